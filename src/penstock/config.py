@@ -1,0 +1,96 @@
+"""Frozen configuration, one dataclass per subsystem; every field has a unit and a reason. Owns defaults, not behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+
+GIB = 1 << 30
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Which weights to run, and how."""
+
+    model: str = "smollm2-135m"  # built-in name, GGUF file, or a directory with safetensors and config.json
+    load_format: LoadFormat = "auto"  # "dummy": random weights for a built-in or given config; nothing is read
+    device: DeviceName = "auto"
+    dtype: DtypeName = "auto"  # auto: float32 on CPU (no bf16 units there), bfloat16 on CUDA
+    seed: int = 0  # of dummy weights
+
+    def __post_init__(self) -> None:
+        _need(self.load_format in ("auto", "dummy"), f"--load-format must be auto or dummy, got {self.load_format!r}")
+        _need(self.device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {self.device!r}")
+        _need(self.dtype in ("auto", "float32", "bfloat16"), f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class KvConfig:
+    """The device arena and what is kept in it."""
+
+    block_tokens: int = 16  # tokens per block; one block is the unit of identity and of movement
+    device_gib: float | None = None  # GiB of device memory for KV; None: 1 on CPU, what is left after weights on CUDA
+    device_blocks: int | None = None  # the same in blocks; at most one of the two
+    prefix_cache: bool = True  # reuse blocks across requests
+
+    def __post_init__(self) -> None:
+        _need(self.block_tokens in (8, 16, 32, 64, 128), f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}")
+        _need(self.device_gib is None or self.device_blocks is None, "give --device-kv-gib or --device-kv-blocks, not both")
+        _need(self.device_gib is None or self.device_gib > 0, f"--device-kv-gib must be positive, got {self.device_gib}")
+        _need(self.device_blocks is None or self.device_blocks >= 2, f"--device-kv-blocks must be at least 2, got {self.device_blocks}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How requests share steps."""
+
+    max_model_len: int | None = None  # tokens of prompt plus output; None: the model's own limit, as far as KV memory goes
+    max_batch: int = 256  # requests that run at once; one row of device state each
+    prefill_chunk: int = 0  # prompt tokens computed in one step at most; 0: 512 on CPU, 8192 on CUDA
+    overcommit: float = 1.0  # 1: a request is admitted only if its whole lifetime fits; 2: lifetimes may sum to twice the memory
+    capture: bool = True  # run decode steps as captured replays
+    seed: int = 0  # from which requests without a seed get theirs
+
+    def __post_init__(self) -> None:
+        _need(self.max_model_len is None or self.max_model_len >= 2, f"--max-model-len must be at least 2, got {self.max_model_len}")
+        _need(1 <= self.max_batch <= 4096, f"--max-batch must be between 1 and 4096, got {self.max_batch}")
+        _need(self.prefill_chunk >= 0, f"--prefill-chunk must not be negative, got {self.prefill_chunk}")
+        _need(1.0 <= self.overcommit <= 64.0, f"--overcommit must be between 1 and 64, got {self.overcommit}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP front and its limits."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None  # guards everything but /health and /live
+    max_body_bytes: int = 4 << 20  # a larger body is refused with 413 before it is read to the end
+    max_concurrent: int = 256  # generations admitted at once, running or waiting; one more is answered 429
+    shutdown_s: float = 20.0  # how long running requests may take to finish when the server stops
+
+    def __post_init__(self) -> None:
+        _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
+        _need(self.max_body_bytes >= 1024, f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}")
+        _need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
+        _need(self.shutdown_s >= 0, f"--shutdown-s must not be negative, got {self.shutdown_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that `engine.build` needs."""
+
+    source: ModelSource = ModelSource()
+    kv: KvConfig = KvConfig()
+    engine: EngineConfig = EngineConfig()

@@ -1,0 +1,276 @@
+"""Plain data that crosses the halves, and the protocols between them. Owns no behaviour beyond validating itself."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from penstock.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_SEED = 2**63 - 1
+
+# ---------------------------------------------------------------------------------------------------------------- order
+
+
+class Mode(enum.Enum):
+    READ = "read"
+    WRITE = "write"
+
+
+class Access(NamedTuple):
+    """The bytes that one piece of work touches: `slots` of `arena`, layers `[layers[0], layers[1])`."""
+
+    arena: str
+    slots: Sequence[int]
+    layers: tuple[int, int]
+    mode: Mode
+
+
+class Fence(Protocol):
+    """A point on a lane. It has passed when everything submitted to that lane before it is over."""
+
+    @property
+    def lane(self) -> str: ...
+
+    def passed(self) -> bool:
+        """Poll; never blocks."""
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        """Block the calling thread; raises DeadlineExceeded after `timeout_s`."""
+
+
+# -------------------------------------------------------------------------------------------------------------- request
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next tokens of one request, and when to stop. Checked on construction."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # over generated tokens, as OpenAI defines it
+    frequency_penalty: float = 0.0  # over generated tokens
+    repetition_penalty: float = 1.0  # over prompt and generated tokens; 1.0: off
+    seed: int | None = None  # None: drawn by the engine
+    logprobs: int | None = None  # alternatives to report beside each generated token; None: no logprobs at all
+    prompt_logprobs: int | None = None  # the same for prompt tokens; such a request never reuses cached KV
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _range("max_tokens", self.max_tokens, 0, None)
+        _range("temperature", self.temperature, 0.0, 100.0)
+        _range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _range("top_k", self.top_k, -1, None)
+        _range("min_p", self.min_p, 0.0, 1.0)
+        _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        if self.seed is not None:
+            _range("seed", self.seed, -MAX_SEED, MAX_SEED)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _range(name, count, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOPS or any(not s for s in self.stop):
+            raise InvalidRequest(f"stop takes at most {MAX_STOPS} strings, none of them empty", "stop")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+def _range(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:
+    below = value <= low if low_open else value < low
+    if value != value or below or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high:g}"
+        bound = f"above {low:g}" if low_open else f"at least {low:g}"
+        raise InvalidRequest(f"{name} must be {bound}{upper}, got {value}", name)
+
+
+class Prefix(NamedTuple):
+    """What a request's KV may be shared under: its scope's digest, and the content keys of its prompt's full blocks."""
+
+    scope: bytes
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One user generation."""
+
+    id: str
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    prefix: Prefix | None = None  # None: reuse is off for this request; its KV is neither looked up nor given a key
+    arrival_s: float = 0.0  # time.monotonic()
+
+    @property
+    def may_match(self) -> bool:
+        """Echo with prompt logprobs needs every prompt token computed, so restored KV is of no use to it."""
+        return self.prefix is not None and self.sampling.prompt_logprobs is None
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of the chosen token and of the likeliest alternatives, likeliest first."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """Where the prompt's KV came from, in tokens; the fields sum to the prompt."""
+
+    device: int = 0
+    computed: int = 0
+
+
+class TokenEvent(NamedTuple):
+    """What a request's listener gets, in order; the last one has `finish` set, and nothing follows it."""
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first event; entry 0 is None
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the token that ended it, where one did (it is not among `tokens`)
+    source: KvSource | None = None  # on the first event
+    error: str | None = None
+
+
+Listener = Callable[[TokenEvent], None]
+
+# ----------------------------------------------------------------------------------------------------------- step: plan
+
+TOKEN_IN_FLIGHT = -1  # in a plan: the token that the previous step samples, not yet known to the host
+
+
+class Chunk(NamedTuple):
+    """One request's share of a step: `num_tokens` tokens from position `start` on."""
+
+    request_id: str
+    row: int  # fixed while the request runs; device state of the request lives under it
+    start: int
+    tokens: Sequence[int]  # len(tokens) == num_tokens; may hold TOKEN_IN_FLIGHT where it is a decode
+    slots: Any  # numpy int32, exactly ceil((start + num_tokens) / block_tokens) slots, in token order
+    writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
+    samples: bool  # True: the last token's logits are wanted
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def kv_len(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Start(NamedTuple):
+    """A request takes a row: its device state is set up before the step's own work."""
+
+    row: int
+    request: Request
+    output: Sequence[int]  # generated before a retraction, empty otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one forward pass shall do. Chunks of one token come first."""
+
+    number: int
+    chunks: tuple[Chunk, ...]
+    starts: tuple[Start, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.tokens) for c in self.chunks)
+
+    @property
+    def is_decode(self) -> bool:
+        """One token per request: the shape that captured replays serve."""
+        return all(len(c.tokens) == 1 for c in self.chunks)
+
+
+class Sampled(NamedTuple):
+    """What a step chose for one chunk: one token now, several with speculation; fewer may be kept than were computed."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one forward pass did."""
+
+    number: int
+    sampled: Sequence[Sampled]
+    prompt_logprobs: dict[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # by request, this chunk's share
+    error: BaseException | None = None
+
+
+# ------------------------------------------------------------------------------------------------- scheduler <-> kv
+
+
+class Table(Protocol):
+    """A request's slots in token order. Ends exactly once, by `KvLedger.release`."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def slots(self, num_tokens: int) -> Any:
+        """numpy int32 view of exactly ceil(num_tokens / block_tokens) slots."""
+
+
+class Match(NamedTuple):
+    """The longest usable prefix of a request's keys."""
+
+    num_blocks: int  # leading keys that are here
+    num_idle: int  # of those, blocks that nobody holds: taking them uses up evictable room
+    pending: bool  # the first missing key is being computed right now by a running request
+
+
+class KvLedger(Protocol):
+    """What the scheduler asks of KV storage. All calls are from the engine thread and never block."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Slots that requests can use in all."""
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be drawn now: free or evictable."""
+
+    def match(self, keys: Sequence[bytes]) -> Match: ...
+
+    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> Table:
+        """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are announced as pending."""
+
+    def try_extend(self, table: Table, num_blocks: int) -> bool:
+        """Draw `num_blocks` more slots, or change nothing and say False."""
+
+    def seal(self, table: Table, tokens: Sequence[int], num_computed: int) -> None:
+        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key."""
+
+    def release(self, table: Table, fence: Fence | None) -> None:
+        """End the table. `fence` covers the last use of its slots and travels with them."""

@@ -1,0 +1,70 @@
+"""The exception tree: the type says whose fault it was, so that every caller knows what to answer."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Root of everything that Penstock raises on purpose."""
+
+
+class UserError(PenstockError):
+    """The person who configured or called us asked for something impossible; the message says what and how to fix it."""
+
+
+class ConfigError(UserError):
+    """A flag, file or combination that cannot work; raised before anything is started."""
+
+
+class ModelError(UserError):
+    """A model that is missing, damaged or of an unknown architecture."""
+
+
+class InvalidRequest(UserError):
+    """A request that can never be served as written. `param` names the offending field, where there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Overloaded(PenstockError):
+    """Too many requests at once; the same request may succeed later. `retry_after_s` is a guess at when."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineClosed(PenstockError):
+    """The engine no longer takes or finishes requests."""
+
+
+class StepFailed(PenstockError):
+    """A forward pass raised on the compute lane; its requests end with this error."""
+
+
+class LaneClosed(PenstockError):
+    """Work was submitted to a lane after `close`."""
+
+
+class DeadlineExceeded(PenstockError):
+    """A wait ended before what it waited for; the work and its resources are still where they were."""
+
+
+class InvariantBroken(PenstockError):
+    """A defect in Penstock itself: a state that the design rules out. Never caught to carry on."""
+
+
+class IllegalTransition(InvariantBroken):
+    """A state machine met an event that its table does not allow."""
+
+    def __init__(self, what: str, state: object, event: object) -> None:
+        super().__init__(f"{what}: {event} is not legal in state {state}")
+
+
+class HandleEnded(InvariantBroken):
+    """A handle was used or ended after it had ended."""
+
+
+class Leaked(InvariantBroken):
+    """Something was still held when its owner closed."""

@@ -1,0 +1,80 @@
+"""What a model is to the engine: its dimensions and its forward pass in pieces. Owns no weights and no KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Dimensions of a decoder-only transformer."""
+
+    architecture: str  # "llama" or "qwen3"
+    num_layers: int
+    hidden: int
+    num_heads: int  # query heads
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_position: int  # tokens
+    rope_theta: float
+    norm_eps: float
+    tied_embeddings: bool
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim) ** -0.5
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class PagedKv(Protocol):
+    """The KV cache as one step sees it: bound to the step's tokens, positions and tables by the executor."""
+
+    def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Split `qkv` [T, qkv_width]; normalise q and k per head where weights are given, rotate both by position, write k and v
+        of every token to its slot. Returns q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of each request's tokens over its own cached KV. Returns [T, num_heads * head_dim].
+        `k` and `v` are this step's own, as returned by `rotate_and_write`; a backend may read them from there instead of the cache."""
+
+
+class LayerOps(Protocol):
+    """The elementwise pieces, one implementation per device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns (norm(x + residual), x + residual)."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * ffn] -> [T, ffn]: silu of the first half times the second."""
+
+
+class Model(Protocol):
+    """A forward pass in the pieces that become ops on the compute lane: embed, each layer, head."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    digest: bytes  # of the weights: KV computed by other weights never matches
+    rope: Tensor  # float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int32 [T] -> [T, hidden]"""
+
+    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv) -> tuple[Tensor, Tensor]:
+        """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm are one pass;
+        `residual` is None before layer 0. Returns the next (hidden, residual)."""
+
+    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """Final norm and output projection of the rows given: [S, hidden] -> logits [S, vocab] in the model's dtype."""

@@ -1,0 +1,47 @@
+"""The observer protocol: what lanes and pools tell to whoever listens. Owns no state and costs one `is None` test when nobody does.
+
+An observer is passed to a lane or pool at construction; nothing that is observed imports its observer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from penstock.contract import Access
+
+
+class LaneObserver(Protocol):
+    """Sees the order in which work is given to lanes, from the submitting thread, before the work can run."""
+
+    def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
+        """Work `ticket` was put on `lane`."""
+
+    def recorded(self, lane: str, fence: int) -> None:
+        """Fence number `fence` was placed on `lane`; it covers everything submitted there before."""
+
+    def waited(self, lane: str, on_lane: str, fence: int) -> None:
+        """What is submitted to `lane` from now on runs after that fence of `on_lane`."""
+
+    def wait_ignored(self, lane: str, on_lane: str, fence: int) -> None:
+        """A wait was placed inside a capture, where no wait on an outside fence is honoured."""
+
+    def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
+        """A host thread blocked until that fence had passed."""
+
+    def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
+        """The work is over. Called from the lane's own thread on the CPU, from whoever polls on CUDA."""
+
+
+class PoolObserver(Protocol):
+    """Sees slots change state, from the thread that owns the pool."""
+
+    def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
+        """`slots` went from state `old` to state `new` on behalf of `owner`."""
+
+    def sealed(self, pool: str, slot: int, key: bytes) -> None:
+        """`slot` became immutable under `key`."""
+
+    def evicted(self, pool: str, slot: int, key: bytes) -> None:
+        """The copy of `key` in `slot` was forgotten."""
