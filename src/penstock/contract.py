@@ -197,6 +197,7 @@ class StepPlan:
     number: int
     chunks: tuple[Chunk, ...]
     starts: tuple[Start, ...] = ()
+    after: tuple[Fence, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
 
     @property
     def num_tokens(self) -> int:
@@ -238,6 +239,9 @@ class Table(Protocol):
     def slots(self, num_tokens: int) -> Any:
         """numpy int32 view of exactly ceil(num_tokens / block_tokens) slots."""
 
+    def take_after(self) -> tuple[Fence, ...]:
+        """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""
+
 
 class Match(NamedTuple):
     """The longest usable prefix of a request's keys."""
@@ -262,6 +266,9 @@ class KvLedger(Protocol):
         """Slots that can be drawn now: free or evictable."""
 
     def match(self, keys: Sequence[bytes]) -> Match: ...
+
+    def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
+        """The same scope, with the keys of all full blocks of `tokens`."""
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> Table:
         """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are announced as pending."""

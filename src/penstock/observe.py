@@ -31,7 +31,7 @@ class LaneObserver(Protocol):
         """A host thread blocked until that fence had passed."""
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
-        """The work is over. Called from the lane's own thread on the CPU, from whoever polls on CUDA."""
+        """The work has run (CPU, from the lane's own thread) or has been launched (CUDA, from the submitting thread)."""
 
 
 class PoolObserver(Protocol):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+from penstock.contract import Chunk
+from penstock.errors import InvariantBroken
 
 
 @dataclass(slots=True)
@@ -32,3 +37,124 @@ class StepInputs:
     num_decodes: int
     max_q_len: int
     max_kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a step, and with them the place of each input inside one packed int32 buffer: one buffer, one upload."""
+
+    num_tokens: int
+    num_chunks: int
+    num_samples: int
+
+    def cuts(self) -> tuple[int, ...]:
+        """Ends of: tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows. Tables follow."""
+        t, b, s = self.num_tokens, self.num_chunks, self.num_samples
+        ends, total = [], 0
+        for width in (t, t, t, b + 1, b, b, b, s, s):
+            total += width
+            ends.append(total)
+        return tuple(ends)
+
+    @property
+    def fixed_ints(self) -> int:
+        """Everything but the tables."""
+        return self.cuts()[-1]
+
+    def views(self, packed: Tensor, num_decodes: int, max_q_len: int, max_kv_len: int) -> StepInputs:
+        ends = self.cuts()
+        parts = [packed[start:end] for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+        tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows = parts
+        return StepInputs(
+            tokens=tokens,
+            positions=positions,
+            write_at=write_at,
+            q_starts=q_starts,
+            kv_lens=kv_lens,
+            table_starts=table_starts,
+            tables=packed[ends[-1] :],
+            rows=rows,
+            sample_at=sample_at,
+            sample_rows=sample_rows,
+            num_decodes=num_decodes,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A step on the host, ready to upload. Its arrays are views of a staging buffer, valid until that comes round again."""
+
+    shape: Shape
+    ints: NDArray[np.int32]
+    num_decodes: int
+    max_q_len: int
+    max_kv_len: int
+    read_slots: NDArray[np.int32]
+    write_slots: NDArray[np.int32]
+
+
+class Packer:
+    """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running meanwhile."""
+
+    def __init__(self, block_tokens: int, padding_slot: int, padding_row: int) -> None:
+        self._block_tokens = block_tokens
+        self._padding_slot = padding_slot
+        self._padding_row = padding_row
+
+    def pack(self, chunks: tuple[Chunk, ...], bucket: int, into: NDArray[np.int32]) -> Packed:
+        """Write the step into `into`. `bucket` > 0 pads a decode step to that many chunks: padding tokens sit at position 0 of the
+        padding block and belong to the padding row, so whatever they compute lands where nobody reads."""
+        num = len(chunks)
+        lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
+        starts = np.fromiter((c.start for c in chunks), np.int32, num)
+        table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
+        if (table_lens != -(-(starts + lens) // self._block_tokens)).any():
+            raise InvariantBroken("a block table is not exactly as long as its sequence")
+        shape = Shape(bucket, bucket, bucket) if bucket else Shape(int(lens.sum()), num, sum(c.samples for c in chunks))
+        ints = into[: shape.fixed_ints + 1 + int(table_lens.sum())]
+        tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows, tables = np.split(ints, shape.cuts())
+        tables[0] = self._padding_slot  # entry 0 is the table of every padding chunk
+        if chunks:
+            np.concatenate([c.slots for c in chunks], out=tables[1:])
+        kv_lens[:num] = starts + lens
+        kv_lens[num:] = 1
+        table_starts[:num] = np.cumsum(table_lens) - table_lens + 1
+        table_starts[num:] = 0
+        rows[:num] = [c.row for c in chunks]
+        rows[num:] = self._padding_row
+        q_starts[0] = 0
+        np.cumsum(lens, out=q_starts[1 : num + 1])
+        q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1)
+        self._pack_tokens(chunks, starts, (tokens, positions, write_at))
+        if bucket:
+            sample_at[:] = np.arange(bucket)
+            sample_rows[:] = rows
+        else:
+            sampled = np.fromiter((c.samples for c in chunks), bool, num)
+            sample_at[:] = (q_starts[1:] - 1)[sampled]
+            sample_rows[:] = rows[sampled]
+        num_decodes = int((lens == 1).sum()) + shape.num_chunks - num
+        write_slots = write_at[: int(lens.sum())] // self._block_tokens
+        return Packed(shape, ints, num_decodes, int(lens.max(initial=0)), int(kv_lens.max()), tables[1:], write_slots)
+
+    def _pack_tokens(self, chunks: tuple[Chunk, ...], starts: NDArray[np.int32], out: tuple[NDArray[np.int32], ...]) -> None:
+        tokens, positions, write_at = out
+        block = self._block_tokens
+        padding_at = self._padding_slot * block
+        num = 0  # leading chunks of one token, which a decode step has by the hundred: filled at once
+        while num < len(chunks) and len(chunks[num].tokens) == 1:
+            num += 1
+        tokens[:num] = [c.tokens[0] for c in chunks[:num]]
+        positions[:num] = starts[:num]
+        write_at[:num] = [int(c.slots[-1]) * block + c.start % block if c.writes else padding_at for c in chunks[:num]]
+        at = num
+        for chunk in chunks[num:]:
+            end = at + len(chunk.tokens)
+            tokens[at:end] = chunk.tokens
+            where = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int32)
+            positions[at:end] = where
+            write_at[at:end] = chunk.slots[where // block] * block + where % block if chunk.writes else padding_at
+            at = end
+        tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at

@@ -1,0 +1,180 @@
+"""The composition root: the only file that constructs across folders. Owns the choice of parts for a device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from penstock.config import GIB, Config
+from penstock.engine.engine import Engine, EngineParts
+from penstock.engine.execution.attention import Attention
+from penstock.engine.execution.attention.cpu import CpuAttention
+from penstock.engine.execution.executor import Executor, Geometry
+from penstock.engine.execution.forward import Forward
+from penstock.engine.execution.replays import cuda_buckets
+from penstock.engine.execution.sampler import Noise, Sampler, gumbel_noise
+from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.errors import ConfigError
+from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+from penstock.kv.memory.arena import DeviceArena, free_bytes
+from penstock.kv.memory.layout import BlockLayout
+from penstock.lanes import cuda
+from penstock.lanes.cpu import CpuLane
+from penstock.lanes.lane import Lane
+from penstock.models.layers import TorchLayerOps
+from penstock.models.model import LayerOps, Model
+from penstock.models.progress import Progress, silent
+from penstock.models.registry import load_model
+from penstock.observe import LaneObserver, PoolObserver
+
+_CPU_KV_GIB = 1.0
+_CUDA_KV_SHARE = 0.9  # of what is free once the weights are there; the rest is for activations, graphs and the sampler
+_WAITING_PER_ROW = 16  # requests that may wait for each one that can run
+
+
+class Observers(NamedTuple):
+    """Who listens, if anybody."""
+
+    lanes: LaneObserver | None = None
+    pools: PoolObserver | None = None
+
+
+def build(config: Config, progress: Progress = silent, observers: Observers | None = None) -> Engine:
+    """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
+    observers = observers or Observers()
+    device = _device(config)
+    dtype = _dtype(config, device)
+    loaded = load_model(config.source, device, dtype, _layer_ops(device), progress)
+    model = loaded.model
+    layout = BlockLayout(
+        model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, config.kv.block_tokens, str(dtype).removeprefix("torch.")
+    )
+    num_blocks = _num_blocks(config, layout, model)
+    max_model_len = _max_model_len(config, model, num_blocks)
+    arena = DeviceArena(layout, num_blocks, device)
+    cache = KvCache(BlockPool(num_blocks, arena.name, observers.pools), _scope(model, layout), config.kv.prefix_cache)
+    lane = _lane("compute", device, observers.lanes)
+    chunk = config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
+    budget = Budget(config.engine.max_batch, min(chunk, max_model_len), config.engine.overcommit)
+    geometry = Geometry(
+        max_batch=budget.max_batch,
+        prefill_chunk=budget.prefill_chunk,
+        max_table=blocks_for(max_model_len, config.kv.block_tokens),
+        block_tokens=config.kv.block_tokens,
+        padding_slot=arena.padding_slot,
+        arena=arena.name,
+    )
+    sampler = Sampler(budget.max_batch, model.config.vocab, device, _noise(device))
+    forward = Forward(model, _attention(arena, model), sampler.last_tokens)
+    executor = Executor(forward, sampler, lane, geometry, _buckets(config, device))
+    if device.type == "cuda":
+        executor.capture_all(progress)
+    return Engine(
+        EngineParts(
+            name=loaded.name,
+            tokenizer=loaded.tokenizer,
+            scheduler=Scheduler(cache, budget, model.config.eos_ids),
+            executor=executor,
+            cache=cache,
+            lanes=(lane,),
+            vocab=model.config.vocab,
+            max_model_len=max_model_len,
+            max_open=budget.max_batch * _WAITING_PER_ROW,
+            seed=config.engine.seed,
+        )
+    )
+
+
+def _device(config: Config) -> torch.device:
+    if config.source.device == "cpu" or (config.source.device == "auto" and not cuda.is_usable()):
+        return torch.device("cpu")
+    if not cuda.is_usable():
+        raise ConfigError("--device cuda: no usable NVIDIA GPU was found (see `penstock doctor`)")
+    return torch.device("cuda", 0)
+
+
+def _dtype(config: Config, device: torch.device) -> torch.dtype:
+    if config.source.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, config.source.dtype)
+    return dtype
+
+
+def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
+    if config.kv.device_blocks is not None:
+        return config.kv.device_blocks
+    if config.kv.device_gib is not None:
+        num_bytes = config.kv.device_gib * GIB
+    elif model.device.type == "cuda":
+        num_bytes = free_bytes(model.device) * _CUDA_KV_SHARE
+    else:
+        num_bytes = _CPU_KV_GIB * GIB
+    num_blocks = int(num_bytes) // layout.block_bytes
+    if num_blocks < 2:
+        size = f"{num_bytes / GIB:.3f} GiB hold less than two KV blocks of {layout.block_bytes / 1024:.0f} KiB"
+        raise ConfigError(f"{size}; raise --device-kv-gib")
+    if config.kv.device_gib is not None:
+        return num_blocks
+    # A tiny model would otherwise get tens of millions of blocks: no more than can be used, and as much again thrice to remember.
+    most = config.engine.max_batch * blocks_for(config.engine.max_model_len or model.config.max_position, layout.block_tokens)
+    return min(num_blocks, 4 * most)
+
+
+def _max_model_len(config: Config, model: Model, num_blocks: int) -> int:
+    fits = num_blocks * config.kv.block_tokens
+    wanted = config.engine.max_model_len
+    if wanted is None:
+        return min(model.config.max_position, fits)
+    if wanted > model.config.max_position:
+        raise ConfigError(f"--max-model-len {wanted} exceeds the {model.config.max_position} positions of the model")
+    if wanted > fits:
+        raise ConfigError(
+            f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} tokens; raise --device-kv-gib"
+        )
+    return wanted
+
+
+def _scope(model: Model, layout: BlockLayout) -> Scope:
+    positions = f"rope half-rotation theta={model.config.rope_theta!r}"
+    return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, positions)
+
+
+def _lane(name: str, device: torch.device, observer: LaneObserver | None) -> Lane:
+    if device.type == "cuda":
+        return cuda.CudaLane(name, device, observer)
+    return CpuLane(name, observer, around=torch.inference_mode)
+
+
+def _layer_ops(device: torch.device) -> LayerOps:
+    if device.type == "cuda":
+        from penstock.models.triton_layers import TritonLayerOps
+
+        return TritonLayerOps()
+    return TorchLayerOps()
+
+
+def _attention(arena: DeviceArena, model: Model) -> Attention:
+    if arena.device.type == "cuda":
+        from penstock.engine.execution.attention.triton import TritonAttention
+
+        return TritonAttention(arena.tensor, model.config, model.rope)
+    return CpuAttention(arena.tensor, model.config, model.rope)
+
+
+def _noise(device: torch.device) -> Noise:
+    if device.type == "cuda":
+        from penstock.engine.execution import triton_noise
+
+        return triton_noise.gumbel_noise
+    return gumbel_noise
+
+
+def _buckets(config: Config, device: torch.device) -> tuple[int, ...]:
+    """On the CPU a recording costs nothing and padding costs work, so every batch size has its own."""
+    if not config.engine.capture:
+        return ()
+    return cuda_buckets(config.engine.max_batch) if device.type == "cuda" else tuple(range(1, config.engine.max_batch + 1))

@@ -1,0 +1,189 @@
+"""Runs steps: a plan becomes ops on the compute lane, a finished step becomes a result. Owns the order of a step's ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.contract import Access, Mode, StepPlan
+from penstock.engine.execution.batch import Packed, Packer, Shape
+from penstock.engine.execution.forward import Flow, Forward
+from penstock.engine.execution.outcome import Outputs, RunningStep
+from penstock.engine.execution.replays import Replays
+from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_counts
+from penstock.engine.execution.sampler import SampleOutput, Sampler, token_logprobs
+from penstock.engine.execution.staging import Readback, StagingRing
+from penstock.lanes.lane import Lane, Op, Ticket
+
+_LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes that hold for the executor's life."""
+
+    max_batch: int
+    prefill_chunk: int  # prompt tokens per step
+    max_table: int  # slots of the longest sequence
+    block_tokens: int
+    padding_slot: int
+    arena: str  # name of the KV arena in declared accesses
+
+    @property
+    def staging_ints(self) -> int:
+        most = Shape(self.prefill_chunk + self.max_batch, self.max_batch, self.max_batch)
+        return most.fixed_ints + 1 + self.max_batch * (self.max_table + NUM_PARAMS)
+
+
+class _Chain:
+    """Ops of one step on the lane, each after the one before: when one fails, the rest are skipped and say why."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self.last: Ticket | None = None
+
+    def submit(self, op: Op, label: str, accesses: Sequence[Access] = ()) -> Ticket:
+        self.last = self._lane.submit(op, accesses, label=label, after=self.last)
+        return self.last
+
+
+class Executor:
+    """One model on one compute lane. Called from the engine thread; only `RunningStep.wait_result` blocks."""
+
+    def __init__(self, forward: Forward, sampler: Sampler, lane: Lane, geometry: Geometry, buckets: Sequence[int]) -> None:
+        device = forward.model.device
+        self._forward = forward
+        self._sampler = sampler
+        self._lane = lane
+        self._geometry = geometry
+        self._device = device
+        self._rows = Rows(geometry.max_batch)
+        self._packer = Packer(geometry.block_tokens, geometry.padding_slot, geometry.max_batch)
+        self._staging = StagingRing(geometry.staging_ints, pinned=device.type == "cuda")
+        self._readback = Readback(pinned=device.type == "cuda")
+        inputs = torch.zeros(geometry.staging_ints, dtype=torch.int32, device=device)
+        self._replays = Replays(lane, forward, self._packer, inputs, buckets)
+
+    def capture_all(self, progress: Callable[[str, int, int], None]) -> None:
+        """Record every bucket now, so that no request pays for it; the largest first, whose memory the others reuse."""
+        buckets = self._replays.buckets
+        for done, bucket in enumerate(reversed(buckets)):
+            progress("capturing decode steps", done, len(buckets))
+            self._replays.get(bucket)
+        progress("capturing decode steps", len(buckets), len(buckets))
+
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Put the step on the compute lane and return; the step before may still be running there."""
+        bucket = self._replays.bucket_for(len(plan.chunks)) if plan.is_decode else 0
+        host, array = self._staging.next()
+        packed = self._packer.pack(plan.chunks, bucket, array)
+        for fence in plan.after:
+            self._lane.wait(fence)
+        chain = _Chain(self._lane)
+        for start in plan.starts:
+            self._rows.start(start)
+            if needs_counts(start.request.sampling):
+                chain.submit(lambda start=start: self._sampler.start(start), "start")  # type: ignore[misc]
+        sample_plan, num_ints = self._plan_sampling(packed, array)
+        if bucket:
+            flow, device_ints = self._replay(chain, bucket, packed, host[:num_ints])
+        else:
+            flow, device_ints = self._run_eagerly(chain, packed, host[:num_ints])
+        outputs = Outputs()
+        if not bucket:
+            self._submit_prompt_logprobs(chain, plan, flow, outputs)
+        if packed.shape.num_samples:
+            chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs), "sample")
+        assert chain.last is not None
+        fence = self._lane.record()
+        self._staging.used_until(fence)
+        chunks = plan.chunks if bucket else [c for c in plan.chunks if c.samples]
+        return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence)
+
+    # --------------------------------------------------------------------------------------------------------- forward
+
+    def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
+        arena = self._geometry.arena
+        return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
+
+    def _run_eagerly(self, chain: _Chain, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
+        flow = Flow()
+        landed: list[Tensor] = []
+
+        def upload() -> None:
+            ints = torch.empty(len(host), dtype=torch.int32, device=self._device).copy_(host, non_blocking=True)
+            landed.append(ints)
+            flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+
+        chain.submit(upload, "upload")
+        for op, layers, label in self._forward.ops(flow):
+            chain.submit(op, label, self._accesses(packed, layers) if layers[1] > layers[0] else ())
+        return flow, lambda: landed[0]
+
+    def _replay(self, chain: _Chain, bucket: int, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
+        captured = self._replays.get(bucket)
+        inputs = self._replays.inputs
+        chain.submit(lambda: inputs[: len(host)].copy_(host, non_blocking=True), "upload")
+        accesses = self._accesses(packed, (0, self._forward.model.config.num_layers))
+        chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
+        return captured.flow, lambda: inputs
+
+    # -------------------------------------------------------------------------------------------------------- sampling
+
+    def _plan_sampling(self, packed: Packed, array: np.ndarray) -> tuple[SamplePlan, int]:
+        """Decide how this step samples and put the parameters behind the packed inputs. Returns the ints to upload in all."""
+        ends = packed.shape.cuts()
+        sample_at, rows = packed.ints[ends[6] : ends[7]], packed.ints[ends[7] : ends[8]]
+        plan = self._rows.sample_plan(rows, packed.ints[ends[0] : ends[1]][sample_at])
+        used = len(packed.ints)
+        if plan.params is not None:
+            array[used : used + plan.params.size] = plan.params.ravel()
+            used += plan.params.size
+        return plan, used
+
+    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs) -> None:
+        assert flow.logits is not None
+        inputs = flow.bound_inputs()
+        params = None
+        if plan.params is not None:
+            params = ints[params_at : params_at + plan.params.size].view(plan.params.shape)
+        output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params)
+        outputs.sampled = self._to_host(output)
+
+    def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
+        """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
+        at = 0
+        for chunk in plan.chunks:
+            request = self._rows.request(chunk.row)
+            num_top = request.sampling.prompt_logprobs
+            if num_top is not None:
+                targets = request.prompt[chunk.start + 1 : chunk.start + 1 + chunk.num_tokens]
+                for first in range(0, len(targets), _LOGPROB_ROWS):
+                    part = torch.tensor(targets[first : first + _LOGPROB_ROWS], dtype=torch.int64)
+                    if self._device.type == "cuda":
+                        part = part.pin_memory()
+                    chain.submit(_prompt_part(self, flow, (chunk.request_id, at + first, part, num_top), outputs), "prompt logprobs")
+            at += chunk.num_tokens
+
+    def prompt_logprobs(self, flow: Flow, at: int, targets: Tensor, num_top: int) -> SampleOutput:
+        assert flow.hidden is not None and flow.residual is not None
+        rows = slice(at, at + len(targets))
+        logits = self._forward.model.head(flow.hidden[rows], flow.residual[rows])
+        return self._to_host(token_logprobs(logits, targets.to(self._device, non_blocking=True), num_top))
+
+    def _to_host(self, output: SampleOutput) -> SampleOutput:
+        parts = (output.tokens, output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
+        return SampleOutput(*(None if p is None else self._readback.copy(p) for p in parts))  # type: ignore[arg-type]
+
+
+def _prompt_part(executor: Executor, flow: Flow, part: tuple[str, int, Tensor, int], outputs: Outputs) -> Op:
+    request_id, at, targets, num_top = part
+
+    def run() -> None:
+        outputs.prompts.append((request_id, executor.prompt_logprobs(flow, at, targets, num_top)))
+
+    return run

@@ -1,0 +1,97 @@
+"""The forward pass as a list of ops: embed, each layer, head. Owns the activations on their way through; the same list is run
+eagerly or captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.execution.attention import Attention
+from penstock.engine.execution.batch import StepInputs
+from penstock.lanes.lane import Op
+from penstock.models.model import Model
+
+
+class BoundKv:
+    """The paged cache bound to one step's inputs: what a model's layer sees."""
+
+    __slots__ = ("_attention", "_inputs")
+
+    def __init__(self, attention: Attention, inputs: StepInputs) -> None:
+        self._attention = attention
+        self._inputs = inputs
+
+    def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self._attention.rotate_and_write(layer, qkv, q_norm, k_norm, self._inputs)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attention.attend(layer, q, k, v, self._inputs)
+
+
+@dataclass(slots=True)
+class Flow:
+    """Activations of one step; touched only by the step's own ops, in lane order."""
+
+    inputs: StepInputs | None = None  # set by the upload, where the step is eager
+    hidden: Tensor | None = None
+    residual: Tensor | None = None
+    logits: Tensor | None = None  # [S, vocab], None where the step samples nothing
+
+    def bound_inputs(self) -> StepInputs:
+        assert self.inputs is not None, "a step's ops ran before its upload"
+        return self.inputs
+
+
+class LayerOp(NamedTuple):
+    """One op of the pass and the layers whose KV it touches."""
+
+    op: Op
+    layers: tuple[int, int]
+    label: str
+
+
+class Forward:
+    """Makes the ops of one pass over a model."""
+
+    def __init__(self, model: Model, attention: Attention, last_tokens: Tensor) -> None:
+        self.model = model
+        self._attention = attention
+        self._last_tokens = last_tokens  # int32 by row: what each request sampled last
+
+    def ops(self, flow: Flow) -> list[LayerOp]:
+        layers = [LayerOp(self._layer(flow, i), (i, i + 1), f"layer {i}") for i in range(self.model.config.num_layers)]
+        return [LayerOp(self._embed(flow), (0, 0), "embed"), *layers, LayerOp(self._head(flow), (0, 0), "head")]
+
+    def _embed(self, flow: Flow) -> Op:
+        def embed() -> None:
+            inputs = flow.bound_inputs()
+            decodes = inputs.tokens[: inputs.num_decodes]
+            latest = self._last_tokens[inputs.rows[: inputs.num_decodes]]
+            decodes.copy_(torch.where(decodes < 0, latest, decodes))  # what the host does not know yet is taken from where it was sampled
+            flow.hidden, flow.residual = self.model.embed(inputs.tokens), None
+
+        return embed
+
+    def _layer(self, flow: Flow, index: int) -> Op:
+        def layer() -> None:
+            assert flow.hidden is not None
+            kv = BoundKv(self._attention, flow.bound_inputs())
+            flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv)
+
+        return layer
+
+    def _head(self, flow: Flow) -> Op:
+        def head() -> None:
+            inputs = flow.bound_inputs()
+            assert flow.hidden is not None and flow.residual is not None
+            if len(inputs.sample_at) == 0:
+                flow.logits = None
+            elif len(inputs.sample_at) == len(inputs.tokens):
+                flow.logits = self.model.head(flow.hidden, flow.residual)
+            else:
+                flow.logits = self.model.head(flow.hidden[inputs.sample_at], flow.residual[inputs.sample_at])
+
+        return head

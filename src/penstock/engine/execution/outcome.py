@@ -1,0 +1,66 @@
+"""A launched step and what can be read from it once it is over. Owns the host copies of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.contract import Chunk, Fence, Sampled, StepResult, TokenLogprob
+from penstock.engine.execution.sampler import SampleOutput
+from penstock.lanes.lane import Ticket
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Host tensors filled by the step's last op; nobody else touches them before its fence has passed."""
+
+    sampled: SampleOutput | None = None
+    prompts: list[tuple[str, SampleOutput]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """A step on the compute lane."""
+
+    number: int
+    chunks: Sequence[Chunk]  # those with an entry in the sampled outputs, in order
+    num_logprobs: Sequence[int]  # by chunk: alternatives wanted; -1: no logprobs
+    outputs: Outputs
+    last: Ticket
+    fence: Fence
+
+    def wait_result(self) -> StepResult:
+        """Block until the step is over. A failure is part of the result, not raised."""
+        try:
+            self.fence.wait_passed()
+            if (error := self.last.error()) is not None:
+                return StepResult(self.number, (), error=error)
+            prompts: dict[str, tuple[TokenLogprob, ...]] = {}
+            for request_id, output in self.outputs.prompts:
+                prompts[request_id] = prompts.get(request_id, ()) + tuple(_rows(output))
+            return StepResult(self.number, self._sampled(), prompts)
+        except Exception as error:  # a device that failed says so here
+            return StepResult(self.number, (), error=error)
+
+    def _sampled(self) -> list[Sampled]:
+        output = self.outputs.sampled
+        if output is None:
+            return []
+        if output.logprobs is None:
+            tokens = output.tokens.tolist()
+            return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, tokens, strict=False) if c.samples]
+        found = zip(self.chunks, _rows(output), self.num_logprobs, strict=False)
+        return [
+            Sampled(c.request_id, (row.token,), None if num < 0 else (row._replace(top=row.top[:num]),))
+            for c, row, num in found
+            if c.samples
+        ]
+
+
+def _rows(output: SampleOutput) -> list[TokenLogprob]:
+    assert output.logprobs is not None and output.ranks is not None
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(output.tokens)
+    if output.top_ids is not None and output.top_logprobs is not None:
+        pairs = zip(output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
+        tops = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
+    return [TokenLogprob(*row) for row in zip(output.tokens.tolist(), output.logprobs.tolist(), output.ranks.tolist(), tops, strict=True)]

@@ -1,0 +1,79 @@
+"""Sampling state of running requests, by row. Owns the host side of it: parameters and draw keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract import Request, SamplingParams, Start
+
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+NUM_FLOATS = len(_FLOATS)
+NUM_PARAMS = NUM_FLOATS + 3  # and top_k, two words of draw key
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """What sampling the rows of one step takes; decided on the host, so that a greedy step costs an argmax and nothing else."""
+
+    rows: NDArray[np.int32]
+    greedy: bool  # all of them, without penalties
+    penalties: bool
+    filters: bool  # any top-k or top-p: needs a sort
+    num_logprobs: list[int]  # by row: alternatives wanted; -1: no logprobs
+    params: NDArray[np.int32] | None  # [NUM_PARAMS, S] packed words, None where greedy
+
+
+class Rows:
+    """Parameters of the request in each row."""
+
+    def __init__(self, max_batch: int) -> None:
+        self._floats = np.zeros((NUM_FLOATS, max_batch + 1), np.float32)
+        self._floats[5] = 1.0
+        self._top_k = np.zeros(max_batch + 1, np.int32)
+        self._seeds = np.zeros(max_batch + 1, np.uint64)
+        self._num_logprobs = np.full(max_batch + 1, -1, np.int32)
+        self._flags = np.zeros((3, max_batch + 1), bool)  # random, penalties, filters
+        self._requests: list[Request | None] = [None] * (max_batch + 1)
+
+    def start(self, start: Start) -> None:
+        row, sampling = start.row, start.request.sampling
+        self._requests[row] = start.request
+        self._floats[:, row] = [getattr(sampling, name) for name in _FLOATS]
+        self._top_k[row] = max(sampling.top_k, 0)
+        self._seeds[row] = np.uint64((sampling.seed or 0) & (2**64 - 1))
+        self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        self._flags[:, row] = (not sampling.greedy, needs_counts(sampling), sampling.top_k > 0 or sampling.top_p < 1.0)
+
+    def request(self, row: int) -> Request:
+        request = self._requests[row]
+        assert request is not None, f"row {row} was never started"
+        return request
+
+    def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> SamplePlan:
+        """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch."""
+        random, penalties, filters = (bool(flag) for flag in self._flags[:, rows].any(axis=1))
+        greedy = not (random or penalties)
+        params = None
+        if not greedy:
+            params = np.empty((NUM_PARAMS, len(rows)), np.int32)
+            params[:NUM_FLOATS] = self._floats[:, rows].view(np.int32)
+            params[NUM_FLOATS] = self._top_k[rows]
+            params[NUM_FLOATS + 1 :] = draw_keys(self._seeds[rows], positions)
+        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params)
+
+
+def needs_counts(sampling: SamplingParams) -> bool:
+    return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
+
+
+def draw_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Two 32-bit words per draw, from (seed, position) alone: the mixing steps of splitmix64."""
+    with np.errstate(over="ignore"):
+        x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return np.stack([(x & np.uint64(0xFFFFFFFF)).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)]).view(np.int32)

@@ -1,0 +1,141 @@
+"""Choosing tokens on the device. Owns the mathematics of sampling and the token counts that penalties need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.contract import Start
+from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan, needs_counts
+
+_MASK32 = 0xFFFFFFFF
+
+Noise = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """Device tensors of one step's choices; the logprob fields are None where nobody asked."""
+
+    tokens: Tensor  # int32 [S]
+    logprobs: Tensor | None = None  # float32 [S] of the chosen tokens
+    ranks: Tensor | None = None  # int32 [S]
+    top_ids: Tensor | None = None  # int64 [S, n]
+    top_logprobs: Tensor | None = None  # float32 [S, n]
+
+
+def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
+    """float32 [S, vocab] of standard Gumbel noise; entry (s, v) depends on keys[:, s] and v alone.
+
+    -log(E) with E = -log1p(-u) keeps full relative precision where it matters: the winner is the smallest E.
+    """
+    words = keys.to(torch.int64) & _MASK32
+    index = torch.arange(vocab, device=keys.device, dtype=torch.int64)
+    x = _mix32(_mix32(index[None, :] ^ words[0][:, None]) ^ words[1][:, None])
+    uniform = (x.to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words with good avalanche, in int64 arithmetic."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+class Sampler:
+    """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
+
+    def __init__(self, max_batch: int, vocab: int, device: torch.device, noise: Noise = gumbel_noise) -> None:
+        self._num_rows = max_batch + 1  # one more for padding
+        self._vocab = vocab
+        self._device = device
+        self._noise = noise
+        self.last_tokens = torch.zeros(self._num_rows, dtype=torch.int32, device=device)
+        self._counts: Tensor | None = None  # int32 [rows, vocab] of generated tokens; made when first needed
+        self._in_prompt: Tensor | None = None  # bool [rows, vocab]
+
+    def start(self, start: Start) -> None:
+        """Set up penalty state for a request that takes a row. Runs on the lane, before the step's own work."""
+        if not needs_counts(start.request.sampling):
+            return
+        if self._counts is None or self._in_prompt is None:
+            self._counts = torch.zeros((self._num_rows, self._vocab), dtype=torch.int32, device=self._device)
+            self._in_prompt = torch.zeros((self._num_rows, self._vocab), dtype=torch.bool, device=self._device)
+        self._counts[start.row].zero_()
+        self._in_prompt[start.row].zero_()
+        self._in_prompt[start.row].index_fill_(0, self._upload(start.request.prompt), True)
+        if start.output:
+            output = self._upload(start.output)
+            self._counts[start.row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def _upload(self, tokens: Sequence[int]) -> Tensor:
+        """Through pinned memory, which torch caches: a copy from pageable memory would hold up the calling thread."""
+        host = torch.tensor(tokens, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return host.to(self._device, non_blocking=True)
+
+    def sample(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor | None) -> SampleOutput:
+        """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice in `last_tokens`."""
+        if params is None:
+            tokens = logits.argmax(dim=-1)
+        else:
+            tokens = self._choose(logits.float(), rows, plan, params)
+        self.last_tokens.index_copy_(0, rows.long(), tokens.to(torch.int32))
+        if plan.penalties and self._counts is not None:
+            self._counts.index_put_((rows.long(), tokens), torch.ones_like(rows), accumulate=True)
+        output = SampleOutput(tokens.to(torch.int32))
+        num_top = max(plan.num_logprobs, default=-1)
+        if num_top >= 0:
+            _add_logprobs(output, logits, tokens, num_top)
+        return output
+
+    def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor) -> Tensor:
+        floats = params[:NUM_FLOATS].view(torch.float32)
+        temperature, top_p, min_p, presence, frequency, repetition = (f[:, None] for f in floats)
+        if plan.penalties:
+            logits = self._penalise(logits, rows, presence, frequency, repetition)
+        random = temperature >= 1e-5
+        scores = logits / torch.where(random, temperature, 1.0)
+        noise = self._noise(params[NUM_FLOATS + 1 :], logits.shape[-1]) * random
+        floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
+        if not plan.filters:
+            return torch.where(scores >= floor, scores + noise, -torch.inf).argmax(dim=-1)
+        ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
+        top_k = params[NUM_FLOATS][:, None]
+        place = torch.arange(scores.shape[-1], device=scores.device)[None, :]
+        keep = (place < torch.where(top_k > 0, top_k, scores.shape[-1])) & (ranked >= floor)
+        shares = torch.where(keep, ranked, -torch.inf).softmax(dim=-1)
+        keep &= shares.cumsum(dim=-1) - shares < top_p
+        keep[:, 0] = True  # rounding never empties the choice
+        best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
+        return ids.gather(1, best)[:, 0]
+
+    def _penalise(self, logits: Tensor, rows: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:
+        assert self._counts is not None and self._in_prompt is not None  # made by `start` of the row that wants them
+        counts = self._counts[rows.long()]
+        seen = (counts > 0) | self._in_prompt[rows.long()]
+        damped = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen & (repetition != 1.0), damped, logits)
+        return logits - frequency * counts - presence * (counts > 0)
+
+
+def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top: int) -> None:
+    """Of the model's own distribution, before penalties, temperature and filters."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens.long()[:, None])
+    output.logprobs = chosen[:, 0]
+    output.ranks = (logprobs > chosen).sum(dim=-1, dtype=torch.int32) + 1
+    if num_top > 0:
+        output.top_logprobs, output.top_ids = logprobs.topk(num_top, dim=-1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> SampleOutput:
+    """Logprobs of given tokens, for prompts."""
+    output = SampleOutput(tokens)
+    _add_logprobs(output, logits, tokens, num_top)
+    return output

@@ -1,0 +1,60 @@
+"""The engine's own thread. Owns its life: start, heartbeat, orderly end; what a step does is the engine's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from penstock.engine.engine import Engine
+from penstock.errors import DeadlineExceeded
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 0.5  # an idle loop comes round this often, so that its heartbeat stays fresh
+
+
+class EngineLoop:
+    """Runs `engine.step()` until closed. An exception ends every open request with an error and shows in `failed()`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._beat_s = time.monotonic()
+        self._stop_by_s: float | None = None  # set by close: when running requests are cancelled
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def beat_age_s(self) -> float:
+        """Seconds since the loop last came round; grows without bound when it is wedged."""
+        return time.monotonic() - self._beat_s
+
+    def failed(self) -> BaseException | None:
+        return self._error
+
+    def close(self, deadline_s: float) -> None:
+        """Stop admission, let running requests end for `deadline_s`, cancel the rest, join. Idempotent."""
+        self._stop_by_s = time.monotonic() + deadline_s
+        self._engine.refuse("the server is shutting down")
+        self._thread.join(deadline_s + 30.0)
+        if self._thread.is_alive():
+            raise DeadlineExceeded("the engine thread did not end: a step is stuck on the device")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                self._beat_s = time.monotonic()
+                if not self._engine.step():
+                    self._engine.wait_work(_IDLE_S)
+            self._engine.close(timeout_s=20.0)
+        except BaseException as error:
+            log.exception("the engine loop failed")
+            self._error = error
+            self._engine.fail_all(error)
+
+    def _is_over(self) -> bool:
+        if self._stop_by_s is None:
+            return False
+        return not self._engine.has_work() or time.monotonic() >= self._stop_by_s

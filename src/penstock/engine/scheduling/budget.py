@@ -1,0 +1,19 @@
+"""The limits that planning keeps: rows, tokens per step, promises of blocks. A pure value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of every step."""
+
+    max_batch: int  # requests that run at once
+    prefill_chunk: int  # prompt tokens per step
+    overcommit: float = 1.0  # how many times available blocks may be promised
+
+
+def blocks_for(num_tokens: int, block_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_tokens)

@@ -1,0 +1,81 @@
+"""One request as the scheduler sees it: its state, its tokens, how far it is planned and how far it is computed."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from penstock.contract import FinishReason, Prefix, Request, Table, TokenLogprob
+from penstock.errors import IllegalTransition, InvariantBroken
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # holds nothing yet
+    RUNNING = "running"  # has a row and a table
+    RETRACTED = "retracted"  # gave both up under pressure; will run again
+    ENDED = "ended"
+
+
+_LEGAL = {
+    State.WAITING: {State.RUNNING, State.ENDED},
+    State.RUNNING: {State.RETRACTED, State.ENDED},
+    State.RETRACTED: {State.RUNNING, State.ENDED},
+    State.ENDED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """Progress of one request. `tokens` are known; the newest may still be in flight and come on top of them.
+
+    num_committed <= num_planned <= len(tokens) + num_in_flight, where the first two count tokens whose KV is computed.
+    """
+
+    request: Request
+    order: int  # of arrival; decides who waits for whom
+    prefix: Prefix | None
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)
+    num_planned: int = 0  # tokens whose KV launched steps have computed or will
+    num_committed: int = 0  # tokens whose KV a finished step has computed
+    num_in_flight: int = 0  # tokens being sampled, not yet known
+    num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
+    num_device: int = 0  # prompt tokens found in device memory when it first ran
+    epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
+    row: int = -1
+    table: Table | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    started: bool = False  # its prompt has been counted and its first event sent
+    finish: FinishReason | None = None
+
+    def move(self, new: State) -> None:
+        if new not in _LEGAL[self.state]:
+            raise IllegalTransition(f"request {self.request.id}", self.state.value, new.value)
+        self.state = new
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens known once everything in flight has landed."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the next steps can compute: zero when all that it may generate is known or in flight."""
+        max_tokens = self.request.sampling.max_tokens
+        if max_tokens and self.num_expected - self.num_prompt >= max_tokens:
+            return 0
+        return self.num_expected - self.num_planned
+
+    @property
+    def lifetime_tokens(self) -> int:
+        """KV entries it needs at most: the last generated token is never fed back."""
+        return self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
+
+    def held_table(self) -> Table:
+        if self.table is None:
+            raise InvariantBroken(f"request {self.request.id} has no table in state {self.state.value}")
+        return self.table

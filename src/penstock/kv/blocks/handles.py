@@ -1,0 +1,141 @@
+"""What somebody has out of a pool: one handle per run of slots, which ends exactly once. Owns the run, not the bookkeeping behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract import Fence
+from penstock.errors import HandleEnded, InvariantBroken
+
+_FIRST_ROOM = 16  # slots that a new hold has room for
+
+
+class Lender(Protocol):
+    """The pool as its handles see it."""
+
+    def take_back(self, handle: Handle, fence: Fence | None) -> None: ...
+
+    def commit(self, reservation: Reservation, hold: Hold) -> None: ...
+
+
+class Handle:
+    """Slots that are out on behalf of `owner`."""
+
+    kind: ClassVar[str] = "handle"
+    __slots__ = ("_lender", "ended", "owner")
+
+    def __init__(self, owner: str, lender: Lender) -> None:
+        self.owner = owner
+        self.ended = False
+        self._lender = lender
+
+    @property
+    def slots(self) -> Sequence[int]:
+        raise NotImplementedError
+
+    def require_open(self) -> None:
+        if self.ended:
+            raise HandleEnded(f"{self} has ended")
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.owner!r} ({len(self.slots)} slots)"
+
+    def _give_back(self, fence: Fence | None) -> None:
+        self.require_open()
+        self._lender.take_back(self, fence)
+        self.ended = True
+
+
+class Reservation(Handle):
+    """Slots taken for something that may still fail. Ends by `commit` or by `rollback`.
+
+    Whoever writes into the slots does so after all fences in `after`.
+    """
+
+    kind = "reservation"
+    __slots__ = ("_slots", "after")
+
+    def __init__(self, owner: str, lender: Lender, slots: Sequence[int], after: tuple[Fence, ...]) -> None:
+        super().__init__(owner, lender)
+        self._slots = slots
+        self.after = after
+
+    @property
+    def slots(self) -> Sequence[int]:
+        return self._slots
+
+    def commit(self, hold: Hold) -> None:
+        """The slots go to the end of `hold`."""
+        self.require_open()
+        self._lender.commit(self, hold)
+        self.ended = True
+
+    def rollback(self, fence: Fence | None = None) -> None:
+        """The slots go back; `fence` covers whatever may already write into them."""
+        self._give_back(fence)
+
+
+class Pin(Handle):
+    """A transfer's protection of slots, whatever becomes of the requests that use them."""
+
+    kind = "pin"
+    __slots__ = ("_slots",)
+
+    def __init__(self, owner: str, lender: Lender, slots: Sequence[int]) -> None:
+        super().__init__(owner, lender)
+        self._slots = slots
+
+    @property
+    def slots(self) -> Sequence[int]:
+        return self._slots
+
+    def end(self, fence: Fence | None = None) -> None:
+        """`fence` covers the transfer, where it has not been seen to be over."""
+        self._give_back(fence)
+
+
+class Hold(Handle):
+    """The slots of one table, in token order, as kernels read them. It only grows, and what it has shown never changes, so that a
+    step may keep a view of it while the next one is prepared."""
+
+    kind = "hold"
+    __slots__ = ("_buffer", "_shown", "num_slots")
+
+    def __init__(self, owner: str, lender: Lender) -> None:
+        super().__init__(owner, lender)
+        self.num_slots = 0
+        self._make_room(_FIRST_ROOM)
+
+    @property
+    def slots(self) -> Sequence[int]:
+        held: list[int] = self._shown[: self.num_slots].tolist()
+        return held
+
+    def first(self, num: int) -> NDArray[np.int32]:
+        """Read-only view of the first `num`."""
+        if not 0 <= num <= self.num_slots:
+            raise InvariantBroken(f"{num} slots were asked of the {self}")
+        return self._shown[:num]
+
+    def append(self, slots: Sequence[int]) -> None:
+        """For the pool, which counts them as held."""
+        end = self.num_slots + len(slots)
+        if end > self._buffer.size:
+            held = self.first(self.num_slots)
+            self._make_room(max(end, 2 * self._buffer.size))
+            self._buffer[: held.size] = held
+        self._buffer[self.num_slots : end] = slots
+        self.num_slots = end
+
+    def end(self, fence: Fence | None = None) -> None:
+        """`fence` covers the last use of the slots by this holder."""
+        self._give_back(fence)
+
+    def _make_room(self, size: int) -> None:
+        self._buffer = np.empty(size, np.int32)
+        self._shown = self._buffer.view()
+        self._shown.flags.writeable = False

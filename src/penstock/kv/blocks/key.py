@@ -1,0 +1,99 @@
+"""Content identity of full blocks: what a key covers and how it is computed. Owns no table of keys.
+
+    key(block i) = H_scope( link to key(block i - 1), tokens of block i )
+
+H is blake2b, 128 bits, keyed with the digest of the scope, so blocks of different scopes live in unrelated key spaces. The link is
+one byte that says whether there is a parent, then the parent. Only full blocks have a key, and the block size is part of
+the scope, so equal keys mean equal tokens at equal positions, computed by the same weights into the same layout.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvariantBroken
+
+Tokens = Sequence[int] | NDArray[Any]
+
+KEY_BYTES = 16
+SCOPE_BYTES = 32
+_TOKEN_BYTES = 4
+_MAX_TOKEN = 2**32 - 1
+_ROOT = b"\x00"
+_CHILD = b"\x01"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Everything but the tokens that decides whether the bytes of two blocks are interchangeable."""
+
+    weights: bytes  # digest of the model's weights
+    kv_dtype: str
+    layout: bytes  # fingerprint of the block layout
+    block_tokens: int
+    position_scheme: str  # how positions enter the cached keys, with its parameters: "rope theta=100000.0"
+    adapter: str = ""  # identity of the adapter; empty: none
+    adapter_version: str = ""  # changes when an adapter is reloaded under the same name
+    salt: str = ""  # the tenant's; requests share KV only with requests of the same salt
+
+    def digest(self) -> bytes:
+        """32 bytes. Each field goes in as name, type and value, each with its length, so that no two scopes read the same."""
+        h = blake2b(digest_size=SCOPE_BYTES, person=b"penstock scope 1")
+        for field in fields(self):
+            for part in (field.name.encode(), *_typed(getattr(self, field.name))):
+                h.update(len(part).to_bytes(8, "little"))
+                h.update(part)
+        return h.digest()
+
+
+def _typed(value: str | bytes | int) -> tuple[bytes, bytes]:
+    if isinstance(value, str):
+        return b"str", value.encode("utf-8", "surrogatepass")  # a salt comes from users: lone surrogates must not raise
+    if isinstance(value, bytes):
+        return b"bytes", value
+    return b"int", str(int(value)).encode()
+
+
+def block_key(parent: bytes | None, tokens: Tokens, scope_digest: bytes) -> bytes:
+    """Key of the full block that holds `tokens` and follows the block `parent` (None: it is the first)."""
+    if parent is not None and len(parent) != KEY_BYTES:
+        raise InvariantBroken(f"a parent key has {KEY_BYTES} bytes, got {len(parent)}")
+    link = _ROOT if parent is None else _CHILD + parent
+    return blake2b(link + _token_bytes(tokens), key=scope_digest, digest_size=KEY_BYTES).digest()
+
+
+def prefix_keys(tokens: Tokens, block_tokens: int, scope_digest: bytes) -> tuple[bytes, ...]:
+    """Keys of all full blocks of `tokens`, in order; an incomplete last block has none."""
+    num_full = len(tokens) // block_tokens
+    data = _token_bytes(tokens[: num_full * block_tokens])
+    width = _TOKEN_BYTES * block_tokens
+    empty = blake2b(key=scope_digest, digest_size=KEY_BYTES)
+    keys = []
+    link = _ROOT
+    for start in range(0, len(data), width):
+        h = empty.copy()
+        h.update(link + data[start : start + width])
+        key = h.digest()
+        keys.append(key)
+        link = _CHILD + key
+    return tuple(keys)
+
+
+def _token_bytes(tokens: Tokens) -> bytes:
+    """Little-endian, 32 bits, unsigned: a token that is not known yet (negative) or too large raises instead of wrapping into another."""
+    if isinstance(tokens, np.ndarray):
+        fits = tokens.dtype.kind in "iu" and (not tokens.size or (tokens.min() >= 0 and tokens.max() <= _MAX_TOKEN))
+        if not fits:
+            raise InvariantBroken(f"only known token ids have a key, got {tokens}")
+        return tokens.astype("<u4").tobytes()
+    try:
+        return struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error as error:
+        raise InvariantBroken(f"only known token ids have a key: {error}") from None

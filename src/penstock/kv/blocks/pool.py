@@ -1,0 +1,213 @@
+"""The bookkeeping of one arena's slots: who has which, what may be reused, what goes first. Owns no bytes and never waits.
+
+One thread uses a pool. A call that raises or answers None has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from penstock.contract import Fence
+from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
+from penstock.kv.blocks.eviction import LruOrder
+from penstock.kv.blocks.fences import LastUse
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.index import KeyIndex
+from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
+from penstock.observe import PoolObserver
+
+_MAX_NAMED = 16  # handles that a Leaked message lists
+
+
+class BlockPool:
+    """Slots `0..num_slots`, lent out as reservations, holds and pins."""
+
+    def __init__(self, num_slots: int, name: str, observer: PoolObserver | None = None, eviction: LruOrder | None = None) -> None:
+        if num_slots < 1:
+            raise ConfigError(f"pool {name!r} needs at least one slot, got {num_slots}")
+        self.name = name
+        self.num_slots = num_slots
+        self.num_evicted = 0
+        self.num_duplicates = 0  # seals whose key lived in another slot already
+        self._observer = observer
+        self._book = SlotBook(num_slots, name, observer)
+        self._index = KeyIndex(num_slots)
+        # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
+        self._free = deque(range(num_slots))
+        self._idle = LruOrder() if eviction is None else eviction
+        self._last_use = LastUse(num_slots)
+        self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
+
+    # ------------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def counts(self) -> SlotCounts:
+        return self._book.counts
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be reserved now: free or evictable."""
+        return self._book.num_in(SlotState.FREE) + self._book.num_in(SlotState.IDLE)
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._index)
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Slots of the longest run of leading `keys` that are here."""
+        return self._index.find(keys)
+
+    def num_idle_of(self, slots: Sequence[int]) -> int:
+        return len(self._book.those_in(SlotState.IDLE, slots))
+
+    # --------------------------------------------------------------------------------------------------------- lending
+
+    def try_reserve(self, num_slots: int, owner: str) -> Reservation | None:
+        """Take that many slots, evicting idle ones where too few are free."""
+        out = self._handles
+        if num_slots < 0:
+            raise InvariantBroken(f"{owner!r} asked pool {self.name!r} for {num_slots} slots")
+        if num_slots > self.num_available:
+            return None
+        free, holds = self._free, self._book.holds
+        if num_slots > len(free):
+            self.evict(num_slots - len(free))
+        slots = [free.popleft() for _ in range(num_slots)]
+        self._book.move(slots, SlotEvent.RESERVE, SlotState.RESERVED, owner)
+        for slot in slots:
+            holds[slot] += 1
+        reservation = Reservation(owner, self, slots, self._last_use.after(slots))
+        out[reservation] = None
+        return reservation
+
+    def commit(self, reservation: Reservation, hold: Hold) -> None:
+        """For `Reservation.commit`."""
+        hold.require_open()
+        if hold not in self._handles:
+            raise InvariantBroken(f"the {hold} is not out of pool {self.name!r}")
+        self._book.move(reservation.slots, SlotEvent.COMMIT, SlotState.ACTIVE, hold.owner)
+        hold.append(reservation.slots)
+        del self._handles[reservation]
+
+    def hold(self, owner: str, shared: Sequence[int] = ()) -> Hold:
+        """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by `Reservation.commit`."""
+        out, book, key_of = self._handles, self._book, self._index.key_of
+        book.require(shared, SlotEvent.SHARE)
+        for slot in shared:
+            if key_of[slot] is None:
+                raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
+        self._idle.remove(book.those_in(SlotState.IDLE, shared))
+        book.move(shared, SlotEvent.SHARE, SlotState.ACTIVE, owner)
+        for slot in shared:
+            book.holds[slot] += 1
+        hold = Hold(owner, self)
+        hold.append(shared)
+        out[hold] = None
+        return hold
+
+    def pin(self, slots: Sequence[int], owner: str) -> Pin:
+        """Protect `slots` from eviction and from being given to others, until the pin ends."""
+        run = [int(slot) for slot in slots]
+        out, book = self._handles, self._book
+        book.require(run, SlotEvent.PIN)
+        idle = book.those_in(SlotState.IDLE, run)
+        self._idle.remove(idle)
+        book.move(idle, SlotEvent.PIN, SlotState.PINNED, owner)
+        for slot in run:
+            book.pins[slot] += 1
+        pin = Pin(owner, self, run)
+        out[pin] = None
+        return pin
+
+    def take_back(self, handle: Handle, fence: Fence | None) -> None:
+        """For the handles: `handle` ends. A slot that nobody holds or pins any more goes idle where it is sealed, free where not."""
+        slots, book, key_of = handle.slots, self._book, self._index.key_of
+        del self._handles[handle]
+        self._last_use.note(slots, fence)
+        holds, pins = book.holds, book.pins
+        counter = pins if isinstance(handle, Pin) else holds
+        pinned: list[int] = []
+        idle: list[int] = []
+        free: list[int] = []
+        for slot in slots:
+            counter[slot] -= 1
+            if not holds[slot]:
+                (pinned if pins[slot] else free if key_of[slot] is None else idle).append(slot)
+        idle.reverse()  # the deepest goes first: a prefix is of use without its continuation, not the other way round
+        book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, handle.owner)
+        book.move(idle, SlotEvent.GIVE_BACK, SlotState.IDLE, handle.owner)
+        book.move(free, SlotEvent.GIVE_BACK, SlotState.FREE, handle.owner)
+        self._idle.add(idle)
+        self._free.extend(free)
+
+    # --------------------------------------------------------------------------------------------------------- content
+
+    def seal(self, slots: Sequence[int], keys: Sequence[bytes]) -> int:
+        """`slots` are full and written: give each its key. A slot whose key lives elsewhere stays private, without one.
+        Returns how many got theirs."""
+        if len(slots) != len(keys):
+            raise InvariantBroken(f"{len(slots)} slots cannot be sealed with {len(keys)} keys")
+        self._book.require(slots, SlotEvent.SEAL)
+        taken = self._index.add(slots, keys)
+        self.num_duplicates += len(slots) - len(taken)
+        if self._observer is not None:
+            key_of = dict(zip(slots, keys, strict=True))
+            for slot in taken:
+                self._observer.sealed(self.name, slot, key_of[slot])
+        return len(taken)
+
+    def evict(self, num_slots: int) -> int:
+        """Forget that many idle blocks, or all where there are fewer. Returns how many."""
+        slots = self._idle.pop(num_slots)
+        self._book.move(slots, SlotEvent.EVICT, SlotState.FREE, self.name)
+        keys = self._index.forget(slots)
+        self._free.extend(slots)
+        self.num_evicted += len(slots)
+        if self._observer is not None:
+            for slot, key in zip(slots, keys, strict=True):
+                self._observer.evicted(self.name, slot, key)
+        return len(slots)
+
+    # ------------------------------------------------------------------------------------------------------------- end
+
+    def check(self) -> None:
+        """Recount everything from the handles that are out, and raise where the running books differ."""
+        out = list(self._out or ())
+        pins = Counter(slot for handle in out if isinstance(handle, Pin) for slot in handle.slots)
+        holds = Counter(slot for handle in out if not isinstance(handle, Pin) for slot in handle.slots)
+        reserved = {slot for handle in out if isinstance(handle, Reservation) for slot in handle.slots}
+        for slot, state in enumerate(self._book.state):
+            booked = (state, self._book.holds[slot], self._book.pins[slot])
+            sealed = self._index.key_of[slot] is not None
+            counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
+            if booked != counted:
+                raise InvariantBroken(f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {booked}, counted {counted}")
+        in_state = {state: [slot for slot, found in enumerate(self._book.state) if found is state] for state in SlotState}
+        if self.counts != SlotCounts(*(len(in_state[state]) for state in SlotState)):
+            raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
+        if sorted(self._free) != in_state[SlotState.FREE] or sorted(self._idle) != in_state[SlotState.IDLE]:
+            raise InvariantBroken(f"pool {self.name!r}: the orders of free and idle slots do not hold exactly those")
+        self._index.check()
+
+    def close(self) -> None:
+        """Idempotent. Raises Leaked, and stays open, while anything is out."""
+        if self._out:
+            named = [str(handle) for handle in list(self._out)[:_MAX_NAMED]]
+            more = f", and {len(self._out) - len(named)} more" if len(self._out) > len(named) else ""
+            raise Leaked(f"pool {self.name!r} was closed with {len(self._out)} handles out: {', '.join(named)}{more}")
+        self._out = None
+
+    @property
+    def _handles(self) -> dict[Handle, None]:
+        if self._out is None:
+            raise HandleEnded(f"pool {self.name!r} is closed")
+        return self._out
+
+
+def _state(reserved: bool, num_holds: int, num_pins: int, sealed: bool) -> SlotState:
+    if num_holds:
+        return SlotState.RESERVED if reserved else SlotState.ACTIVE
+    if num_pins:
+        return SlotState.PINNED
+    return SlotState.IDLE if sealed else SlotState.FREE

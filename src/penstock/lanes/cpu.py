@@ -1,0 +1,239 @@
+"""The CPU backend: a lane is a worker thread, so that asynchrony, and every race it allows, is real without a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from penstock.contract import Access, Fence
+from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
+from penstock.lanes.lane import Op, Replay, Ticket
+from penstock.observe import LaneObserver
+
+
+class CpuFence:
+    """A count of finished items on one lane."""
+
+    __slots__ = ("_lane", "number")
+
+    def __init__(self, lane: CpuLane, number: int) -> None:
+        self._lane = lane
+        self.number = number
+
+    @property
+    def lane(self) -> str:
+        return self._lane.name
+
+    def passed(self) -> bool:
+        return self._lane.num_finished >= self.number
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        self._lane.wait_finished(self.number, timeout_s)
+
+
+class CpuTicket:
+    """Done when its item has run or was skipped."""
+
+    __slots__ = ("_error", "_lane", "label", "number")
+
+    def __init__(self, lane: CpuLane, number: int, label: str) -> None:
+        self._lane = lane
+        self._error: BaseException | None = None
+        self.number = number
+        self.label = label
+
+    def done(self) -> bool:
+        return self._lane.num_finished >= self.number
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait_done(self, timeout_s: float | None = None) -> None:
+        self._lane.wait_finished(self.number, timeout_s)
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(slots=True)
+class CpuReplay:
+    """A recorded list of calls."""
+
+    label: str
+    ops: list[Op] = field(default_factory=list)
+
+
+class _Recording:
+    """Where submissions go while a capture is open."""
+
+    def __init__(self, label: str) -> None:
+        self.pending = CpuReplay(label)
+        self.thread = threading.get_ident()
+        self.closed = False
+
+    @property
+    def replay(self) -> CpuReplay:
+        if not self.closed:
+            raise InvariantBroken(f"capture {self.pending.label!r} is still open")
+        return self.pending
+
+
+@dataclass(slots=True)
+class _Item:
+    """One place in the queue: work with its ticket, or a wait."""
+
+    op: Op | None
+    ticket: CpuTicket
+    after: Ticket | None
+    fence: Fence | None
+
+
+class CpuLane:
+    """One worker thread that runs items in order. `around` is entered once on that thread: torch.inference_mode, for one, is per thread."""
+
+    def __init__(
+        self, name: str, observer: LaneObserver | None = None, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self.name = name
+        self.num_finished = 0  # items over, in order; read without the lock (a stale value only delays a poll)
+        self._observer = observer
+        self._around = around
+        self._state = threading.Condition()
+        self._queue: deque[_Item] = deque()
+        self._num_submitted = 0
+        self._closed = False
+        self._recording: _Recording | None = None
+        self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------------- submitting side
+
+    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        recording = self._recording
+        if recording is not None:
+            return self._record_op(recording, op, label)
+        return self._enqueue(op, label, accesses, after, None)
+
+    def record(self) -> Fence:
+        if self._recording is not None:
+            raise InvariantBroken(f"lane {self.name}: a fence recorded inside a capture would never be placed")
+        with self._state:
+            fence = CpuFence(self, self._num_submitted)
+            if self._observer is not None:
+                self._observer.recorded(self.name, fence.number)
+        return fence
+
+    def wait(self, fence: Fence) -> None:
+        number = getattr(fence, "number", 0)
+        if self._recording is not None:
+            if self._observer is not None:
+                self._observer.wait_ignored(self.name, fence.lane, number)
+            return
+        if fence.lane == self.name:
+            return  # the lane is ordered: everything already submitted comes first
+        self._enqueue(None, "wait", (), None, fence)
+
+    @contextmanager
+    def capture(self, label: str) -> Iterator[_Recording]:
+        with self._state:
+            if self._recording is not None:
+                raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.pending.label!r}")
+            recording = self._recording = _Recording(label)
+        try:
+            yield recording
+        finally:
+            recording.closed = True
+            self._recording = None
+
+    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
+        if not isinstance(replay, CpuReplay):
+            raise InvariantBroken(f"lane {self.name} cannot replay {replay!r}: it was captured on another backend")
+        ops = replay.ops
+
+        def run_all() -> None:
+            for op in ops:
+                op()
+
+        return self.submit(run_all, accesses, label=replay.label, after=after)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        self.record().wait_passed(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"lane {self.name} did not finish its work within {timeout_s} s")
+
+    def wait_finished(self, number: int, timeout_s: float | None) -> None:
+        """Block until `number` items are over."""
+        if self.num_finished >= number:
+            return
+        started = time.monotonic()
+        with self._state:
+            if not self._state.wait_for(lambda: self.num_finished >= number, timeout_s):
+                raise DeadlineExceeded(f"lane {self.name}: item {number} was not over within {timeout_s} s")
+        if self._observer is not None:
+            self._observer.host_waited(self.name, number, time.monotonic() - started)
+
+    def _record_op(self, recording: _Recording, op: Op, label: str) -> Ticket:
+        if recording.thread != threading.get_ident():
+            raise InvariantBroken(f"lane {self.name}: {label!r} was submitted by another thread during capture {recording.pending.label!r}")
+        recording.pending.ops.append(op)
+        return CpuTicket(self, 0, label)
+
+    def _enqueue(self, op: Op | None, label: str, accesses: Sequence[Access], after: Ticket | None, fence: Fence | None) -> CpuTicket:
+        with self._state:
+            if self._closed:
+                raise LaneClosed(f"lane {self.name} is closed; {label!r} was not submitted")
+            self._num_submitted += 1
+            ticket = CpuTicket(self, self._num_submitted, label)
+            if self._observer is not None:
+                if fence is not None:
+                    self._observer.waited(self.name, fence.lane, getattr(fence, "number", 0))
+                else:
+                    self._observer.submitted(self.name, ticket.number, label, accesses)
+            self._queue.append(_Item(op, ticket, after, fence))
+            self._state.notify_all()
+        return ticket
+
+    # --------------------------------------------------------------------------------------------------- worker side
+
+    def _run(self) -> None:
+        with self._around():
+            while (item := self._next()) is not None:
+                self._run_item(item)
+
+    def _next(self) -> _Item | None:
+        with self._state:
+            while not self._queue:
+                if self._closed:
+                    return None
+                self._state.wait()
+            return self._queue.popleft()
+
+    def _run_item(self, item: _Item) -> None:
+        error = item.after.error() if item.after is not None else None
+        if error is None:
+            try:
+                if item.fence is not None:
+                    item.fence.wait_passed()
+                elif item.op is not None:
+                    item.op()
+            except BaseException as raised:
+                error = raised
+        if error is not None:
+            item.ticket.fail(error)
+        if self._observer is not None and item.op is not None:
+            self._observer.finished(self.name, item.ticket.number, error)
+        with self._state:
+            self.num_finished += 1
+            self._state.notify_all()

@@ -1,0 +1,220 @@
+"""The CUDA backend: a lane is a stream, a fence an event, a replay a captured graph. Work is launched on the caller's thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.contract import Access, Fence
+from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
+from penstock.lanes.lane import Op, Replay, Ticket
+from penstock.observe import LaneObserver
+
+_POLL_S = 20e-6  # between two polls of a wait with a deadline; one without a deadline blocks in the driver
+
+
+def is_usable() -> bool:
+    """Whether there is a GPU that lanes can run on."""
+    return torch.cuda.is_available()
+
+
+class CudaFence:
+    """An event on one stream."""
+
+    __slots__ = ("_event", "_lane", "number")
+
+    def __init__(self, lane: CudaLane, number: int, event: torch.cuda.Event) -> None:
+        self._lane = lane
+        self._event = event
+        self.number = number
+
+    @property
+    def lane(self) -> str:
+        return self._lane.name
+
+    @property
+    def event(self) -> torch.cuda.Event:
+        return self._event
+
+    def passed(self) -> bool:
+        return bool(self._event.query())
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        if self._event.query():
+            return
+        started = time.monotonic()
+        if timeout_s is None:
+            self._event.synchronize()
+        else:
+            while not self._event.query():
+                if time.monotonic() - started > timeout_s:
+                    raise DeadlineExceeded(f"lane {self._lane.name}: fence {self.number} did not pass within {timeout_s} s")
+                time.sleep(_POLL_S)
+        self._lane.report_wait(self.number, time.monotonic() - started)
+
+
+class CudaTicket:
+    """Launched work. Its end is asked for rarely, so the event is recorded on the first poll: later than the work, never earlier."""
+
+    __slots__ = ("_error", "_fence", "_lane", "label", "number")
+
+    def __init__(self, lane: CudaLane, number: int, label: str, error: BaseException | None) -> None:
+        self._lane = lane
+        self._fence: Fence | None = None
+        self._error = error
+        self.number = number
+        self.label = label
+
+    def _end(self) -> Fence:
+        if self._fence is None:
+            self._fence = self._lane.record()
+        return self._fence
+
+    def done(self) -> bool:
+        return self._error is not None or self._end().passed()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def wait_done(self, timeout_s: float | None = None) -> None:
+        if self._error is not None:
+            raise self._error
+        self._end().wait_passed(timeout_s)
+
+
+@dataclass(slots=True)
+class CudaReplay:
+    """A captured graph. `tensors` made during the capture live in the graph's own memory and are kept alive by it."""
+
+    label: str
+    graph: Any
+
+
+class _Recording:
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.thread = threading.get_ident()
+        self.error: BaseException | None = None
+        self.result: CudaReplay | None = None
+
+    @property
+    def replay(self) -> CudaReplay:
+        if self.result is None:
+            raise InvariantBroken(f"capture {self.label!r} is still open")
+        return self.result
+
+
+class CudaLane:
+    """One CUDA stream. `priority` below zero is higher than the default."""
+
+    def __init__(self, name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> None:
+        self.name = name
+        self.stream = torch.cuda.Stream(device=device, priority=priority)
+        self._observer = observer
+        self._num_submitted = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._recording: _Recording | None = None
+        self._graph_memory: Any = None  # shared by all captures: their replays are ordered by the lane
+
+    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        error = after.error() if after is not None else None
+        recording = self._recording
+        if recording is not None:
+            return self._record_op(recording, op, label)
+        number = self._announce(label, accesses)
+        if error is None:
+            try:
+                with torch.inference_mode(), torch.cuda.stream(self.stream):
+                    op()
+            except Exception as raised:
+                error = raised
+        if self._observer is not None:
+            self._observer.finished(self.name, number, error)
+        return CudaTicket(self, number, label, error)
+
+    def record(self) -> Fence:
+        if self._recording is not None:
+            raise InvariantBroken(f"lane {self.name}: a fence recorded inside a capture would never be placed")
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        fence = CudaFence(self, self._num_submitted, event)
+        if self._observer is not None:
+            self._observer.recorded(self.name, fence.number)
+        return fence
+
+    def wait(self, fence: Fence) -> None:
+        number = getattr(fence, "number", 0)
+        if self._recording is not None:
+            if self._observer is not None:
+                self._observer.wait_ignored(self.name, fence.lane, number)
+            return
+        if fence.lane == self.name:
+            return  # the stream is ordered
+        if not isinstance(fence, CudaFence):
+            raise InvariantBroken(f"lane {self.name} cannot wait on the device for a fence of {fence.lane}")
+        if self._observer is not None:
+            self._observer.waited(self.name, fence.lane, number)
+        self.stream.wait_event(fence.event)
+
+    @contextmanager
+    def capture(self, label: str) -> Iterator[_Recording]:
+        if self._recording is not None:
+            raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}")
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        recording = self._recording = _Recording(label)
+        try:
+            # thread_local: other lanes go on allocating and copying from their threads meanwhile
+            with torch.inference_mode(), torch.cuda.graph(graph, self._graph_memory, self.stream, capture_error_mode="thread_local"):
+                yield recording
+        finally:
+            self._recording = None
+        if recording.error is not None:
+            raise recording.error
+        recording.result = CudaReplay(label, graph)
+
+    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
+        if not isinstance(replay, CudaReplay):
+            raise InvariantBroken(f"lane {self.name} cannot replay {replay!r}: it was captured on another backend")
+        return self.submit(replay.graph.replay, accesses, label=replay.label, after=after)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        self.record().wait_passed(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        if self._closed:
+            return
+        self.drain(timeout_s)
+        self._closed = True
+
+    def report_wait(self, number: int, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer.host_waited(self.name, number, seconds)
+
+    def _announce(self, label: str, accesses: Sequence[Access]) -> int:
+        with self._lock:
+            if self._closed:
+                raise LaneClosed(f"lane {self.name} is closed; {label!r} was not submitted")
+            self._num_submitted += 1
+            number = self._num_submitted
+            if self._observer is not None:
+                self._observer.submitted(self.name, number, label, accesses)
+        return number
+
+    def _record_op(self, recording: _Recording, op: Op, label: str) -> Ticket:
+        if recording.thread != threading.get_ident():
+            raise InvariantBroken(f"lane {self.name}: {label!r} was submitted by another thread during capture {recording.label!r}")
+        if recording.error is None:
+            try:
+                op()
+            except Exception as raised:
+                recording.error = raised
+        return CudaTicket(self, 0, label, recording.error)

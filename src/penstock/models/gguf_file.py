@@ -1,0 +1,144 @@
+"""The GGUF container: metadata and tensors of one file. Owns the format and its bounds; knows nothing of architectures.
+
+The header is read here rather than with the `gguf` package, whose reader trusts every count: a damaged one sends it into a loop
+of up to 2**64 rounds. Each count here is checked against the bytes that are left before it is believed.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.errors import ModelError
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # GGUF type -> struct format
+_MAX_DIMENSIONS = 4
+_LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an unnamed tensor of one dimension
+_LEAST_ENTRY_BYTES = 8 + 4 + 1
+
+
+class GgufTensor(NamedTuple):
+    """One tensor's place in the file; `shape` has rows first, `kind` is ggml's number for its encoding."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int  # bytes from the start of the tensor data
+
+
+class GgufFile:
+    """A mapped file whose header has been read and checked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if path.stat().st_size < 24:
+                raise ModelError(f"{path} is not a GGUF file: it ends inside the header")
+            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        self._data_start = self._read_header()
+
+    def _read_header(self) -> int:
+        cursor = _Cursor(self._bytes.data, self.path)
+        if cursor.take(4) != MAGIC:
+            raise ModelError(f"{self.path} is not a GGUF file: its first bytes are not {MAGIC.decode()}")
+        version = cursor.number("I")
+        if version not in _VERSIONS:
+            raise ModelError(f"{self.path} has GGUF version {version}; supported are {', '.join(map(str, _VERSIONS))} (little-endian)")
+        num_tensors = cursor.count(_LEAST_TENSOR_BYTES)
+        num_entries = cursor.count(_LEAST_ENTRY_BYTES)
+        for _ in range(num_entries):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.number("I"))
+        for _ in range(num_tensors):
+            tensor = cursor.tensor()
+            if tensor.name in self.tensors:
+                raise cursor.damaged(f"tensor {tensor.name} appears twice")
+            self.tensors[tensor.name] = tensor
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise cursor.damaged(f"alignment {alignment!r}")
+        return -(-cursor.at // alignment) * alignment
+
+    def raw(self, tensor: GgufTensor, row_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The tensor's bytes as [rows, row_bytes]; nothing is copied."""
+        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+        start = self._data_start + tensor.offset
+        end = start + rows * row_bytes
+        if end > len(self._bytes):
+            short = end - len(self._bytes)
+            raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {short} bytes behind the end of the file")
+        return self._bytes[start:end].reshape(rows, row_bytes)
+
+
+class _Cursor:
+    """Reads forward through the header; running past the end, or a count that cannot fit, is a ModelError."""
+
+    def __init__(self, data: memoryview, path: Path) -> None:
+        self._data, self._path, self.at = data, path, 0
+
+    def damaged(self, what: str) -> ModelError:
+        return ModelError(f"{self._path} is damaged or truncated: {what} at byte {self.at} of its header")
+
+    def take(self, size: int) -> bytes:
+        if size > len(self._data) - self.at:
+            raise self.damaged(f"{size} bytes wanted, {len(self._data) - self.at} left")
+        piece = bytes(self._data[self.at : self.at + size])
+        self.at += size
+        return piece
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
+
+    def count(self, least_bytes: int) -> int:
+        """A number of things that take at least `least_bytes` each."""
+        count = int(self.number("Q"))
+        if count * least_bytes > len(self._data) - self.at:
+            raise self.damaged(f"a count of {count}, more than the file can hold,")
+        return count
+
+    def string(self) -> str:
+        raw = self.take(self.count(1))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged("a text that is not UTF-8") from error
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind == _BOOL:
+            return self.take(1) != b"\0"
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY and depth < 2:
+            return self._array(depth)
+        raise self.damaged(f"a value of unknown type {kind}")
+
+    def _array(self, depth: int) -> list[Any]:
+        kind = self.number("I")
+        if kind in _NUMBERS:
+            form = _NUMBERS[kind]
+            count = self.count(struct.calcsize("<" + form))
+            return list(struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize("<" + form))))
+        return [self.value(kind, depth + 1) for _ in range(self.count(1))]
+
+    def tensor(self) -> GgufTensor:
+        name = self.string()
+        num_dimensions = self.number("I")
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise self.damaged(f"tensor {name} of {num_dimensions} dimensions")
+        shape = tuple(self.number("Q") for _ in range(num_dimensions))[::-1]
+        kind, offset = self.number("I"), self.number("Q")
+        if not all(0 < extent < 2**40 for extent in shape) or offset > len(self._data):
+            raise self.damaged(f"tensor {name} of shape {list(shape)} at offset {offset}")
+        return GgufTensor(name, shape, kind, offset)

@@ -1,0 +1,70 @@
+"""The elementwise pieces of a decoder layer in plain PyTorch, and rotary positions. Owns no weights and no KV."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.models.model import ModelConfig
+
+
+class TorchLayerOps:
+    """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is applied."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual = residual + x
+        return self.rms_norm(residual, weight, eps), residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+_LAYER_OPS = TorchLayerOps()
+
+
+def rope_table(config: ModelConfig) -> Tensor:
+    """float32 [max_position, head_dim] on the CPU: cos of the half-rotation angles, then their sin.
+
+    The angles are float32 products, as in training: float64 angles would differ by 5e-4 at position 8000 from those that the
+    weights were fitted to.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    angles = torch.arange(config.max_position, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate heads `x` [T, heads, head_dim] by the table rows `turns` [T, head_dim]; element i turns with element i + head_dim / 2."""
+    half = x.shape[-1] // 2
+    cos, sin = turns[:, None, :half], turns[:, None, half:]
+    first, second = x[..., :half].float(), x[..., half:].float()
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out.to(x.dtype)
+
+
+def split_norm_rotate(
+    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, positions: Tensor, rope: Tensor, config: ModelConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qkv` [T, qkv_width] to q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: q and k normalised per head where
+    weights are given, then rotated by position. The results are views with one row stride; q and k do not share memory with `qkv`."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    parts = qkv.view(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
+    q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None:
+        q = _LAYER_OPS.rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = _LAYER_OPS.rms_norm(k, k_norm, eps)
+    # Where nothing was normalised, q and k still lie side by side and need no copy.
+    qk = parts[:, : heads + kv_heads] if q_norm is None and k_norm is None else torch.cat((q, k), dim=1)
+    turned = rotate(qk, rope.index_select(0, positions))
+    return turned[:, :heads], turned[:, heads:], v

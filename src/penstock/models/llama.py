@@ -1,0 +1,57 @@
+"""The Llama architecture: pre-norm decoder layers, rotary attention with grouped KV heads, gated SiLU. Owns its weights, not its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.models.layers import rope_table
+from penstock.models.model import LayerOps, ModelConfig, PagedKv
+
+
+class LlamaLayer(NamedTuple):
+    """Weights of one decoder layer; matrices are [out, in]."""
+
+    attn_norm: Tensor
+    qkv: Tensor  # q rows, then k rows, then v rows
+    out: Tensor
+    ffn_norm: Tensor
+    gate_up: Tensor  # gate rows, then up rows
+    down: Tensor
+
+
+class Llama:
+    """Implements `Model`. `weights` has the names and shapes of `weights.layout`."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: LayerOps, digest: bytes) -> None:
+        self.config = config
+        self.digest = digest
+        self.ops = ops
+        self.embedding = weights["embed"]
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.rope = rope_table(config).to(self.device)
+        self.layers = [LlamaLayer(*(weights[f"layers.{i}.{name}"] for name in LlamaLayer._fields)) for i in range(config.num_layers)]
+        self.norm = weights["norm"]
+        self.output = self.embedding if config.tied_embeddings else weights["head"]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv) -> tuple[Tensor, Tensor]:
+        w, eps = self.layers[index], self.config.norm_eps
+        if residual is None:
+            x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
+        else:
+            x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
+        q, k, v = kv.rotate_and_write(index, F.linear(x, w.qkv), None, None)
+        x = F.linear(kv.attend(index, q, k, v), w.out)
+        x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
+        x = F.linear(self.ops.silu_mul(F.linear(x, w.gate_up)), w.down)
+        return x, residual
+
+    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
+        return F.linear(x, self.output)

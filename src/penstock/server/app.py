@@ -1,0 +1,78 @@
+"""The ASGI application: routes, who may call them, how errors look, and what starts and stops with it. Owns no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.config import ServerConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.server.faults import Hangup, Refused, error_response, on_error, on_hangup
+from penstock.server.routes import OPEN_PATHS, make_routes
+from penstock.server.service import Service
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.loop import EngineLoop
+
+
+def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlette:
+    """The app starts `loop` when it starts and closes it when it stops; `app.state.service` is what its routes share."""
+    if config.api_key == "":
+        raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
+    service = Service(engine, loop, config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start()
+        watcher = asyncio.create_task(service.watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            await service.wait_stopped()
+
+    app = Starlette(
+        routes=make_routes(service),
+        middleware=[] if config.api_key is None else [Middleware(KeyCheck, api_key=config.api_key)],
+        exception_handlers={PenstockError: on_error, HTTPException: on_error, Hangup: on_hangup, Exception: on_error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # an unknown path is an error, not a hint
+    app.state.service = service
+    return app
+
+
+class KeyCheck:
+    """Lets nothing but the probes through without the key. Keeps only its digest, so that no log, error or dump can show it."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._digest = _digest(api_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
+            refusal = error_response(Refused(401, "give the server's API key as 'Authorization: Bearer KEY'", code="invalid_api_key"))
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        """Digests are compared in constant time, and are of one length whatever was sent."""
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        return hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._digest) and scheme.lower() == "bearer"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

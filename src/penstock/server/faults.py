@@ -1,0 +1,102 @@
+"""What went wrong, as the client is told: exceptions to status codes and OpenAI's error object. Owns no routes and raises nothing itself."""
+
+from __future__ import annotations
+
+import http
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed, UserError
+
+logger = logging.getLogger("penstock.server")
+
+
+class Refused(UserError):
+    """An answer that HTTP has its own status for, such as 404 or 413."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class Hangup(Exception):
+    """The client is gone: there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One error as the client sees it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def fault_of(error: BaseException) -> Fault:
+    """The message of an unexpected exception stays in our log: it may name paths or values that are not the client's to see."""
+    text = str(error)
+    match error:
+        case Refused():
+            return Fault(error.status, text, _type_of(error.status), error.param, error.code)
+        case InvalidRequest():
+            return Fault(400, text, "invalid_request_error", error.param)
+        case UserError():
+            return Fault(400, text, "invalid_request_error")
+        case Overloaded():
+            wait_s = max(1, math.ceil(error.retry_after_s))
+            return Fault(429, text, _type_of(429), code="overloaded", headers={"Retry-After": str(wait_s)})
+        case EngineClosed():
+            return Fault(503, text or "the engine is closed", _type_of(503), code="unavailable")
+        case StepFailed():
+            return Fault(500, text or "the forward pass failed", _type_of(500), code="step_failed")
+        case HTTPException():
+            return _http_fault(error)
+        case _:
+            return Fault(500, "internal error; the server's log says more", _type_of(500), code="internal")
+
+
+def _http_fault(error: HTTPException) -> Fault:
+    message = {404: "there is no such path", 405: "this path does not take that method"}.get(error.status_code, error.detail)
+    code = http.HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    return Fault(error.status_code, message, _type_of(error.status_code), code=code, headers=dict(error.headers or {}))
+
+
+def _type_of(status: int) -> str:
+    named = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def error_response(error: BaseException) -> Response:
+    fault = fault_of(error)
+    return json_response(fault.body(), fault.status, fault.headers)
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Exceptions that have an answer of their own."""
+    if isinstance(error, StepFailed):
+        logger.error("%s %s: %s", request.method, request.url.path, error)
+    return error_response(error)
+
+
+async def on_hangup(request: Request, error: Exception) -> Response:
+    """Nobody reads this; it only tells the protocol that the exchange is over."""
+    return Response(status_code=499)

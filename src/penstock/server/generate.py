@@ -1,0 +1,175 @@
+"""The generating routes: body in, choices out, streamed or whole. Owns the order of things; text, shapes and engine requests are elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.server import schema, text
+from penstock.server.faults import Hangup, fault_of, json_response
+from penstock.server.limits import read_body
+from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, sse, usage_of
+from penstock.server.schema import ChatBody, CompletionBody
+from penstock.server.service import Service
+from penstock.server.stream import Reading, while_connected
+from penstock.server.text import ChoiceText, Piece, Prompt
+
+if TYPE_CHECKING:
+    from penstock.models.tokenizer import Tokenizer
+
+logger = logging.getLogger("penstock.server")
+
+SEND_TIMEOUT_S = 120.0  # a reader that takes nothing for so long is taken for gone; its seat is someone else's
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What makes one generating route differ from the other."""
+
+    body: type[Any]
+    prompts: Callable[[Tokenizer, Any], list[Prompt]]
+    reply: Callable[..., Reply]
+    id_prefix: str
+
+
+COMPLETIONS = Kind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl")
+CHAT = Kind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request on its way: what was asked, the engine requests that answer it, and how the answer looks."""
+
+    body: CompletionBody | ChatBody
+    prompts: list[Prompt]
+    choices: list[ChoiceText]
+    reading: Reading
+    reply: Reply
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self.prompts, self.choices, self.body.num_choices)
+
+    async def next_pieces(self) -> dict[int, Piece]:
+        """What the choices have to say now. A choice that met a stop string needs its engine request no longer."""
+        pieces: dict[int, Piece] = {}
+        for index, events in (await self.reading.next_events()).items():
+            choice = self.choices[index]
+            if choice.finish is None and (piece := choice.feed(events)):
+                pieces[index] = piece
+                if piece.finish is not None:
+                    self.reading.end(index)
+        return pieces
+
+    @property
+    def over(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)
+
+
+class Generate:
+    """ASGI endpoint of one generating route."""
+
+    def __init__(self, service: Service, kind: Kind) -> None:
+        self._service = service
+        self._kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.open_reading() as reading:
+            schema.check_query(Request(scope).query_params)
+            data = await read_body(scope, receive, self._service.config.max_body_bytes)
+            body = schema.decode(data, self._kind.body)
+            self._service.check_model(body.model)
+            body.check()
+            reading.widen(body.num_prompts * body.num_choices)
+
+            async def work() -> None:
+                running = await self._service.compute(lambda: self._submit(body, reading), len(data))
+                answer = _stream if body.stream else _whole
+                await answer(running, scope, receive, send)
+
+            await while_connected(receive, reading.abandon, work)
+
+    def _submit(self, body: CompletionBody | ChatBody, reading: Reading) -> Running:
+        """On a worker thread where the body is large."""
+        engine = self._service.engine
+        prompts = self._kind.prompts(engine.tokenizer, body)
+        choices: list[ChoiceText] = []
+        for prompt in prompts:
+            sampling = body.sampling(engine.max_model_len - len(prompt.ids))
+            for i in range(body.num_choices):
+                seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
+                reading.submit(len(choices), prompt.ids, seeded, body.cache_salt or "")
+                choices.append(ChoiceText(engine.tokenizer, seeded, prompt if body.echo else None))
+        head = heading(self._kind.id_prefix, reading.id, engine.name, body.include_usage)
+        return Running(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs))
+
+
+async def _whole(running: Running, scope: Scope, receive: Receive, send: Send) -> None:
+    gathered: list[list[Piece]] = [[] for _ in running.choices]
+    while not running.over:
+        for index, piece in (await running.next_pieces()).items():
+            gathered[index].append(piece)
+    joined = [_joined(pieces) for pieces in gathered]
+    response = json_response(running.reply.whole(joined, running.usage()), headers={"x-request-id": running.reading.id})
+    await response(scope, receive, _timed(send))
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish)
+
+
+async def _stream(running: Running, scope: Scope, receive: Receive, send: Send) -> None:
+    """Once the status line is out, an error can only be an event of the stream, and its last one."""
+    send = _timed(send)
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-request-id", running.reading.id.encode()),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    try:
+        await _send_chunks(running, send)
+        last = SSE_DONE
+    except Hangup:
+        logger.warning("a reader took nothing for %g seconds", SEND_TIMEOUT_S)
+        return
+    except PenstockError as error:
+        logger.error("a stream ended early: %s", error)
+        last = sse(fault_of(error).body())
+    except Exception as error:
+        logger.exception("a stream ended early")
+        last = sse(fault_of(error).body())
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _send_chunks(running: Running, send: Send) -> None:
+    reply = running.reply
+    chunks = [opening for index in range(len(running.choices)) if (opening := reply.opening(index)) is not None]
+    while True:
+        if chunks:
+            await send({"type": "http.response.body", "body": b"".join(map(sse, chunks)), "more_body": True})
+        if running.over:
+            break
+        chunks = [reply.chunk(index, piece) for index, piece in (await running.next_pieces()).items()]
+    if running.body.include_usage:
+        await send({"type": "http.response.body", "body": sse(reply.usage_chunk(running.usage())), "more_body": True})
+
+
+def _timed(send: Send) -> Send:
+    """Give up on a reader that has stopped reading, as if it had hung up."""
+
+    async def timed(message: Any) -> None:
+        try:
+            with anyio.fail_after(SEND_TIMEOUT_S):
+                await send(message)
+        except TimeoutError:
+            raise Hangup from None
+
+    return timed

@@ -1,0 +1,70 @@
+"""The engine's counters in Prometheus' words. Owns names and labels; counts nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class EngineCollector(Collector):
+    """One snapshot per scrape, so that the figures of one answer belong together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Any]:
+        stats = self._engine.stats()
+        yield _by_label(GaugeMetricFamily, "penstock_requests", "Requests by state.", "state", stats.requests)
+        sources = "Prompt tokens by where their KV came from; the sources sum to all prompt tokens."
+        yield _by_label(CounterMetricFamily, "penstock_prompt_tokens", sources, "source", stats.prompt_tokens)
+        yield CounterMetricFamily("penstock_generated_tokens", "Tokens generated.", value=stats.generated_tokens)
+        yield _blocks(stats.kv_blocks)
+        yield CounterMetricFamily("penstock_retractions", "Running requests that gave up their device slots.", value=stats.retractions)
+        blocked = "Seconds that the engine thread spent waiting or in cache calls."
+        yield _by_label(CounterMetricFamily, "penstock_engine_blocked_seconds", blocked, "where", stats.blocked_s)
+        yield CounterMetricFamily("penstock_steps", "Forward passes.", value=stats.steps)
+        yield _histogram("penstock_ttft_seconds", "Seconds from submit to the first token.", stats.ttft)
+        yield _histogram("penstock_inter_token_seconds", "Seconds between tokens of one request.", stats.inter_token)
+
+
+def _by_label(family: Any, name: str, text: str, label: str, values: dict[str, float]) -> Any:
+    metric = family(name, text, labels=[label])
+    for key, value in values.items():
+        metric.add_metric([key], value)
+    return metric
+
+
+def _blocks(by_state: dict[str, int]) -> GaugeMetricFamily:
+    metric = GaugeMetricFamily("penstock_kv_blocks", "KV blocks by tier and state.", labels=["tier", "state"])
+    for state, count in by_state.items():
+        metric.add_metric(["device", state], count)
+    return metric
+
+
+def _histogram(name: str, text: str, histogram: Any) -> HistogramMetricFamily:
+    """Prometheus counts upwards: each bucket holds all below it."""
+    bounds: Iterable[str] = (*map(repr, histogram.bounds), "+Inf")
+    metric = HistogramMetricFamily(name, text)
+    metric.add_metric([], buckets=list(zip(bounds, accumulate(histogram.counts), strict=True)), sum_value=histogram.total)
+    return metric
+
+
+class Exposition:
+    """What GET /metrics answers."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(engine))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

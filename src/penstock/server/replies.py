@@ -1,0 +1,169 @@
+"""The JSON that clients get: choices, chunks, scores and usage in OpenAI's shapes. Owns shapes, not where their content came from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from penstock.contract import TokenLogprob
+from penstock.server.text import ChoiceText, Piece, Prompt, ScoredToken
+
+if TYPE_CHECKING:
+    from penstock.models.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+
+
+class Reply(Protocol):
+    """One route's reply to one request."""
+
+    def opening(self, index: int) -> Json | None:
+        """A chunk to be sent before the choice has said anything."""
+
+    def chunk(self, index: int, piece: Piece) -> Json: ...
+
+    def usage_chunk(self, usage: Json) -> Json: ...
+
+    def whole(self, pieces: Sequence[Piece], usage: Json) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every object of one reply repeats."""
+
+    id: str
+    model: str
+    created: int
+    with_usage: bool  # the client asked for usage in the stream, so every other chunk says null
+
+    def of(self, kind: str, choices: list[Json], **more: Any) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+    def chunk(self, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
+        return self.of(kind, choices, usage=usage) if self.with_usage else self.of(kind, choices)
+
+
+def heading(prefix: str, request_id: str, model: str, with_usage: bool) -> Heading:
+    return Heading(f"{prefix}-{request_id}", model, int(time.time()), with_usage)
+
+
+class CompletionReply:
+    def __init__(self, tokenizer: Tokenizer, head: Heading, logprobs: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._head = head
+        self._logprobs = logprobs
+
+    def opening(self, index: int) -> Json | None:
+        return None
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        return self._head.chunk("text_completion", [self._choice(index, piece)])
+
+    def usage_chunk(self, usage: Json) -> Json:
+        return self._head.chunk("text_completion", [], usage)
+
+    def whole(self, pieces: Sequence[Piece], usage: Json) -> Json:
+        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        return self._head.of("text_completion", choices, usage=usage)
+
+    def _choice(self, index: int, piece: Piece) -> Json:
+        scores = None if self._logprobs is None else self._scores(piece.tokens)
+        return {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
+
+    def _scores(self, tokens: Sequence[ScoredToken]) -> Json:
+        tops = [None if token.score is None else self._top(token.score) for token in tokens]
+        return {
+            "tokens": [self._label(token.token) for token in tokens],
+            "token_logprobs": [None if token.score is None else _finite(token.score.logprob) for token in tokens],
+            "top_logprobs": tops if self._logprobs else None,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _top(self, score: TokenLogprob) -> dict[str, float]:
+        """The alternatives, and the chosen token even where it is not among the likeliest."""
+        return {self._label(token): _finite(logprob) for token, logprob in (*score.top, (score.token, score.logprob))}
+
+    def _label(self, token: int) -> str:
+        """Tokens that are not whole characters must not become the same key."""
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class ChatReply:
+    def __init__(self, tokenizer: Tokenizer, head: Heading, logprobs: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._head = head
+        self._logprobs = logprobs
+
+    def opening(self, index: int) -> Json | None:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._head.chunk("chat.completion.chunk", [choice])
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        delta = {"content": piece.text} if piece.text else {}
+        choice = {"index": index, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": piece.finish}
+        return self._head.chunk("chat.completion.chunk", [choice])
+
+    def usage_chunk(self, usage: Json) -> Json:
+        return self._head.chunk("chat.completion.chunk", [], usage)
+
+    def whole(self, pieces: Sequence[Piece], usage: Json) -> Json:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "logprobs": self._scores(piece.tokens),
+                "finish_reason": piece.finish,
+            }
+            for index, piece in enumerate(pieces)
+        ]
+        return self._head.of("chat.completion", choices, usage=usage)
+
+    def _scores(self, tokens: Sequence[ScoredToken]) -> Json | None:
+        if self._logprobs is None:
+            return None
+        return {"content": [self._scored(token.score) for token in tokens if token.score is not None], "refusal": None}
+
+    def _scored(self, score: TokenLogprob) -> Json:
+        tops = [self._entry(token, logprob) for token, logprob in score.top]
+        return {**self._entry(score.token, score.logprob), "top_logprobs": tops}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _finite(logprob: float) -> float:
+    return max(LOWEST_LOGPROB, logprob)
+
+
+def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choices: int) -> Json:
+    """Each prompt counts once, by its first choice, however many choices were made of it; the sources sum to the prompt tokens."""
+    num_prompt = sum(len(prompt.ids) for prompt in prompts)
+    num_generated = sum(choice.num_tokens for choice in choices)
+    by_source: dict[str, int] = {}
+    for choice in choices[::num_choices]:
+        if choice.source is not None:
+            for name, count in asdict(choice.source).items():
+                by_source[name] = by_source.get(name, 0) + count
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_prompt - by_source.get("computed", num_prompt), "kv_source": by_source},
+    }
+
+
+def sse(content: object) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,99 @@
+"""A listening server in this process: socket, signals, bounded shutdown. Owns the process's HTTP life; the engine's is its loop's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from penstock.config import ServerConfig
+from penstock.errors import ConfigError
+from penstock.server.app import make_app
+from penstock.server.service import CLOSE_GRACE_S, Service
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.loop import EngineLoop
+
+BACKLOG = 2048  # connections that the kernel keeps while the event loop is busy
+
+
+def serve(engine: Engine, loop: EngineLoop, config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then let running requests end for `shutdown_s` at most. Starts and closes `loop`."""
+    listener = _bind(config)
+    app = make_app(engine, loop, config)
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        # The engine loop ends every request at its own deadline, so that readers are told; this is for readers who do not read.
+        timeout_graceful_shutdown=math.ceil(config.shutdown_s + CLOSE_GRACE_S),
+    )
+    _Server(settings, app.state.service, _url(config.host, listener)).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are still there."""
+
+    def __init__(self, settings: uvicorn.Config, service: Service, url: str) -> None:
+        super().__init__(settings)
+        self._service = service
+        self._url = url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            print(f"Penstock is ready on {self._url}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        await super().shutdown(sockets=sockets)
+        if self.force_exit:  # a second interrupt: give up on the readers, which cancels what they wait for
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self._service.wait_stopped()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A signal ends the server and is thereby dealt with: it is not raised again, so that the caller can clean up."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {config.host} is not an address of this machine: {error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
+    return listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

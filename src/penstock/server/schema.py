@@ -1,0 +1,258 @@
+"""The JSON that clients send: strict types, no unknown fields, errors that name the field. Owns shapes, not their meaning to the engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from starlette.datastructures import QueryParams
+
+from penstock.contract import MAX_SEED, SamplingParams
+from penstock.errors import InvalidRequest
+
+MAX_INT = 2**31 - 1
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
+Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Unsupported = None  # a field that we know and cannot honour: only null is taken
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+)
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+
+
+class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields that both generating routes share. Null means absent, as clients that always send every field expect."""
+
+    model: str
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: TopK | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: Count | None = None
+    cache_salt: str | None = None
+    user: str | None = None  # OpenAI's label for abuse reports: taken, and of no effect
+    logit_bias: Unsupported = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _params(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **given,
+        )
+
+    def _check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed where stream is true", "stream_options")
+
+
+class CompletionBody(Generating, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Unsupported = None
+    best_of: Unsupported = None
+
+    @property
+    def num_prompts(self) -> int:
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return 1 if one else len(self.prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check(self) -> None:
+        """Everything that can be refused before a token is counted."""
+        self._check_stream()
+        if isinstance(self.prompt, list):
+            kinds = {type(item) for item in self.prompt}
+            if len(kinds) != 1:
+                what = "must not be empty" if not kinds else "must not mix strings, token ids and lists of token ids"
+                raise InvalidRequest(f"prompt {what}", "prompt")
+        self.sampling(1)
+
+    def sampling(self, room: int) -> SamplingParams:
+        """`room`: tokens that fit the context behind the prompt."""
+        max_tokens = min(DEFAULT_COMPLETION_TOKENS, max(room, 1)) if self.max_tokens is None else self.max_tokens
+        return self._params(max_tokens, self.num_logprobs, self.num_logprobs if self.echo else None)
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One turn. The null-only fields are those that clients send back to us from our own replies."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+    refusal: Unsupported = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+
+    def as_dict(self) -> dict[str, str]:
+        """What chat templates take. Parts are separate pieces of text, so a line break keeps them apart."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+Messages = Annotated[list[Message], msgspec.Meta(min_length=1)]
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+
+
+class ChatBody(Generating, kw_only=True):
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    parallel_tool_calls: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    modalities: Unsupported = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    reasoning_effort: Unsupported = None
+    web_search_options: Unsupported = None
+    service_tier: Unsupported = None
+    store: Unsupported = None
+    metadata: Unsupported = None
+
+    num_prompts = 1
+    echo = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Everything that can be refused before a token is counted."""
+        self._check_stream()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed where logprobs is true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        try:
+            self.sampling(1)
+        except InvalidRequest as error:
+            if error.param == "logprobs":
+                raise InvalidRequest(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from None
+            raise
+
+    def sampling(self, room: int) -> SamplingParams:
+        """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less."""
+        given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self._params(max(room, 1) if given is None else given, self.num_logprobs)
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True  # of a prompt; a chat template writes its own
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give prompt or messages, and not both", "prompt")
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def nth_seed(seed: int | None, i: int) -> int | None:
+    """The seed of choice `i`; past the largest one it goes on from the smallest."""
+    if seed is None:
+        return None
+    return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"^Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
+
+
+def decode(data: bytes, kind: type[Body]) -> Body:
+    """`data` as `kind`; anything else is an InvalidRequest that names the field."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "valid UTF-8" if isinstance(error, UnicodeDecodeError) else "valid JSON"
+        raise InvalidRequest(f"the body is not {what}: {error}") from None
+
+
+def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
+    """Nothing in a query is ignored: each name is known, given once, and has one of its values."""
+    for name, value in given.multi_items():
+        if name not in allowed:
+            raise InvalidRequest(f"{name} is not a query parameter of this path", name)
+        if len(given.getlist(name)) > 1:
+            raise InvalidRequest(f"{name} is given more than once", name)
+        if value not in allowed[name]:
+            raise InvalidRequest(f"{name} must be one of {', '.join(allowed[name])}, got {value!r}", name)
+
+
+def _explain(text: str) -> InvalidRequest:
+    at = _AT.match(text)
+    what, path = (at["what"], at["path"] or "") if at else (text, "")
+    if field := _FIELD.match(what):
+        name = f"{path}.{field['field']}" if path else field["field"]
+        known = "is required and missing" if field["verb"].startswith("missing") else "is not a field that this server knows"
+        return InvalidRequest(f"{name} {known}", name)
+    if what.startswith("Expected `null`"):
+        return InvalidRequest(f"{path} is not supported by this server", path)
+    return InvalidRequest(f"{path or 'the body'}: {what[0].lower()}{what[1:]}", path or None)

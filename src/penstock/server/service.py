@@ -1,0 +1,150 @@
+"""What the routes share: the engine, its loop, the gates, and how they start and stop together. Owns readiness; owns no route."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from penstock.config import ServerConfig
+from penstock.errors import EngineClosed, Overloaded
+from penstock.server.faults import Refused
+from penstock.server.limits import Gate
+from penstock.server.stream import Bridge, Reading
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.loop import EngineLoop
+
+logger = logging.getLogger("penstock.server")
+
+BEAT_LIMIT_S = 10.0  # a step takes seconds at worst; a loop that is silent for longer is wedged
+WATCH_S = 0.25  # how often a dead loop is looked for
+INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a thread would take longer than the work
+NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
+NUM_SIDE = 32  # tokenise and detokenise calls in progress
+RESET_TIMEOUT_S = 30.0
+CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
+
+T = TypeVar("T")
+
+
+class Service:
+    """One engine behind one event loop."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, config: ServerConfig) -> None:
+        self.engine = engine
+        self.loop = loop
+        self.config = config
+        self.created = int(time.time())
+        self.generations = Gate(config.max_concurrent, "generations")
+        self.side = Gate(NUM_SIDE, "tokenize calls")
+        self._workers = anyio.CapacityLimiter(NUM_WORKERS)
+        self._bridge: Bridge | None = None
+        self._reset: asyncio.Future[int] | None = None
+        self._stop: asyncio.Future[None] | None = None
+        self._stop_by_s = 0.0  # monotonic; when closing has taken too long
+
+    # ---- life
+
+    def start(self) -> None:
+        self._bridge = Bridge(asyncio.get_running_loop())
+        self.loop.start()
+
+    async def watch(self) -> None:
+        """Runs beside the routes: a dead engine thread ends everyone's wait."""
+        while (error := self.loop.failed()) is None:
+            await asyncio.sleep(WATCH_S)
+        logger.error("the engine loop failed", exc_info=error)
+        assert self._bridge is not None
+        self._bridge.fail_all("the engine has failed; the server's log says why")
+
+    def stop(self) -> asyncio.Future[None]:
+        """Begin to close the engine loop, once; what still runs ends by itself or at the deadline, and its readers are told."""
+        if self._stop is None:
+            self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
+            self._stop = _in_thread(lambda: self.loop.close(self.config.shutdown_s), "penstock-stop")
+        return self._stop
+
+    async def wait_stopped(self) -> None:
+        """A loop that is wedged must not keep the process: its thread is left behind."""
+        stop = self.stop()
+        done, _ = await asyncio.wait([stop], timeout=max(0.0, self._stop_by_s - time.monotonic()))
+        if not done:
+            logger.error("the engine loop did not close in time")
+        elif error := stop.exception():
+            logger.error("the engine loop closed with an error", exc_info=error)
+
+    def trouble(self) -> str | None:
+        """Why the engine loop is not alive, or None."""
+        if self.loop.failed() is not None:
+            return "the engine loop has failed"
+        age_s = self.loop.beat_age_s()
+        return f"the engine loop has been silent for {age_s:.1f} seconds" if age_s > BEAT_LIMIT_S else None
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop is not None
+
+    # ---- work
+
+    def open_reading(self) -> Reading:
+        """Takes one seat, before the body is read: what waits in memory is bounded by seats, too."""
+        if self._bridge is None or self.stopping:
+            raise EngineClosed("the server is not taking requests")
+        return Reading(self.engine, self._bridge, self.generations.take(1))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.engine.name:
+            message = f"there is no model {name!r} here; this server has {self.engine.name!r}"
+            raise Refused(404, message, param="model", code="model_not_found")
+
+    async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
+        """Run `work`, which grows with the client's `num_bytes`. Cancelled while it waits for a thread it never runs; later, it ends first."""
+        if num_bytes <= INLINE_BYTES:
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._workers)
+
+    async def reset_cache(self) -> int:
+        """Evict idle blocks on the device. One at a time: each waits for the engine loop to come round."""
+        if self._reset is not None and not self._reset.done():
+            raise Overloaded("a cache reset is in progress")
+        self._reset = _in_thread(self.engine.reset_cache, "penstock-reset")
+        done, _ = await asyncio.wait([self._reset], timeout=RESET_TIMEOUT_S)
+        if not done:
+            raise EngineClosed("the engine loop did not come round to reset the cache")
+        return self._reset.result()
+
+
+def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run `work` on a thread of its own that does not keep the process alive, should the engine never answer."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:
+            logger.warning("%s ended after the server had closed", name)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,279 @@
+"""An engine whose tokens are scripted, for tests of what stands in front of one. Owns its thread and its books; computes nothing.
+
+It keeps the promises of the real engine's surface: submit and cancel from any thread, events from its own, one last event per request,
+counters that add up. A test can hold it, step it, fail it, and ask what is still open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.contract import FinishReason, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
+from penstock.errors import EngineClosed, InvalidRequest
+
+Script = Callable[[Sequence[int], SamplingParams], Iterable["int | BaseException"]]
+
+EOS = 256
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 1 << 20
+BOUNDS_S = (0.01, 0.1, 1.0)
+
+
+class ByteTokenizer:
+    """One token per byte, and one that ends a text."""
+
+    has_chat_template = True
+    eos_ids = (EOS,)
+    vocab_size = EOS + 1
+
+    def __init__(self) -> None:
+        self.num_encoded = 0
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        self.num_encoded += 1
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return b"".join(b"" if skip_special and token == EOS else self.token_bytes(token) for token in ids).decode(errors="replace")
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"<end>" if token == EOS else bytes([token])
+
+    def apply_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return turns + ("assistant:" if add_generation_prompt else "")
+
+
+@dataclass(slots=True)
+class ScriptedHistogram:
+    bounds: tuple[float, ...] = BOUNDS_S
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[sum(value > bound for bound in self.bounds)] += 1
+        self.total += value
+
+
+@dataclass(slots=True)
+class ScriptedStats:
+    requests: dict[str, int]
+    prompt_tokens: dict[str, int]
+    generated_tokens: int
+    kv_blocks: dict[str, int]
+    steps: int
+    ttft: ScriptedHistogram
+    inter_token: ScriptedHistogram
+    retractions: int = 0
+    blocked_s: dict[str, float] = field(default_factory=lambda: {"match": 0.0})
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not had its last event."""
+
+    id: str
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    listener: Listener
+    tokens: Iterator[int | BaseException]
+    num_generated: int = 0
+    started: bool = False
+    cancelled: bool = False
+
+
+def words(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
+    """Text without an end, which differs by seed."""
+    return itertools.cycle(f"choice {sampling.seed}: one two three four five six seven. ".encode())
+
+
+class ScriptedEngine:
+    """See the module. `hold` stops tokens, not cancels; `permit` lets a number of steps through while held."""
+
+    def __init__(self, script: Script = words, max_model_len: int = 100_000, name: str = "scripted") -> None:
+        self.name = name
+        self.tokenizer = ByteTokenizer()
+        self.max_model_len = max_model_len
+        self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
+        self._script = script
+        self._lock = threading.Condition()
+        self._open: dict[str, _Open] = {}
+        self._permits: int | None = None  # None: not held
+        self._closed = False
+        self._seen: set[tuple[str, tuple[int, ...]]] = set()  # prompts in the cache, by salt
+        self._stats = ScriptedStats({}, {"device": 0, "computed": 0}, 0, {}, 0, ScriptedHistogram(), ScriptedHistogram())
+
+    # ---- what the server calls
+
+    def submit(
+        self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *, cache_salt: str = "", request_id: str | None = None
+    ) -> str:
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if len(prompt) + sampling.max_tokens > self.max_model_len:
+            raise InvalidRequest(f"{len(prompt)} prompt tokens do not fit the context of {self.max_model_len}", "prompt")
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            request_id = request_id or f"request-{len(self.submitted)}"
+            self.submitted.append((prompt, sampling, cache_salt))
+            self._open[request_id] = _Open(request_id, prompt, sampling, listener, iter(self._script(prompt, sampling)))
+            self._lock.notify_all()
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._open:
+                self._open[request_id].cancelled = True
+                self._lock.notify_all()
+
+    def stats(self) -> ScriptedStats:
+        with self._lock:
+            running = sum(request.started for request in self._open.values())
+            active = sum(-(-len(request.prompt) // BLOCK_TOKENS) for request in self._open.values())
+            self._stats.requests = {"waiting": len(self._open) - running, "running": running}
+            self._stats.kv_blocks = {"free": NUM_BLOCKS - active, "active": active}
+            return self._stats
+
+    def reset_cache(self) -> int:
+        with self._lock:
+            num_blocks = sum(len(prompt) // BLOCK_TOKENS for _, prompt in self._seen)
+            self._seen.clear()
+        return num_blocks
+
+    # ---- what a test calls
+
+    @property
+    def num_open(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def hold(self) -> None:
+        with self._lock:
+            self._permits = 0
+
+    def permit(self, num_steps: int) -> None:
+        with self._lock:
+            self._permits = (self._permits or 0) + num_steps
+            self._lock.notify_all()
+
+    def release(self) -> None:
+        with self._lock:
+            self._permits = None
+            self._lock.notify_all()
+
+    # ---- what its loop calls
+
+    def step(self, timeout_s: float) -> None:
+        """One token for everyone, or the wait for something to do."""
+        with self._lock:
+            events = [self._end(request, FinishReason.CANCELLED) for request in list(self._open.values()) if request.cancelled]
+            if self._open and self._permits != 0:
+                self._permits = None if self._permits is None else self._permits - 1
+                self._stats.steps += 1
+                events += [self._advance(request) for request in list(self._open.values())]
+            elif not events:
+                self._lock.wait(timeout_s)
+        for listener, event in events:
+            listener(event)
+
+    def close_admission(self) -> None:
+        with self._lock:
+            self._closed = True
+
+    def cancel_all(self) -> None:
+        with self._lock:
+            for request in self._open.values():
+                request.cancelled = True
+            self._lock.notify_all()
+
+    def _advance(self, request: _Open) -> tuple[Listener, TokenEvent]:
+        first = {} if request.started else self._first(request)
+        if request.num_generated == request.sampling.max_tokens:
+            return self._end(request, FinishReason.LENGTH, **first)
+        token = next(request.tokens, EOS)
+        if isinstance(token, BaseException):
+            return self._end(request, FinishReason.ERROR, error=str(token), **first)
+        if token == EOS and not request.sampling.ignore_eos:
+            return self._end(request, FinishReason.STOP, stop_token=EOS, **first)
+        request.num_generated += 1
+        self._stats.generated_tokens += 1
+        logprobs = None if request.sampling.logprobs is None else (_score(token, request.sampling.logprobs),)
+        if request.num_generated == request.sampling.max_tokens:
+            return self._end(request, FinishReason.LENGTH, tokens=(token,), logprobs=logprobs, **first)
+        return request.listener, TokenEvent(request.id, (token,), logprobs, **first)
+
+    def _first(self, request: _Open) -> dict:
+        request.started = True
+        key = (self.submitted_salt(request), tuple(request.prompt))
+        reusable = key in self._seen and request.sampling.prompt_logprobs is None
+        num_cached = (len(request.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS if reusable else 0
+        self._seen.add(key)
+        source = KvSource(device=num_cached, computed=len(request.prompt) - num_cached)
+        self._stats.prompt_tokens["device"] += source.device
+        self._stats.prompt_tokens["computed"] += source.computed
+        self._stats.ttft.observe(0.05)
+        count = request.sampling.prompt_logprobs
+        scores = None if count is None else (None, *(_score(token, count) for token in request.prompt[1:]))
+        return {"source": source, "prompt_logprobs": scores}
+
+    def submitted_salt(self, request: _Open) -> str:
+        return next(salt for prompt, _, salt in self.submitted if prompt is request.prompt)
+
+    def _end(self, request: _Open, finish: FinishReason, **fields) -> tuple[Listener, TokenEvent]:
+        del self._open[request.id]
+        return request.listener, TokenEvent(request.id, finish=finish, **fields)
+
+
+def _score(token: int, count: int) -> TokenLogprob:
+    """The chosen token is the second likeliest, so that it is missing from a list of one."""
+    others = [(token + i) % EOS for i in (1, *range(2, count + 1))]
+    ranked = [(others[0], -0.25), (token, -0.5), *((other, -float(i)) for i, other in enumerate(others[1:], 1))]
+    return TokenLogprob(token, -0.5, 2, tuple(ranked[:count]))
+
+
+class ScriptedLoop:
+    """Steps a scripted engine on a thread of its own."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.age_s: float | None = None  # set: what `beat_age_s` says
+        self._engine = engine
+        self._beat_s = time.monotonic()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="scripted-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """As if a step had raised: the thread ends, and nobody gets a last event."""
+        self._error = error
+        self._stop.set()
+
+    def failed(self) -> BaseException | None:
+        return self._error
+
+    def beat_age_s(self) -> float:
+        return time.monotonic() - self._beat_s if self.age_s is None else self.age_s
+
+    def close(self, deadline_s: float) -> None:
+        self._engine.close_admission()
+        by_s = time.monotonic() + deadline_s
+        while self._thread.is_alive() and self._engine.num_open and time.monotonic() < by_s:
+            time.sleep(0.005)
+        self._engine.cancel_all()
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set() or (self._engine.num_open and self._error is None):
+            self._beat_s = time.monotonic()
+            self._engine.step(0.01)

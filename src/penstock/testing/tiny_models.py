@@ -1,0 +1,167 @@
+"""Tiny random models on disk, as directories and as GGUF files, made without any other library's model code. For tests only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from penstock.models.dimensions import ARCHITECTURES, TINY_LLAMA, TINY_QWEN3
+from penstock.models.model import ModelConfig
+from penstock.models.safetensors_dir import INDEX
+from penstock.models.weights import layout
+
+__all__ = ["CHAT_TEMPLATE", "TINY_LLAMA", "TINY_QWEN3", "tiny_tensors", "tiny_tokenizer", "write_tiny_gguf", "write_tiny_model"]
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CORPUS = """
+A penstock is a gate that lets the right amount of water from a reservoir to a turbine. When the gate opens too early, the water
+arrives before the blades are ready; when it opens too late, the turbine runs dry. Between the two lies an order that somebody has to
+keep, and the one who keeps it must know what has happened and not merely what was asked for. Every block of state has one owner at a
+time, every copy has a source and a destination, and nobody reads what has not been written yet. for index in range(len(blocks)):
+    if block.sealed and not block.pinned: return block.key
+The quick brown fox jumps over the lazy dog, and then the dog, who was not lazy at all but only patient, gets up and walks away.
+"""
+
+
+def tiny_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Random tensors under the names that safetensors files use. Norms differ from one, so that leaving one out shows."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for part in (part for weight in layout(config) for part in weight.parts):
+        noise = torch.randn(part.shape, generator=generator)
+        tensors[part.name] = 1 + 0.3 * noise if len(part.shape) == 1 else noise * part.shape[-1] ** -0.5
+    return tensors
+
+
+def tiny_tokenizer(vocab: int = 512) -> tokenizers.Tokenizer:
+    """A byte-level BPE with special tokens at ids 0 to 2, trained on a paragraph until it has `vocab` tokens."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, show_progress=False, special_tokens=list(_SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([_CORPUS], trainer)
+    return tokenizer
+
+
+def write_tiny_model(
+    directory: Path, config: ModelConfig = TINY_LLAMA, *, seed: int = 0, shards: int = 1, tensors: Mapping[str, Tensor] | None = None
+) -> Path:
+    """A model directory: config.json, tokenizer files and safetensors, in `shards` files with an index where there are several."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = tiny_tensors(config, seed) if tensors is None else tensors
+    _write_json(directory / "config.json", config_json(config))
+    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": _SPECIAL[0], "eos_token": {"content": _SPECIAL[2]}, "chat_template": CHAT_TEMPLATE}
+    _write_json(directory / "tokenizer_config.json", settings)
+    _write_json(directory / "generation_config.json", {"eos_token_id": [2, 0]})
+    if shards == 1:
+        save_file(dict(tensors), directory / "model.safetensors")
+        return directory
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % shards == shard}
+        save_file(part, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    _write_json(directory / INDEX, {"metadata": {}, "weight_map": weight_map})
+    return directory
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """What `config` looks like in a config.json."""
+    name = next(name for name, kind in ARCHITECTURES.items() if kind == config.architecture)
+    return {
+        "architectures": [name],
+        "model_type": config.architecture,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab,
+        "max_position_embeddings": config.max_position,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+    }
+
+
+def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int = 0, metadata: Mapping[str, Any] | None = None) -> Path:
+    """The same model as `write_tiny_model` as a GGUF file in float32; `metadata` replaces or adds string entries."""
+    import gguf
+
+    kind = config.architecture
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.hidden)
+    writer.add_feed_forward_length(config.ffn)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    _add_gguf_tokenizer(writer, {"tokenizer.ggml.pre": "smollm", **(metadata or {})})
+    for name, tensor in tiny_tensors(config, seed).items():
+        writer.add_tensor(_gguf_name(name), _gguf_rows(name, tensor, config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_gguf_tokenizer(writer: Any, texts: Mapping[str, Any]) -> None:
+    model = json.loads(tiny_tokenizer().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in _SPECIAL else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for key, text in texts.items():
+        writer.add_string(key, text)
+
+
+def _gguf_name(name: str) -> str:
+    from penstock.models.gguf_convert import LAYER_NAMES, OUTER_NAMES
+
+    stem = name.removesuffix(".weight")
+    outer = {theirs: ours for ours, theirs in OUTER_NAMES.items()}
+    if stem in outer:
+        return f"{outer[stem]}.weight"
+    layer, _, inner = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{ {theirs: ours for ours, theirs in LAYER_NAMES.items()}[inner] }.weight"
+
+
+def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any, Any]:
+    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved."""
+    rows = tensor.numpy()
+    if config.architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight")):
+        heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1])
+        rows = np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
+    return rows
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
