@@ -69,6 +69,10 @@ class KvCache:
         scope = dataclasses.replace(self._scope, salt=salt).digest()
         return Prefix(scope, prefix_keys(tokens, self.block_tokens, scope))
 
+    def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
+        """The same scope, with the keys of all full blocks of `tokens`, generated ones included."""
+        return Prefix(prefix.scope, prefix_keys(tokens, self.block_tokens, prefix.scope))
+
     def match(self, keys: Sequence[bytes]) -> Match:
         """The longest run of leading `keys` that are here; holds nothing, so it is good until the next call that draws."""
         if not self._prefix_cache or not keys:

@@ -94,6 +94,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The dimensions in a parsed config.json; `where` names it in errors. Whatever would change the mathematics is refused."""
     architecture = _architecture(raw, where)
     _refuse_unsupported(raw, where)
+    _refuse_windows(raw, architecture, where)
     fields = _Fields(raw, where)
     heads = fields.count("num_attention_heads")
     hidden = fields.count("hidden_size")
@@ -180,9 +181,13 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
         raise ModelError(f"{where}: quantized weights (quantization_config) are not supported; use the original weights or a GGUF file")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu")
-    layer_types = raw.get("layer_types") or ["full_attention"]
-    window = raw.get("sliding_window") is not None and raw.get("use_sliding_window", True)
-    if window or raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+
+
+def _refuse_windows(raw: Mapping[str, Any], architecture: str, where: str) -> None:
+    """Qwen3 configs state a window that is off unless `use_sliding_window` turns it on; in a Llama config a window means one."""
+    used = raw.get("use_sliding_window", architecture != "qwen3" and raw.get("sliding_window") is not None)
+    layer_types = raw.get("layer_types") or []
+    if used or not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ModelError(f"{where}: sliding-window attention is not supported")
 
 

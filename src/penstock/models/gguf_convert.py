@@ -247,7 +247,7 @@ def _decoded(rows: np.ndarray[Any, Any], tensor: GgufTensor, source: GgufFile) -
                 piece = gguf.dequantize(piece, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
             except NotImplementedError as error:
                 raise ModelError(f"{source.path}: tensor {tensor.name}: {error}") from error
-        yield memoryview(piece.reshape(-1))
+        yield piece.reshape(-1).data
 
 
 def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:

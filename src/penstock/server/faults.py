@@ -1,4 +1,4 @@
-"""What went wrong, as the client is told: exceptions to status codes and OpenAI's error object. Owns no routes and raises nothing itself."""
+"""What went wrong, as the client is told: exceptions to status codes and OpenAI's error object. Owns no routes."""
 
 from __future__ import annotations
 

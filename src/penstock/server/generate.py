@@ -1,4 +1,4 @@
-"""The generating routes: body in, choices out, streamed or whole. Owns the order of things; text, shapes and engine requests are elsewhere."""
+"""The generating routes: body in, choices out, streamed or whole. Owns the order of things, not text, shapes or engine requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.server.stream import Reading, while_connected
 from penstock.server.text import ChoiceText, Piece, Prompt
 
 if TYPE_CHECKING:
-    from penstock.models.tokenizer import Tokenizer
+    from penstock.models.tokenizer import TextCodec
 
 logger = logging.getLogger("penstock.server")
 
@@ -34,7 +34,7 @@ class Kind:
     """What makes one generating route differ from the other."""
 
     body: type[Any]
-    prompts: Callable[[Tokenizer, Any], list[Prompt]]
+    prompts: Callable[[TextCodec, Any], list[Prompt]]
     reply: Callable[..., Reply]
     id_prefix: str
 

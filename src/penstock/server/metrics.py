@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ class EngineCollector(Collector):
         yield _histogram("penstock_inter_token_seconds", "Seconds between tokens of one request.", stats.inter_token)
 
 
-def _by_label(family: Any, name: str, text: str, label: str, values: dict[str, float]) -> Any:
+def _by_label(family: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
     metric = family(name, text, labels=[label])
     for key, value in values.items():
         metric.add_metric([key], value)

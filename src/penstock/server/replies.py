@@ -13,7 +13,7 @@ from penstock.contract import TokenLogprob
 from penstock.server.text import ChoiceText, Piece, Prompt, ScoredToken
 
 if TYPE_CHECKING:
-    from penstock.models.tokenizer import Tokenizer
+    from penstock.models.tokenizer import TextCodec
 
 Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
@@ -53,7 +53,7 @@ def heading(prefix: str, request_id: str, model: str, with_usage: bool) -> Headi
 
 
 class CompletionReply:
-    def __init__(self, tokenizer: Tokenizer, head: Heading, logprobs: int | None) -> None:
+    def __init__(self, tokenizer: TextCodec, head: Heading, logprobs: int | None) -> None:
         self._tokenizer = tokenizer
         self._head = head
         self._logprobs = logprobs
@@ -98,7 +98,7 @@ class CompletionReply:
 
 
 class ChatReply:
-    def __init__(self, tokenizer: Tokenizer, head: Heading, logprobs: int | None) -> None:
+    def __init__(self, tokenizer: TextCodec, head: Heading, logprobs: int | None) -> None:
         self._tokenizer = tokenizer
         self._head = head
         self._logprobs = logprobs

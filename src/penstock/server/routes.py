@@ -81,7 +81,13 @@ class Small:
         schema.check_query(request.query_params)
         stats = self._service.engine.stats()
         device = {"total": sum(stats.kv_blocks.values()), **stats.kv_blocks}
-        return json_response({"kv_blocks": {"device": device}, "prompt_tokens": stats.prompt_tokens, "retractions": stats.retractions})
+        content = {
+            "kv_blocks": {"device": device},
+            "cache": stats.cache,
+            "prompt_tokens": stats.prompt_tokens,
+            "retractions": stats.retractions,
+        }
+        return json_response(content)
 
     async def health(self, request: Request) -> Response:
         trouble = "the server is shutting down" if self._service.stopping else self._service.trouble()

@@ -81,7 +81,8 @@ class _Server(uvicorn.Server):
 
 def _bind(config: ServerConfig) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"--host {config.host} is not an address of this machine: {error}") from None

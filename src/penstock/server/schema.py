@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -18,7 +18,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
-Unsupported = None  # a field that we know and cannot honour: only null is taken
+Unsupported: TypeAlias = None  # a field that we know and cannot honour: only null is taken
 
 _SAMPLING = (
     "temperature",

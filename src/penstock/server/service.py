@@ -80,6 +80,8 @@ class Service:
             logger.error("the engine loop did not close in time")
         elif error := stop.exception():
             logger.error("the engine loop closed with an error", exc_info=error)
+        if self._bridge is not None:  # a request that slipped in while admission was closing has nobody left to end it
+            self._bridge.fail_all("the server is shutting down")
 
     def trouble(self) -> str | None:
         """Why the engine loop is not alive, or None."""
@@ -106,7 +108,7 @@ class Service:
             raise Refused(404, message, param="model", code="model_not_found")
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Run `work`, which grows with the client's `num_bytes`. Cancelled while it waits for a thread it never runs; later, it ends first."""
+        """Run `work`, which grows with `num_bytes`. A hang-up while it waits for a thread undoes it; once it runs, it ends first."""
         if num_bytes <= INLINE_BYTES:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._workers)

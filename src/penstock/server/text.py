@@ -11,7 +11,7 @@ from penstock.engine.text import TextStream
 from penstock.errors import EngineClosed, InvalidRequest, StepFailed
 
 if TYPE_CHECKING:
-    from penstock.models.tokenizer import Tokenizer
+    from penstock.models.tokenizer import TextCodec
     from penstock.server.schema import ChatBody, CompletionBody, Message
 
 
@@ -44,43 +44,41 @@ class Piece(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- prompts
 
 
-def completion_prompts(tokenizer: Tokenizer, body: CompletionBody) -> list[Prompt]:
-    given = body.prompt
-    if isinstance(given, str):
-        return [_encoded(tokenizer, given)]
-    if isinstance(given[0], int):
-        return [_checked(tokenizer, given, bool(body.echo))]
-    if isinstance(given[0], str):
-        return [_encoded(tokenizer, text) for text in given]
-    return [_checked(tokenizer, ids, bool(body.echo)) for ids in given]
+def completion_prompts(tokenizer: TextCodec, body: CompletionBody) -> list[Prompt]:
+    """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
+    items = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    ids = [item for item in items if isinstance(item, int)]
+    lists = [ids] if ids else [item for item in items if isinstance(item, list)]
+    texts = [item for item in items if isinstance(item, str)]
+    return [_encoded(tokenizer, text) for text in texts] or [_given(tokenizer, ids, bool(body.echo)) for ids in lists]
 
 
-def chat_prompts(tokenizer: Tokenizer, body: ChatBody) -> list[Prompt]:
+def chat_prompts(tokenizer: TextCodec, body: ChatBody) -> list[Prompt]:
     return [Prompt(encode_chat(tokenizer, body.messages))]
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+def encode_chat(tokenizer: TextCodec, messages: Sequence[Message]) -> list[int]:
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
     text = tokenizer.apply_chat([message.as_dict() for message in messages])
     return tokenizer.encode(text, add_special=False)
 
 
-def _encoded(tokenizer: Tokenizer, text: str) -> Prompt:
+def _encoded(tokenizer: TextCodec, text: str) -> Prompt:
     return Prompt(tokenizer.encode(text), text)
 
 
-def _checked(tokenizer: Tokenizer, ids: Sequence[int], echo: bool) -> Prompt:
-    check_ids(tokenizer, ids, "prompt")
+def _given(tokenizer: TextCodec, ids: Sequence[int], echo: bool) -> Prompt:
+    """Ids that the model does not have are the engine's to refuse; here they only have no text."""
     return Prompt(ids, tokenizer.decode(ids, skip_special=False) if echo else "")
 
 
-def check_ids(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None:
+def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:
     if ids and max(ids) >= tokenizer.vocab_size:
         raise InvalidRequest(f"{param}: token id {max(ids)} is outside the vocabulary of {tokenizer.vocab_size}", param)
 
 
-def prompt_offsets(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
     """The character of the prompt's text at which each of its tokens begins.
 
     Counted in bytes that begin a character, since a token may begin in the middle of one. Where the tokenizer put special tokens
@@ -100,13 +98,12 @@ def prompt_offsets(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 class ChoiceText:
     """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, echo: Prompt | None) -> None:
+    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, echo: Prompt | None) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.source: KvSource | None = None
         self.finish: str | None = None
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, sampling.stop)
-        self._by_token = bool(sampling.stop)  # so that where a choice stops does not depend on how its tokens were batched
         self._scored = sampling.logprobs is not None
         self._echo = echo
         self._base = 0 if echo is None else len(echo.text)  # characters before the generated text
@@ -123,7 +120,7 @@ class ChoiceText:
             if self.source is None:
                 self.source = event.source
             parts.append(self._open(event))
-            parts.extend(self._take(event))
+            parts.append(self._take(event))
             if event.finish is not None and self.finish is None:
                 parts.append(self._end(event))
                 ended = True
@@ -141,22 +138,16 @@ class ChoiceText:
             self._held.extend(map(ScoredToken, echo.ids, event.prompt_logprobs, offsets))
         return echo.text
 
-    def _take(self, event: TokenEvent) -> list[str]:
-        parts: list[str] = []
-        width = 1 if self._by_token else max(1, len(event.tokens))
-        for start in range(0, len(event.tokens), width):
-            run = event.tokens[start : start + width]
-            delta = self._stream.push(run)
-            parts.append(delta.text)
-            self.num_tokens += len(run)
-            if self._scored and event.logprobs is not None:
-                scores = event.logprobs[start : start + width]
-                offsets = (self._base + offset for offset in delta.offsets)
-                self._held.extend(map(ScoredToken, run, scores, offsets))
-            if delta.stopped:
-                self.finish = "stop"
-                break
-        return parts
+    def _take(self, event: TokenEvent) -> str:
+        """Tokens behind a stop string have no offset and do not count, however they were batched."""
+        delta = self._stream.push(event.tokens)
+        self.num_tokens += len(delta.offsets)
+        if self._scored and event.logprobs is not None:
+            offsets = (self._base + offset for offset in delta.offsets)
+            self._held.extend(map(ScoredToken, event.tokens, event.logprobs, offsets))
+        if delta.stopped:
+            self.finish = "stop"
+        return delta.text
 
     def _end(self, event: TokenEvent) -> str:
         if event.finish is FinishReason.ERROR:

@@ -10,69 +10,36 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from penstock.contract import FinishReason, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
+from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats, Histogram
 from penstock.errors import EngineClosed, InvalidRequest
+from penstock.models.tokenizer import ByteTokenizer
 
 Script = Callable[[Sequence[int], SamplingParams], Iterable["int | BaseException"]]
 
 EOS = 256
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 1 << 20
-BOUNDS_S = (0.01, 0.1, 1.0)
 
 
-class ByteTokenizer:
-    """One token per byte, and one that ends a text."""
+class ScriptedTokenizer(ByteTokenizer):
+    """One token per byte, and a special one that ends a text. Counts what it encodes."""
 
-    has_chat_template = True
-    eos_ids = (EOS,)
-    vocab_size = EOS + 1
+    eos_ids = frozenset({EOS})
 
     def __init__(self) -> None:
+        super().__init__(EOS + 1)
         self.num_encoded = 0
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         self.num_encoded += 1
-        return list(text.encode())
+        return super().encode(text, add_special)
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return b"".join(b"" if skip_special and token == EOS else self.token_bytes(token) for token in ids).decode(errors="replace")
-
-    def token_text(self, token: int) -> str:
-        return self.token_bytes(token).decode(errors="replace")
-
-    def token_bytes(self, token: int) -> bytes:
-        return b"<end>" if token == EOS else bytes([token])
-
-    def apply_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return turns + ("assistant:" if add_generation_prompt else "")
-
-
-@dataclass(slots=True)
-class ScriptedHistogram:
-    bounds: tuple[float, ...] = BOUNDS_S
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
-    total: float = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[sum(value > bound for bound in self.bounds)] += 1
-        self.total += value
-
-
-@dataclass(slots=True)
-class ScriptedStats:
-    requests: dict[str, int]
-    prompt_tokens: dict[str, int]
-    generated_tokens: int
-    kv_blocks: dict[str, int]
-    steps: int
-    ttft: ScriptedHistogram
-    inter_token: ScriptedHistogram
-    retractions: int = 0
-    blocked_s: dict[str, float] = field(default_factory=lambda: {"match": 0.0})
+    def is_special(self, id: int) -> bool:
+        return id == EOS
 
 
 @dataclass(slots=True)
@@ -82,6 +49,7 @@ class _Open:
     id: str
     prompt: Sequence[int]
     sampling: SamplingParams
+    cache_salt: str
     listener: Listener
     tokens: Iterator[int | BaseException]
     num_generated: int = 0
@@ -99,7 +67,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Script = words, max_model_len: int = 100_000, name: str = "scripted") -> None:
         self.name = name
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = ScriptedTokenizer()
         self.max_model_len = max_model_len
         self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
         self._script = script
@@ -108,7 +76,9 @@ class ScriptedEngine:
         self._permits: int | None = None  # None: not held
         self._closed = False
         self._seen: set[tuple[str, tuple[int, ...]]] = set()  # prompts in the cache, by salt
-        self._stats = ScriptedStats({}, {"device": 0, "computed": 0}, 0, {}, 0, ScriptedHistogram(), ScriptedHistogram())
+        self._prompt_tokens = {"device": 0, "computed": 0}
+        self._generated_tokens = 0
+        self._steps = 0
 
     # ---- what the server calls
 
@@ -119,12 +89,13 @@ class ScriptedEngine:
             raise InvalidRequest("the prompt is empty", "prompt")
         if len(prompt) + sampling.max_tokens > self.max_model_len:
             raise InvalidRequest(f"{len(prompt)} prompt tokens do not fit the context of {self.max_model_len}", "prompt")
+        tokens = self._script(prompt, sampling)
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
             request_id = request_id or f"request-{len(self.submitted)}"
             self.submitted.append((prompt, sampling, cache_salt))
-            self._open[request_id] = _Open(request_id, prompt, sampling, listener, iter(self._script(prompt, sampling)))
+            self._open[request_id] = _Open(request_id, prompt, sampling, cache_salt, listener, iter(tokens))
             self._lock.notify_all()
         return request_id
 
@@ -134,13 +105,22 @@ class ScriptedEngine:
                 self._open[request_id].cancelled = True
                 self._lock.notify_all()
 
-    def stats(self) -> ScriptedStats:
+    def stats(self) -> EngineStats:
         with self._lock:
             running = sum(request.started for request in self._open.values())
             active = sum(-(-len(request.prompt) // BLOCK_TOKENS) for request in self._open.values())
-            self._stats.requests = {"waiting": len(self._open) - running, "running": running}
-            self._stats.kv_blocks = {"free": NUM_BLOCKS - active, "active": active}
-            return self._stats
+            return EngineStats(
+                requests={"waiting": len(self._open) - running, "running": running},
+                prompt_tokens=dict(self._prompt_tokens),
+                generated_tokens=self._generated_tokens,
+                kv_blocks={"free": NUM_BLOCKS - active, "active": active},
+                retractions=0,
+                blocked_s={"result": 0.5},
+                ttft=Histogram(TTFT_BOUNDS_S, [1] * (len(TTFT_BOUNDS_S) + 1), 42.0),
+                inter_token=Histogram(TTFT_BOUNDS_S),
+                steps=self._steps,
+                cache={"hits": 0, "misses": 0, "evictions": 0, "duplicate_seals": 0},
+            )
 
     def reset_cache(self) -> int:
         with self._lock:
@@ -177,7 +157,7 @@ class ScriptedEngine:
             events = [self._end(request, FinishReason.CANCELLED) for request in list(self._open.values()) if request.cancelled]
             if self._open and self._permits != 0:
                 self._permits = None if self._permits is None else self._permits - 1
-                self._stats.steps += 1
+                self._steps += 1
                 events += [self._advance(request) for request in list(self._open.values())]
             elif not events:
                 self._lock.wait(timeout_s)
@@ -204,30 +184,26 @@ class ScriptedEngine:
         if token == EOS and not request.sampling.ignore_eos:
             return self._end(request, FinishReason.STOP, stop_token=EOS, **first)
         request.num_generated += 1
-        self._stats.generated_tokens += 1
+        self._generated_tokens += 1
         logprobs = None if request.sampling.logprobs is None else (_score(token, request.sampling.logprobs),)
         if request.num_generated == request.sampling.max_tokens:
             return self._end(request, FinishReason.LENGTH, tokens=(token,), logprobs=logprobs, **first)
         return request.listener, TokenEvent(request.id, (token,), logprobs, **first)
 
-    def _first(self, request: _Open) -> dict:
+    def _first(self, request: _Open) -> dict[str, Any]:
         request.started = True
-        key = (self.submitted_salt(request), tuple(request.prompt))
+        key = (request.cache_salt, tuple(request.prompt))
         reusable = key in self._seen and request.sampling.prompt_logprobs is None
         num_cached = (len(request.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS if reusable else 0
         self._seen.add(key)
         source = KvSource(device=num_cached, computed=len(request.prompt) - num_cached)
-        self._stats.prompt_tokens["device"] += source.device
-        self._stats.prompt_tokens["computed"] += source.computed
-        self._stats.ttft.observe(0.05)
+        self._prompt_tokens["device"] += source.device
+        self._prompt_tokens["computed"] += source.computed
         count = request.sampling.prompt_logprobs
         scores = None if count is None else (None, *(_score(token, count) for token in request.prompt[1:]))
         return {"source": source, "prompt_logprobs": scores}
 
-    def submitted_salt(self, request: _Open) -> str:
-        return next(salt for prompt, _, salt in self.submitted if prompt is request.prompt)
-
-    def _end(self, request: _Open, finish: FinishReason, **fields) -> tuple[Listener, TokenEvent]:
+    def _end(self, request: _Open, finish: FinishReason, **fields: Any) -> tuple[Listener, TokenEvent]:
         del self._open[request.id]
         return request.listener, TokenEvent(request.id, finish=finish, **fields)
 

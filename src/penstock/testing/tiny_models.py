@@ -72,7 +72,7 @@ def write_tiny_model(
     if shards == 1:
         save_file(dict(tensors), directory / "model.safetensors")
         return directory
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % shards == shard}

@@ -199,7 +199,7 @@ def test_an_order_that_offers_a_protected_block_is_stopped_by_the_transition_tab
         slots = list(pool.try_reserve(1, "promote").slots)
     pool._idle.add(slots)
     with pytest.raises(IllegalTransition, match="EVICT"):
-        pool.evict(1)
+        pool.evict(2)
 
 
 def test_a_pin_outlives_the_release_of_its_request():
@@ -375,7 +375,7 @@ def test_an_observer_hears_every_change_of_state_seal_and_eviction():
     [
         lambda pool: pool._book.holds.__setitem__(0, 2),
         lambda pool: pool._book.pins.__setitem__(3, 1),
-        lambda pool: pool._book._counts.__setitem__(0, 1),
+        lambda pool: pool._book._counts.__setitem__(0, 2),
         lambda pool: pool._free.append(0),
         lambda pool: pool._idle.pop(1),
         lambda pool: pool._index.key_of.__setitem__(0, KEYS[1]),

@@ -1,0 +1,307 @@
+"""Attention for CUDA: launches the Triton kernels, and for long prompts may use PyTorch's fused attention instead. Owns the choice of tiles
+and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.engine.execution.attention import triton_kernels as kernels
+from penstock.engine.execution.attention.geometry import Geometry
+from penstock.engine.execution.batch import StepInputs
+from penstock.errors import ConfigError
+from penstock.models.model import ModelConfig
+
+Prefill = Literal["auto", "triton", "sdpa"]
+Fused = Literal["cudnn", "flash"]
+
+
+class Tile(NamedTuple):
+    """What one program of the attention kernel holds at a time."""
+
+    rows: int  # query heads of one KV head times tokens; at least 16, a power of two
+    keys: int
+    warps: int
+    stages: int  # tiles of keys in flight
+
+
+class Tiles(NamedTuple):
+    """Tiles by how many rows (tokens times query heads per KV head) the longest chunk of a launch has."""
+
+    decode: Tile
+    short: Tile
+    long: Tile
+
+    def fitting(self, num_rows: int) -> Tile:
+        return next((tile for tile in (self.decode, self.short) if num_rows <= tile.rows), self.long)
+
+
+class RotateTile(NamedTuple):
+    """What one program of the rotate-and-write kernel does."""
+
+    tokens: int
+    heads: int
+    warps: int
+
+
+# By bytes per value: 2 is bfloat16 (and float16), 4 is float32, whose exact products run outside the tensor cores.
+TILES = {
+    2: Tiles(decode=Tile(16, 64, 4, 3), short=Tile(64, 64, 4, 3), long=Tile(128, 64, 8, 3)),
+    4: Tiles(decode=Tile(16, 32, 4, 2), short=Tile(32, 32, 4, 2), long=Tile(64, 32, 4, 2)),
+}
+ROTATE_FEW = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
+ROTATE_MANY = RotateTile(tokens=8, heads=8, warps=4)
+ROTATE_MANY_FROM = 512  # tokens
+MAX_SPLITS = 64
+PROGRAMS_PER_SM = 3  # keys are split until about so many programs exist
+GATHER_TOKENS = 32
+# "auto" hands a lone chunk to PyTorch's fused attention from this many tokens on, in shapes that were announced to `plan`:
+# cuDNN builds a plan for each new shape, for tens to hundreds of milliseconds.
+FUSED_FROM = 1024
+
+
+class _Launch(NamedTuple):
+    """A run of chunks that one launch attends, and the tokens they cover."""
+
+    first_chunk: int
+    num_chunks: int
+    first_row: int
+    num_rows: int
+    max_q_len: int
+
+
+class TritonAttention:
+    """`Attention` in bfloat16 or float32 on CUDA; on the CPU under Triton's interpreter."""
+
+    def __init__(
+        self,
+        arena: Tensor,
+        config: ModelConfig,
+        rope: Tensor,
+        *,
+        prefill: Prefill = "auto",
+        fused: Fused = "cudnn",
+        tiles: Tiles | None = None,
+    ) -> None:
+        self._sizes = Geometry.of(arena, config, rope)
+        if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
+            raise ConfigError(f"prefill must be auto, triton or sdpa and fused cudnn or flash, got {prefill!r} and {fused!r}")
+        self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
+        self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
+        self._rope = rope
+        self._tiles = tiles or TILES[arena.element_size()]
+        self._prefill = prefill
+        self._fused = fused
+        self._planned: set[tuple[int, int]] = set()
+        sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
+        self._num_programs = PROGRAMS_PER_SM * sms
+        self._strides = {"SLOT_STRIDE": arena.stride(0), "TOKEN_STRIDE": arena.stride(3), "HEAD_STRIDE": arena.stride(4)}
+
+    def rotate_and_write(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sizes, num_tokens = self._sizes, qkv.shape[0]
+        qkv = qkv.contiguous()
+        q = qkv.new_empty(num_tokens, sizes.num_heads, sizes.head_dim)
+        k = qkv.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
+        heads = sizes.num_heads + 2 * sizes.num_kv_heads
+        tile = ROTATE_MANY if num_tokens >= ROTATE_MANY_FROM else ROTATE_FEW
+        kernels.rotate_and_write_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(heads, tile.heads))](
+            qkv,
+            q,
+            k,
+            self._keys[layer],
+            self._values[layer],
+            qkv if q_norm is None else q_norm,
+            qkv if k_norm is None else k_norm,
+            self._rope,
+            inputs.positions,
+            inputs.write_at,
+            num_tokens,
+            sizes.norm_eps,
+            **self._strides,
+            NUM_HEADS=sizes.num_heads,
+            NUM_KV_HEADS=sizes.num_kv_heads,
+            HEAD_DIM=sizes.head_dim,
+            BLOCK_TOKENS=sizes.block_tokens,
+            NORMALISE=q_norm is not None and k_norm is not None,
+            TILE_TOKENS=tile.tokens,
+            TILE_HEADS=tile.heads,
+            HALF_PADDED=triton.next_power_of_2(sizes.head_dim // 2),
+            num_warps=tile.warps,
+        )
+        v = qkv.view(num_tokens, heads, sizes.head_dim)[:, sizes.num_heads + sizes.num_kv_heads :]
+        return q, k, v
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
+        num_tokens, num_chunks, num_decodes = q.shape[0], inputs.kv_lens.shape[0], inputs.num_decodes
+        if self._takes_fused(num_tokens, inputs):
+            return self._attend_fused(layer, q, k, v, inputs)
+        out = torch.empty(num_tokens, self._sizes.num_heads * self._sizes.head_dim, dtype=q.dtype, device=q.device)
+        if num_decodes:
+            self._attend_paged(layer, q, out, inputs, _Launch(0, num_decodes, 0, num_decodes, 1))
+        if num_decodes < num_chunks:
+            # A capture does not know its longest chunk; no chunk is longer than all tokens that are not decodes.
+            rest = num_tokens - num_decodes
+            launch = _Launch(num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest)
+            self._attend_paged(layer, q, out, inputs, launch)
+        return out
+
+    # ------------------------------------------------------------------------------------------------- paged, by Triton
+
+    def num_splits(self, num_chunks: int, num_tiles: int) -> int:
+        """Shares that the keys are cut into. Depends on the shape of the launch alone, so a captured step and an eager one agree to the bit."""
+        return max(1, min(MAX_SPLITS, self._num_programs // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
+
+    def _attend_paged(self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch) -> None:
+        sizes = self._sizes
+        tile = self._tiles.fitting(launch.max_q_len * sizes.group)
+        num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
+        splits = self.num_splits(launch.num_chunks, num_tiles)
+        target, lse, first_row = out, out, 0
+        if splits > 1:
+            target = torch.empty(splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device)
+            lse = torch.empty(splits, launch.num_rows, sizes.num_heads, dtype=torch.float32, device=q.device)
+            first_row = launch.first_row
+        kernels.paged_attention_kernel[(num_tiles, sizes.num_kv_heads, launch.num_chunks * splits)](
+            q,
+            target,
+            lse,
+            self._keys[layer],
+            self._values[layer],
+            inputs.q_starts,
+            inputs.kv_lens,
+            inputs.table_starts,
+            inputs.tables,
+            launch.first_chunk,
+            first_row,
+            launch.num_rows,
+            splits,
+            sizes.scale * math.log2(math.e),
+            **self._strides,
+            NUM_HEADS=sizes.num_heads,
+            GROUP=sizes.group,
+            HEAD_DIM=sizes.head_dim,
+            DIMS_PADDED=self._dims_padded,
+            BLOCK_TOKENS=sizes.block_tokens,
+            TILE_ROWS=tile.rows,
+            TILE_KEYS=tile.keys,
+            SPLIT=splits > 1,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        if splits > 1:
+            self._merge(target, lse, out, launch.first_row)
+
+    def _merge(self, partial: Tensor, lse: Tensor, out: Tensor, first_row: int) -> None:
+        sizes, (splits, num_rows) = self._sizes, partial.shape[:2]
+        kernels.merge_splits_kernel[(num_rows, sizes.num_heads)](
+            partial,
+            lse,
+            out,
+            first_row,
+            num_rows,
+            splits,
+            NUM_HEADS=sizes.num_heads,
+            HEAD_DIM=sizes.head_dim,
+            DIMS_PADDED=self._dims_padded,
+            MAX_SPLITS=MAX_SPLITS,
+        )
+
+    @property
+    def _dims_padded(self) -> int:
+        return max(16, triton.next_power_of_2(self._sizes.head_dim))
+
+    # ----------------------------------------------------------------------------------- a long chunk alone, by PyTorch
+
+    def plan(self, q_len: int, prefix_len: int) -> None:
+        """Let cuDNN build its plan for a lone chunk of this shape now, so that "auto" may use it later without a pause."""
+        sizes, values = self._sizes, self._values[0]
+        if values.element_size() != 2 or not values.is_cuda:
+            return
+        qkv = values.new_zeros(q_len, sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim)
+        q, k = qkv[:, : sizes.num_heads].contiguous(), qkv[:, : sizes.num_kv_heads].contiguous()
+        v = qkv[:, sizes.num_heads + sizes.num_kv_heads :]
+        self._fused_attention(q, k, v, causal=True, with_lse=prefix_len > 0)
+        if prefix_len:
+            past = values.new_zeros(prefix_len, sizes.num_kv_heads, sizes.head_dim)
+            self._fused_attention(q, past, past, causal=False, with_lse=True)
+        self._planned.add((q_len, prefix_len))
+
+    def _takes_fused(self, num_tokens: int, inputs: StepInputs) -> bool:
+        """Host numbers describe a chunk exactly only where it is alone, and only in an eager step."""
+        if (
+            self._prefill == "triton"
+            or inputs.max_q_len != num_tokens
+            or inputs.kv_lens.shape[0] != 1
+            or self._values[0].element_size() != 2
+        ):
+            return False
+        if self._prefill == "sdpa":
+            return True
+        return num_tokens >= FUSED_FROM and (num_tokens, inputs.max_kv_len - num_tokens) in self._planned
+
+    def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
+        """The chunk's own tokens causally, the prefix in full, joined by their log-sum-exp."""
+        prefix_len = inputs.max_kv_len - q.shape[0]
+        own, own_lse = self._fused_attention(q, k, v, causal=True, with_lse=prefix_len > 0)
+        if prefix_len:
+            past_k, past_v = self.gathered(layer, prefix_len, inputs)
+            past, past_lse = self._fused_attention(q, past_k, past_v, causal=False, with_lse=True)
+            self._join(own, own_lse, past, past_lse)
+        return own.view(q.shape[0], -1)
+
+    def _fused_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool) -> tuple[Tensor, Tensor]:
+        """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads, tokens]."""
+        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        if self._fused == "cudnn":
+            result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *heads_first, None, with_lse, 0.0, causal, False, scale=self._sizes.scale
+            )
+        else:
+            result = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, 0.0, causal, False, scale=self._sizes.scale)
+        out, lse = result[0], result[1]
+        lse = lse.reshape(self._sizes.num_heads, -1)[:, : q.shape[0]] if with_lse else lse
+        return out.squeeze(0).transpose(0, 1).contiguous(), lse.contiguous()
+
+    def gathered(self, layer: int, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """The first cached tokens of a lone chunk as contiguous keys and values [num_tokens, kv_heads, head_dim]."""
+        sizes, cache = self._sizes, self._keys[layer]
+        keys = cache.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
+        values = torch.empty_like(keys)
+        kernels.gather_kernel[(triton.cdiv(num_tokens, GATHER_TOKENS), sizes.num_kv_heads)](
+            cache,
+            self._values[layer],
+            keys,
+            values,
+            inputs.table_starts,
+            inputs.tables,
+            0,
+            num_tokens,
+            **self._strides,
+            NUM_KV_HEADS=sizes.num_kv_heads,
+            HEAD_DIM=sizes.head_dim,
+            DIMS_PADDED=self._dims_padded,
+            BLOCK_TOKENS=sizes.block_tokens,
+            TILE_TOKENS=GATHER_TOKENS,
+        )
+        return keys, values
+
+    def _join(self, own: Tensor, own_lse: Tensor, past: Tensor, past_lse: Tensor) -> None:
+        sizes, tile_tokens = self._sizes, 16
+        kernels.join_kernel[(triton.cdiv(own.shape[0], tile_tokens), sizes.num_heads)](
+            own,
+            own_lse,
+            past,
+            past_lse,
+            own.shape[0],
+            NUM_HEADS=sizes.num_heads,
+            HEAD_DIM=sizes.head_dim,
+            DIMS_PADDED=self._dims_padded,
+            TILE_TOKENS=tile_tokens,
+        )

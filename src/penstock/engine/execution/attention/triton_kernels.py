@@ -1,0 +1,332 @@
+# ruff: noqa: N803  (upper case marks what is fixed at compile time)
+"""Triton kernels over one layer of the block-major arena. Own the arithmetic; which runs with what tiles is decided in `triton.py`.
+
+A value is found at slot * SLOT_STRIDE + token in block * TOKEN_STRIDE + kv head * HEAD_STRIDE + value, counted from the layer's keys
+or values in slot 0. Slots are widened to 64 bits first: an arena holds more values than 32 bits can count.
+Numbers and index tensors that change from step to step are not specialised on, so that no step compiles anything.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_STEP_TENSORS = ["q_starts_ptr", "kv_lens_ptr", "table_starts_ptr", "tables_ptr", "positions_ptr", "write_at_ptr"]
+_STEP_NUMBERS = ["first_chunk", "first_row", "num_rows", "num_splits", "num_tokens", "chunk"]
+
+
+@triton.jit(do_not_specialize=_STEP_TENSORS + _STEP_NUMBERS)
+def rotate_and_write_kernel(
+    qkv_ptr,  # [T, (heads + 2 * kv heads) * HEAD_DIM]
+    q_ptr,  # [T, heads, HEAD_DIM]
+    k_ptr,  # [T, kv heads, HEAD_DIM]
+    k_cache_ptr,
+    v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    rope_ptr,  # float32 [positions, HEAD_DIM]: cos, then sin
+    positions_ptr,
+    write_at_ptr,
+    num_tokens,
+    norm_eps,
+    SLOT_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+):
+    """Program (i, j): tokens of tile i, TILE_HEADS heads of q, k and v from j * TILE_HEADS on. The rotation is loaded once for all of them."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    dims = tl.arange(0, HALF_PADDED)
+    real = tokens < num_tokens
+    inside = real[:, None] & (dims < HALF)[None, :]
+    positions = tl.load(positions_ptr + tokens, mask=real, other=0)
+    cos = tl.load(rope_ptr + positions[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+    sin = tl.load(rope_ptr + positions[:, None] * HEAD_DIM + HALF + dims[None, :], mask=inside, other=0.0)
+    at = tl.load(write_at_ptr + tokens, mask=real, other=0)
+    cache_rows = (at // BLOCK_TOKENS).to(tl.int64) * SLOT_STRIDE + (at % BLOCK_TOKENS) * TOKEN_STRIDE
+    tokens = tokens.to(tl.int64)
+    for i in range(TILE_HEADS):
+        head = tl.program_id(1) * TILE_HEADS + i
+        if head < ALL_HEADS:
+            source = qkv_ptr + (tokens * (ALL_HEADS * HEAD_DIM) + head * HEAD_DIM)[:, None] + dims[None, :]
+            first = tl.load(source, mask=inside, other=0.0)
+            second = tl.load(source + HALF, mask=inside, other=0.0)
+            if head < NUM_HEADS + NUM_KV_HEADS:
+                x = first.to(tl.float32)
+                y = second.to(tl.float32)
+                if NORMALISE:
+                    weight_ptr = q_norm_ptr if head < NUM_HEADS else k_norm_ptr
+                    factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + norm_eps)
+                    x = x * factor[:, None] * tl.load(weight_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+                    y = y * factor[:, None] * tl.load(weight_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+                first = (x * cos - y * sin).to(qkv_ptr.dtype.element_ty)
+                second = (y * cos + x * sin).to(qkv_ptr.dtype.element_ty)
+            if head < NUM_HEADS:
+                target = q_ptr + (tokens * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM)[:, None] + dims[None, :]
+                tl.store(target, first, mask=inside)
+                tl.store(target + HALF, second, mask=inside)
+            elif head < NUM_HEADS + NUM_KV_HEADS:
+                own = head - NUM_HEADS
+                target = k_ptr + (tokens * (NUM_KV_HEADS * HEAD_DIM) + own * HEAD_DIM)[:, None] + dims[None, :]
+                tl.store(target, first, mask=inside)
+                tl.store(target + HALF, second, mask=inside)
+                cached = k_cache_ptr + (cache_rows + own * HEAD_STRIDE)[:, None] + dims[None, :]
+                tl.store(cached, first, mask=inside)
+                tl.store(cached + HALF, second, mask=inside)
+            else:
+                own = head - NUM_HEADS - NUM_KV_HEADS
+                cached = v_cache_ptr + (cache_rows + own * HEAD_STRIDE)[:, None] + dims[None, :]
+                tl.store(cached, first, mask=inside)
+                tl.store(cached + HALF, second, mask=inside)
+
+
+@triton.jit
+def _cached_tile(cache_ptr, rows, dims, valid, DIMS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """[keys, DIMS_PADDED] of one KV head; where masked, what is not valid is not read and counts as zero."""
+    pointers = cache_ptr + rows[:, None] + dims[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif DIMS_PADDED != HEAD_DIM:  # noqa: RET505  (both branches are compile-time)
+        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    largest,
+    total,
+    q,
+    last_visible,  # [rows] position of the last key that a row sees
+    begin,
+    end,
+    k_cache_ptr,  # of this KV head
+    v_cache_ptr,
+    table_ptr,
+    scale_log2,
+    SLOT_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS_PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of online softmax: keys begin..begin + TILE_KEYS, of which those before `end` exist. All in powers of two."""
+    keys = begin + tl.arange(0, TILE_KEYS)
+    dims = tl.arange(0, DIMS_PADDED)
+    exists = keys < end
+    if MASKED:
+        slots = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=exists, other=0)
+    else:
+        slots = tl.load(table_ptr + keys // BLOCK_TOKENS)
+    rows = slots.to(tl.int64) * SLOT_STRIDE + (keys % BLOCK_TOKENS) * TOKEN_STRIDE
+    k = _cached_tile(k_cache_ptr, rows, dims, exists, DIMS_PADDED, HEAD_DIM, MASKED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    if MASKED:
+        scores = tl.where(keys[None, :] <= last_visible[:, None], scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    if MASKED:
+        # A row that has seen no key yet keeps -inf as its largest; zero in its place keeps infinities from being subtracted.
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    else:
+        base = new_largest
+    p = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(largest - base)
+    total = total * shrink + tl.sum(p, 1)
+    v = _cached_tile(v_cache_ptr, rows, dims, exists, DIMS_PADDED, HEAD_DIM, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, new_largest, total
+
+
+@triton.jit(do_not_specialize=_STEP_TENSORS + _STEP_NUMBERS)
+def paged_attention_kernel(
+    q_ptr,  # [T, heads, HEAD_DIM]
+    out_ptr,  # [T, heads, HEAD_DIM], or float32 [num_splits, num_rows, heads, HEAD_DIM] where split
+    lse_ptr,  # float32 [num_splits, num_rows, heads] where split: log2 of the sum of powers
+    k_cache_ptr,
+    v_cache_ptr,
+    q_starts_ptr,
+    kv_lens_ptr,
+    table_starts_ptr,
+    tables_ptr,
+    first_chunk,
+    first_row,  # token that is row 0 of the output
+    num_rows,
+    num_splits,
+    scale_log2,
+    SLOT_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS_PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (i, j, c * num_splits + s): KV head j of chunk c, for its i-th tile of tokens counted from the end, over share s of the keys.
+
+    A row of the tile is one query head of one token, all heads of the KV head side by side, so that a key is loaded once for all of
+    them. Decode is the case of one token. Later tokens see more keys, so they start first.
+    """
+    TILE_TOKENS: tl.constexpr = TILE_ROWS // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    chunk = first_chunk + tl.program_id(2) // num_splits
+    split = tl.program_id(2) % num_splits
+    q_begin = tl.load(q_starts_ptr + chunk)
+    q_len = tl.load(q_starts_ptr + chunk + 1) - q_begin
+    if tile * TILE_TOKENS >= q_len:
+        return
+    kv_len = tl.load(kv_lens_ptr + chunk)
+    rows = tl.arange(0, TILE_ROWS)
+    tokens = tile * TILE_TOKENS + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    real = (rows < TILE_TOKENS * GROUP) & (tokens < q_len)
+    last_visible = kv_len - q_len + tokens
+
+    # Keys that some row of the tile sees end at key_end; up to the first token's own they are visible to every row.
+    key_end = kv_len - q_len + tl.minimum((tile + 1) * TILE_TOKENS, q_len)
+    share = tl.cdiv(tl.cdiv(key_end, TILE_KEYS), num_splits) * TILE_KEYS
+    begin = tl.minimum(split * share, key_end)
+    end = tl.minimum(begin + share, key_end)
+    all_visible = (kv_len - q_len + tile * TILE_TOKENS + 1) // TILE_KEYS * TILE_KEYS
+    middle = tl.maximum(begin, tl.minimum(end, all_visible))
+
+    dims = tl.arange(0, DIMS_PADDED)
+    out_rows = ((split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
+    lse_at = lse_ptr + (split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads
+    if SPLIT:
+        if begin >= end:
+            tl.store(lse_at, tl.full([TILE_ROWS], float("-inf"), tl.float32), mask=real)
+            return
+    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = ((q_begin + tokens).to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=inside, other=0.0)
+    table_ptr = tables_ptr + tl.load(table_starts_ptr + chunk)
+    keys_ptr = k_cache_ptr + kv_head * HEAD_STRIDE
+    values_ptr = v_cache_ptr + kv_head * HEAD_STRIDE
+    acc = tl.zeros([TILE_ROWS, DIMS_PADDED], tl.float32)
+    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    # fmt: off
+    for start in range(begin, middle, TILE_KEYS):
+        acc, largest, total = _attend_tile(
+            acc, largest, total, q, last_visible, start, end, keys_ptr, values_ptr, table_ptr, scale_log2,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, PRECISION,
+        )
+    for start in range(middle, end, TILE_KEYS):
+        acc, largest, total = _attend_tile(
+            acc, largest, total, q, last_visible, start, end, keys_ptr, values_ptr, table_ptr, scale_log2,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, PRECISION,
+        )
+    # fmt: on
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + out_rows[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if SPLIT:
+        tl.store(lse_at, tl.where(total == 0.0, float("-inf"), largest + tl.log2(total)), mask=real)
+
+
+@triton.jit(do_not_specialize=_STEP_NUMBERS)
+def merge_splits_kernel(
+    partial_ptr,  # float32 [num_splits, num_rows, heads, HEAD_DIM]
+    lse_ptr,  # float32 [num_splits, num_rows, heads]
+    out_ptr,  # [T, heads, HEAD_DIM]
+    first_row,
+    num_rows,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS_PADDED: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Program (row, head): the shares of one query head, weighted by their sums. A share without keys was never written and is not read."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    splits = tl.arange(0, MAX_SPLITS)
+    dims = tl.arange(0, DIMS_PADDED)
+    at = (splits * num_rows + row) * NUM_HEADS + head
+    lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=float("-inf"))
+    has_keys = lse > float("-inf")
+    largest = tl.max(lse, 0)
+    weights = tl.where(has_keys, tl.exp2(lse - tl.where(largest > float("-inf"), largest, 0.0)), 0.0)
+    partial = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    total = tl.sum(weights, 0)
+    merged = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    target = out_ptr + ((first_row + row) * NUM_HEADS + head) * HEAD_DIM + dims
+    tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "num_tokens", "chunk"])
+def gather_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    k_ptr,  # [num_tokens, kv heads, HEAD_DIM]
+    v_ptr,
+    table_starts_ptr,
+    tables_ptr,
+    chunk,
+    num_tokens,
+    SLOT_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS_PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Program (i, j): the first `num_tokens` cached tokens of a chunk, tile i of them, KV head j, into contiguous memory."""
+    tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    head = tl.program_id(1)
+    dims = tl.arange(0, DIMS_PADDED)
+    real = tokens < num_tokens
+    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
+    table_ptr = tables_ptr + tl.load(table_starts_ptr + chunk)
+    slots = tl.load(table_ptr + tokens // BLOCK_TOKENS, mask=real, other=0)
+    source = (slots.to(tl.int64) * SLOT_STRIDE + (tokens % BLOCK_TOKENS) * TOKEN_STRIDE + head * HEAD_STRIDE)[:, None] + dims[None, :]
+    target = ((tokens.to(tl.int64) * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=inside, other=0.0), mask=inside)
+    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def join_kernel(
+    own_ptr,  # [num_tokens, heads, HEAD_DIM]; the result is written here
+    own_lse_ptr,  # float32 [heads, num_tokens], natural logarithm
+    past_ptr,
+    past_lse_ptr,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS_PADDED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Program (i, j): attention over two disjoint sets of keys becomes attention over both; tokens of tile i, head j."""
+    tokens = (tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, DIMS_PADDED)
+    real = tokens < num_tokens
+    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
+    own_lse = tl.load(own_lse_ptr + head.to(tl.int64) * num_tokens + tokens, mask=real, other=0.0)
+    past_lse = tl.load(past_lse_ptr + head.to(tl.int64) * num_tokens + tokens, mask=real, other=0.0)
+    weight = (1.0 / (1.0 + tl.exp(own_lse - past_lse)))[:, None]
+    at = ((tokens * NUM_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    own = tl.load(own_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    past = tl.load(past_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(own_ptr + at, (own + weight * (past - own)).to(own_ptr.dtype.element_ty), mask=inside)

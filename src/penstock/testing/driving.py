@@ -1,0 +1,76 @@
+"""Driving an engine by hand in tests: submit, step until done, look at what came out. Owns no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.engine.engine import Engine
+
+
+def tiny_config(model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, **engine: Any) -> Config:
+    """Random weights, a small arena, float32: for exactness, not for speed. `prefix_cache` and `block_tokens` go to the KV side."""
+    kv = {name: engine.pop(name) for name in ("prefix_cache", "block_tokens") if name in engine}
+    return Config(
+        source=ModelSource(model=model, load_format="dummy", device=device, dtype="float32"),  # type: ignore[arg-type]
+        kv=KvConfig(device_blocks=blocks, **kv),
+        engine=EngineConfig(**{"max_batch": 16, "prefill_chunk": 64, **engine}),
+    )
+
+
+@dataclass(slots=True)
+class Collected:
+    """Everything that one request's listener got."""
+
+    request_id: str = ""
+    events: list[TokenEvent] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events for token in event.tokens]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [entry for event in self.events for entry in event.logprobs or ()]
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.events[-1].finish if self.events else None
+
+    @property
+    def error(self) -> str | None:
+        return self.events[-1].error if self.events else None
+
+    @property
+    def source(self) -> KvSource | None:
+        return next((event.source for event in self.events if event.source is not None), None)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        return next((event.prompt_logprobs for event in self.events if event.prompt_logprobs is not None), None)
+
+
+def submit(engine: Engine, prompt: Sequence[int], *, salt: str = "", **sampling: Any) -> Collected:
+    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise."""
+    collected = Collected()
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
+    collected.request_id = engine.submit(prompt, params, collected.events.append, cache_salt=salt)
+    return collected
+
+
+def run_all(engine: Engine, max_steps: int = 10_000) -> int:
+    """Step until nothing is left to do; returns the number of turns. Raises where the engine does not come to rest."""
+    for turn in range(max_steps):
+        if not engine.has_work():
+            return turn
+        engine.step()
+    raise AssertionError(f"the engine still has work after {max_steps} turns")
+
+
+def generate(engine: Engine, prompt: Sequence[int], *, salt: str = "", **sampling: Any) -> Collected:
+    collected = submit(engine, prompt, salt=salt, **sampling)
+    run_all(engine)
+    return collected

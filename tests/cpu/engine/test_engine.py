@@ -1,0 +1,391 @@
+"""The engine as a whole on tiny random models: whatever shares a step, a block or a replay, the tokens are those of a request alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.contract import FinishReason, KvSource
+from penstock.engine.engine import Engine
+from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
+from penstock.testing.driving import generate, run_all, submit
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+
+def check_at_rest(engine: Engine) -> None:
+    """Nothing is open, every slot is free or idle, every row is back."""
+    engine._parts.scheduler.check()
+    engine._parts.cache.check()
+    stats = engine.stats()
+    assert sum(stats.requests.values()) == 0
+    assert stats.kv_blocks["active"] == stats.kv_blocks["pinned"] == stats.kv_blocks["reserved"] == 0
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])
+def test_requests_in_one_batch_get_the_tokens_they_get_alone(make_engine: MakeEngine, prompts: Prompts, model: str) -> None:
+    lengths = [1, 5, 15, 16, 17, 40, 64, 65, 130]
+    alone = make_engine(model, prefix_cache=False)
+    expected = [generate(alone, prompts(n, seed=n)).tokens for n in lengths]
+    together = make_engine(model)
+    found = [submit(together, prompts(n, seed=n)) for n in lengths]
+    run_all(together)
+    assert [c.tokens for c in found] == expected
+    assert all(len(tokens) == 8 for tokens in expected)
+    assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model that says the same to every prompt proves nothing"
+    check_at_rest(together)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 512])
+def test_the_prefill_chunk_does_not_change_the_tokens(make_engine: MakeEngine, prompts: Prompts, chunk: int) -> None:
+    prompt = prompts(100)
+    expected = generate(make_engine(prefill_chunk=128), prompt).tokens
+    assert generate(make_engine(prefill_chunk=chunk), prompt).tokens == expected
+
+
+@pytest.mark.parametrize("block_tokens", [8, 32])
+def test_the_block_size_does_not_change_the_tokens(make_engine: MakeEngine, prompts: Prompts, block_tokens: int) -> None:
+    prompt = prompts(70)
+    assert generate(make_engine(block_tokens=block_tokens), prompt).tokens == generate(make_engine(), prompt).tokens
+
+
+def test_captured_steps_and_eager_steps_give_the_same_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
+    captured, eager = make_engine(), make_engine(capture=False)
+    for engine in (captured, eager):
+        for seed in range(3):
+            submit(engine, prompts(20 + seed, seed))
+    runs = [[submit(engine, prompts(30 + 9 * seed, seed), max_tokens=20) for seed in range(5)] for engine in (captured, eager)]
+    run_all(captured)
+    run_all(eager)
+    assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
+    assert captured._parts.executor._replays._captured and not eager._parts.executor._replays._captured
+
+
+def test_a_returning_prefix_is_taken_from_the_device_and_gives_the_same_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    prompt = prompts(50)
+    cold, warm = generate(engine, prompt), generate(engine, prompt)
+    assert warm.tokens == cold.tokens
+    assert cold.source == KvSource(device=0, computed=50)
+    assert warm.source == KvSource(device=48, computed=2)
+
+
+def test_damage_to_a_cached_block_shows_in_the_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """The fault behind the test above: if warm requests did not read cached blocks, destroying them would change nothing."""
+    engine = make_engine()
+    prompt = prompts(50)
+    cold = generate(engine, prompt)
+    engine._parts.executor._forward._attention._rows.fill_(0.5)  # type: ignore[attr-defined]
+    assert generate(engine, prompt).tokens != cold.tokens
+
+
+def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    prompt = prompts(48)
+    cold = generate(engine, prompt, max_tokens=1)
+    rows = engine._parts.executor._forward._attention._rows  # type: ignore[attr-defined]
+    padding = 2 * engine._parts.executor._geometry.block_tokens * 4
+    before = rows[:-padding].clone()
+    warm = generate(engine, prompt, max_tokens=1)
+    assert warm.tokens == cold.tokens
+    assert warm.source == KvSource(device=47, computed=1)
+    assert bool((rows[:-padding] == before).all())
+
+
+def test_tokens_that_continue_a_conversation_reuse_generated_blocks(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    prompt = prompts(20)
+    first = generate(engine, prompt, max_tokens=30)
+    turn = prompt + first.tokens + prompts(10, seed=5)
+    second = generate(engine, turn)
+    assert second.source is not None and second.source.device == 48  # 49 tokens are computed: the last one is never fed back
+    assert second.tokens == generate(make_engine(prefix_cache=False), turn).tokens
+
+
+def test_requests_that_arrive_together_share_a_common_prefix(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    shared = prompts(64)
+    several = [submit(engine, shared + prompts(5, seed)) for seed in range(4)]
+    run_all(engine)
+    assert [c.source.device for c in several if c.source] == [0, 64, 64, 64]
+
+
+def test_salts_keep_tenants_apart(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    prompt = prompts(40)
+    assert [generate(engine, prompt, salt=salt).source.device for salt in ("a", "b", "", "a")] == [0, 0, 0, 32]  # type: ignore[union-attr]
+
+
+def test_without_prefix_cache_nothing_is_reused(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(prefix_cache=False)
+    prompt = prompts(40)
+    assert [generate(engine, prompt).source.device for _ in range(2)] == [0, 0]  # type: ignore[union-attr]
+    assert engine.stats().kv_blocks["idle"] == 0
+
+
+def test_reset_forgets_what_nobody_holds(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    prompt = prompts(40)
+    generate(engine, prompt)
+    assert engine.stats().kv_blocks["idle"] == 2
+    engine._parts.cache.reset()
+    again = generate(engine, prompt)
+    assert again.source is not None and again.source.device == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ pressure
+
+
+def test_a_small_arena_queues_requests_and_serves_them_all(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine, free = make_engine(blocks=8), make_engine(prefix_cache=False)
+    found = [submit(engine, prompts(40, seed), max_tokens=20) for seed in range(6)]
+    run_all(engine)
+    assert [c.tokens for c in found] == [generate(free, prompts(40, seed), max_tokens=20).tokens for seed in range(6)]
+    assert engine.stats().retractions == 0
+    check_at_rest(engine)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_an_overcommitted_engine_retracts_and_resumes_with_the_same_tokens(make_engine: MakeEngine, prompts: Prompts, prefix_cache: bool) -> None:
+    engine = make_engine(blocks=12, overcommit=4.0, prefix_cache=prefix_cache)
+    free = make_engine(prefix_cache=False)
+    found = [submit(engine, prompts(20 + seed, seed), max_tokens=60) for seed in range(5)]
+    run_all(engine)
+    assert engine.stats().retractions > 0
+    assert [c.tokens for c in found] == [generate(free, prompts(20 + seed, seed), max_tokens=60).tokens for seed in range(5)]
+    check_at_rest(engine)
+
+
+def test_random_requests_resume_with_the_tokens_of_an_unpressured_run(make_engine: MakeEngine, prompts: Prompts) -> None:
+    hot: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5}
+    engine, free = make_engine(blocks=12, overcommit=4.0), make_engine(prefix_cache=False)
+    found = [submit(engine, prompts(20 + seed, seed), seed=seed, **hot) for seed in range(5)]
+    run_all(engine)
+    assert engine.stats().retractions > 0
+    assert [c.tokens for c in found] == [generate(free, prompts(20 + s, s), seed=s, **hot).tokens for s in range(5)]
+
+
+# ---------------------------------------------------------------------------------------------------------- cancel and failure
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(make_engine: MakeEngine, prompts: Prompts, turns: int) -> None:
+    engine = make_engine(blocks=12, prefill_chunk=16)
+    other = submit(engine, prompts(20, 1))
+    found = submit(engine, prompts(70))
+    for _ in range(turns):
+        engine.step()
+    engine.cancel(found.request_id)
+    engine.step()
+    assert found.finish is FinishReason.CANCELLED or len(found.tokens) == 8
+    engine.cancel(found.request_id)  # again, and after its end: nothing happens
+    run_all(engine)
+    assert len([e for e in found.events if e.finish]) == 1
+    assert len(other.tokens) == 8
+    check_at_rest(engine)
+
+
+def test_a_waiting_request_can_be_cancelled(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(blocks=8)
+    running = submit(engine, prompts(100), max_tokens=20)
+    waiting = submit(engine, prompts(100, 1), max_tokens=20)
+    engine.step()
+    assert engine.stats().requests == {"waiting": 1, "running": 1, "retracted": 0}
+    engine.cancel(waiting.request_id)
+    run_all(engine)
+    assert waiting.finish is FinishReason.CANCELLED and not waiting.tokens
+    assert len(running.tokens) == 20
+    check_at_rest(engine)
+
+
+@pytest.mark.parametrize("failing_layer", [0, 1])
+def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
+    make_engine: MakeEngine, prompts: Prompts, failing_layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    model = engine._parts.executor._forward.model
+    whole = model.layer
+    broken = [True]
+
+    def layer(index: int, *rest: Any) -> Any:
+        if broken[0] and index == failing_layer:
+            raise StepFailed("the layer burst")
+        return whole(index, *rest)
+
+    monkeypatch.setattr(model, "layer", layer)
+    prompt = prompts(40)
+    failed = generate(engine, prompt)
+    assert failed.finish is FinishReason.ERROR
+    assert failed.error is not None and "the layer burst" in failed.error
+    broken[0] = False
+    good = generate(engine, prompt)
+    assert good.source == KvSource(device=0, computed=40), "a failed step must not leave blocks behind that look computed"
+    assert good.tokens == generate(make_engine(), prompt).tokens
+    check_at_rest(engine)
+
+
+def test_a_listener_that_raises_does_not_disturb_the_engine(make_engine: MakeEngine, prompts: Prompts) -> None:
+    from penstock.contract import SamplingParams
+
+    engine = make_engine()
+
+    def listener(event: object) -> None:
+        raise RuntimeError("not my day")
+
+    engine.submit(prompts(10), SamplingParams(max_tokens=4), listener)
+    other = generate(engine, prompts(10))
+    assert len(other.tokens) == 8
+    check_at_rest(engine)
+
+
+# ------------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "empty"),
+        ([1] * 2048, {}, "context holds"),
+        ([1], {"max_tokens": 1 << 40}, "context holds"),
+        ([-1], {}, "token ids must lie"),
+        ([10**9], {}, "token ids must lie"),
+        ([10**30], {}, "list of token ids"),
+        (["a"], {}, "list of token ids"),
+        ([1] * 300, {"max_tokens": 10}, "do not fit"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused_where_they_are_submitted(
+    make_engine: MakeEngine, prompt: list[Any], sampling: dict[str, Any], message: str
+) -> None:
+    engine = make_engine(blocks=16)
+    engine.max_model_len = 2000
+    with pytest.raises(InvalidRequest, match=message):
+        submit(engine, prompt, **sampling)
+    assert not engine.has_work()
+
+
+def test_too_many_open_requests_are_refused(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(max_batch=1)
+    for _ in range(16):
+        submit(engine, prompts(4))
+    with pytest.raises(Overloaded):
+        submit(engine, prompts(4))
+    run_all(engine)
+    assert len(generate(engine, prompts(4)).tokens) == 8
+
+
+def test_a_closed_engine_says_so(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    found = submit(engine, prompts(40))
+    engine.step()
+    engine.close(timeout_s=20.0)
+    assert found.finish is FinishReason.CANCELLED
+    with pytest.raises(EngineClosed):
+        submit(engine, prompts(4))
+
+
+# -------------------------------------------------------------------------------------------------------------------- stopping
+
+
+def test_a_stop_token_ends_the_request_and_is_not_part_of_its_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    whole = generate(engine, prompts(12), max_tokens=12).tokens
+    stop = whole[5]
+    cut = generate(engine, prompts(12), max_tokens=12, stop_token_ids=(stop,))
+    assert cut.tokens == whole[: whole.index(stop)]
+    assert cut.finish is FinishReason.STOP and cut.events[-1].stop_token == stop
+
+
+def test_the_end_of_text_token_stops_unless_ignored(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    whole = generate(engine, prompts(12), max_tokens=12).tokens
+    engine._parts.scheduler._stop_ids = frozenset({whole[3]})
+    assert generate(engine, prompts(12), max_tokens=12, ignore_eos=False).tokens == whole[: whole.index(whole[3])]
+    assert generate(engine, prompts(12), max_tokens=12, ignore_eos=True).tokens == whole
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 2])
+def test_max_tokens_is_exact(make_engine: MakeEngine, prompts: Prompts, max_tokens: int) -> None:
+    engine = make_engine()
+    found = generate(engine, prompts(33), max_tokens=max_tokens)
+    assert len(found.tokens) == max_tokens
+    assert found.finish is FinishReason.LENGTH
+    assert found.source == KvSource(device=0, computed=33)
+    check_at_rest(engine)
+
+
+# -------------------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_a_seed_decides_the_tokens_whatever_else_runs(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    hot: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
+    expected = generate(engine, prompts(10), seed=7, **hot).tokens
+    crowd = [submit(engine, prompts(10, s), seed=s, top_p=0.7, top_k=9, presence_penalty=1.0, **hot) for s in range(4)]
+    found = submit(engine, prompts(10), seed=7, **hot)
+    run_all(engine)
+    assert found.tokens == expected
+    assert generate(engine, prompts(10), seed=8, **hot).tokens != expected
+    assert len({tuple(c.tokens) for c in crowd}) == 4
+
+
+def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(make_engine: MakeEngine, prompts: Prompts) -> None:
+    hot: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
+    runs = [[generate(engine, prompts(10), **hot).tokens for _ in range(2)] for engine in (make_engine(seed=1), make_engine(seed=1))]
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_logprobs_are_those_of_the_models_distribution(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    found = generate(engine, prompts(20), logprobs=5, max_tokens=6)
+    assert [entry.token for entry in found.logprobs] == found.tokens
+    for entry in found.logprobs:
+        assert entry.rank == 1 and entry.top[0] == (entry.token, entry.logprob)
+        assert [p for _, p in entry.top] == sorted((p for _, p in entry.top), reverse=True)
+        assert sum(math.exp(p) for _, p in entry.top) < 1.0
+    plain = submit(engine, prompts(20), max_tokens=6)
+    chosen_only = submit(engine, prompts(20), max_tokens=6, logprobs=0)
+    run_all(engine)
+    assert plain.logprobs == [] and [e.top for e in chosen_only.logprobs] == [()] * 6
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(make_engine: MakeEngine, prompts: Prompts, chunk: int) -> None:
+    engine = make_engine(prefill_chunk=chunk)
+    prompt = prompts(20)
+    generated = generate(engine, prompt, logprobs=3, max_tokens=10)
+    echoed = generate(engine, prompt + generated.tokens, prompt_logprobs=3, max_tokens=0)
+    assert echoed.prompt_logprobs is not None and echoed.prompt_logprobs[0] is None
+    assert len(echoed.prompt_logprobs) == 30
+    assert echoed.source == KvSource(device=0, computed=30), "echo with prompt logprobs never matches"
+    for ours, theirs in zip(echoed.prompt_logprobs[20:], generated.logprobs, strict=True):
+        assert ours is not None and ours.token == theirs.token and ours.rank == theirs.rank
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [t for t, _ in ours.top] == [t for t, _ in theirs.top]
+
+
+def test_penalties_forbid_repetition(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    free = generate(engine, prompts(10), max_tokens=40).tokens
+    held = generate(engine, prompts(10), max_tokens=40, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=5.0).tokens
+    assert len(set(free)) < 40
+    assert len(set(held)) > len(set(free))
+
+
+def test_stats_conserve_prompt_tokens_and_blocks(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    lengths = [10, 50, 50, 33]
+    for n in lengths:
+        generate(engine, prompts(n))
+    stats = engine.stats()
+    assert sum(stats.prompt_tokens.values()) == sum(lengths)
+    assert stats.prompt_tokens["device"] > 0
+    assert stats.generated_tokens == 8 * len(lengths)
+    assert sum(stats.kv_blocks.values()) == 256
+    assert sum(stats.ttft.counts) == len(lengths) and sum(stats.inter_token.counts) == 7 * len(lengths)
+    assert stats.blocked_s["result"] > 0

@@ -1,0 +1,395 @@
+"""The pool against a naive model, in any order of calls; and faults that this must notice.
+
+The model keeps per slot the sets of those who hold and pin it, and predicts every slot that is handed out, so the orders of
+free and idle slots are checked as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from kv_fakes import FakeFence, FakeLane
+
+from penstock.errors import HandleEnded, IllegalTransition, PenstockError
+from penstock.kv.blocks.eviction import LruOrder
+from penstock.kv.blocks.fences import LastUse
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.index import KeyIndex
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
+
+NUM_SLOTS = 8
+KEYS = [bytes([i]) * 16 for i in range(10)]
+LANES = ["compute", "demote"]
+
+index = st.integers(0, 1000)
+choice = st.lists(st.integers(0, NUM_SLOTS - 1), max_size=4, unique=True)
+when = st.tuples(st.sampled_from([*LANES, None]), st.integers(0, 3))  # a lane and how many fences ago; None: no fence
+
+
+@dataclass
+class Naive:
+    """One slot as the model sees it."""
+
+    holders: list[Handle] = field(default_factory=list)
+    pins: list[Handle] = field(default_factory=list)
+    key: bytes | None = None
+    fences: list[FakeFence] = field(default_factory=list)
+
+    @property
+    def state(self) -> SlotState:
+        if any(isinstance(holder, Reservation) for holder in self.holders):
+            return SlotState.RESERVED
+        if self.holders:
+            return SlotState.ACTIVE
+        if self.pins:
+            return SlotState.PINNED
+        return SlotState.FREE if self.key is None else SlotState.IDLE
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_SLOTS, "device")
+        self.slots = [Naive() for _ in range(NUM_SLOTS)]
+        self.free = list(range(NUM_SLOTS))
+        self.idle: list[int] = []
+        self.lanes = {name: FakeLane(name) for name in LANES}
+        self.fences: dict[str, list[FakeFence]] = {name: [lane.record()] for name, lane in self.lanes.items()}
+        self.reservations: list[Reservation] = []
+        self.holds: list[Hold] = []
+        self.pins: list[Pin] = []
+        self.num_evicted = 0
+        self.num_duplicates = 0
+
+    # ------------------------------------------------------------------------------------------------------- the model
+
+    def slot_of(self, key: bytes) -> int | None:
+        found = [slot for slot, naive in enumerate(self.slots) if naive.key == key]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def model_evict(self, num: int) -> None:
+        for _ in range(num):
+            slot = self.idle.pop(0)
+            self.slots[slot].key = None
+            self.free.append(slot)
+            self.num_evicted += 1
+
+    def model_end(self, handle: Handle, slots: list[int], fence: FakeFence | None) -> None:
+        for slot in slots:
+            naive = self.slots[slot]
+            (naive.pins if isinstance(handle, Pin) else naive.holders).remove(handle)
+            naive.fences += [fence] if fence is not None else []
+        self.free += [slot for slot in slots if self.slots[slot].state is SlotState.FREE]
+        self.idle += [slot for slot in reversed(slots) if self.slots[slot].state is SlotState.IDLE]
+
+    def fence(self, at: tuple[str | None, int]) -> FakeFence | None:
+        lane, ago = at
+        return None if lane is None else self.fences[lane][max(0, len(self.fences[lane]) - 1 - ago)]
+
+    # ----------------------------------------------------------------------------------------------------------- rules
+
+    @rule(num=st.integers(0, NUM_SLOTS + 1))
+    def reserve(self, num: int) -> None:
+        reservation = self.pool.try_reserve(num, "reserver")
+        if num > len(self.free) + len(self.idle):
+            assert reservation is None
+            return
+        assert reservation is not None
+        self.model_evict(max(0, num - len(self.free)))
+        expected, self.free = self.free[:num], self.free[num:]
+        assert list(reservation.slots) == expected
+        self.check_fences(reservation)
+        for slot in expected:
+            self.slots[slot].holders.append(reservation)
+        self.reservations.append(reservation)
+
+    def check_fences(self, reservation: Reservation) -> None:
+        assert not any(fence.passed() for fence in reservation.after)
+        for slot in reservation.slots:
+            for fence in self.slots[slot].fences:
+                covered = any(given.lane == fence.lane and given.number >= fence.number for given in reservation.after)
+                assert fence.passed() or covered, f"slot {slot} was given without {fence}"
+
+    @precondition(lambda self: self.free)
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True), at=when)
+    def come_and_go(self, keys: list[bytes], at: tuple[str | None, int]) -> None:
+        """A request that leaves sealed blocks behind, in one move, so that idle blocks are never rare."""
+        num = min(len(keys), len(self.free))
+        self.reserve(num)
+        self.commit(len(self.reservations) - 1, 0)
+        hold = self.holds[0]
+        self.check_seal(list(hold.slots[-num:]), keys[:num])
+        self.end(self.holds.pop(0), at)
+
+    @precondition(lambda self: self.reservations)
+    @rule(which=index, into=index)
+    def commit(self, which: int, into: int) -> None:
+        reservation = self.reservations.pop(which % len(self.reservations))
+        if not self.holds or into % 3 == 0:
+            self.holds.append(self.pool.hold("holder"))
+        hold = self.holds[into % len(self.holds)]
+        before = list(hold.slots)
+        reservation.commit(hold)
+        assert hold.first(hold.num_slots).tolist() == [*before, *reservation.slots]
+        for slot in reservation.slots:
+            self.slots[slot].holders = [hold]
+
+    @precondition(lambda self: self.reservations)
+    @rule(which=index, at=when)
+    def rollback(self, which: int, at: tuple[str | None, int]) -> None:
+        reservation = self.reservations.pop(which % len(self.reservations))
+        reservation.rollback(self.fence(at))
+        self.model_end(reservation, list(reservation.slots), self.fence(at))
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
+    def share(self, keys: list[bytes]) -> None:
+        expected = []
+        for key in keys:
+            slot = self.slot_of(key)
+            if slot is None:
+                break
+            expected.append(slot)
+        found = self.pool.find(keys)
+        assert found == expected
+        assert self.pool.num_idle_of(found) == len([slot for slot in expected if slot in self.idle])
+        hold = self.pool.hold("sharer", found)
+        for slot in expected:
+            self.slots[slot].holders.append(hold)
+            self.idle = [other for other in self.idle if other != slot]
+        self.holds.append(hold)
+
+    @precondition(lambda self: self.holds)
+    @rule(which=index, keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
+    def seal(self, which: int, keys: list[bytes]) -> None:
+        hold = self.holds[which % len(self.holds)]
+        slots = [slot for slot in hold.slots if self.slots[slot].key is None][: len(keys)]
+        self.check_seal(slots, keys[: len(slots)])
+
+    @precondition(lambda self: self.pins)
+    @rule(which=index, key=st.sampled_from(KEYS))
+    def seal_what_landed(self, which: int, key: bytes) -> None:
+        pin = self.pins[which % len(self.pins)]
+        landed = [slot for slot in pin.slots if self.slots[slot].state is SlotState.PINNED and self.slots[slot].key is None]
+        self.check_seal(landed[:1], [key][: len(landed)])
+
+    def check_seal(self, slots: list[int], keys: list[bytes]) -> None:
+        num_sealed = 0
+        for slot, key in zip(slots, keys, strict=True):
+            if self.slot_of(key) is None:
+                self.slots[slot].key = key
+                num_sealed += 1
+        self.num_duplicates += len(slots) - num_sealed
+        assert self.pool.seal(slots, keys) == num_sealed
+
+    @precondition(lambda self: len(self.free) < NUM_SLOTS)
+    @rule(places=choice)
+    def pin(self, places: list[int]) -> None:
+        used = [slot for slot in range(NUM_SLOTS) if slot not in self.free]
+        slots = [used[place] for place in places if place < len(used)]
+        pin = self.pool.pin(slots, "pinner")
+        for slot in slots:
+            self.slots[slot].pins.append(pin)
+        self.idle = [slot for slot in self.idle if slot not in slots]
+        self.pins.append(pin)
+
+    @precondition(lambda self: self.free)
+    @rule(which=index, others=choice)
+    def pin_a_free_slot(self, which: int, others: list[int]) -> None:
+        free = self.free[which % len(self.free)]
+        with pytest.raises(IllegalTransition):
+            self.pool.pin([*(slot for slot in others if slot != free), free], "pinner")
+
+    @precondition(lambda self: self.pins)
+    @rule(which=index, at=when)
+    def unpin(self, which: int, at: tuple[str | None, int]) -> None:
+        self.end(self.pins.pop(which % len(self.pins)), at)
+
+    @precondition(lambda self: self.holds)
+    @rule(which=index, at=when)
+    def release(self, which: int, at: tuple[str | None, int]) -> None:
+        self.end(self.holds.pop(which % len(self.holds)), at)
+
+    def end(self, handle: Pin | Hold, at: tuple[str | None, int]) -> None:
+        slots = list(handle.slots)
+        handle.end(self.fence(at))
+        self.model_end(handle, slots, self.fence(at))
+        with pytest.raises(HandleEnded):
+            handle.end()
+
+    @rule(num=st.integers(0, 3))
+    def evict(self, num: int) -> None:
+        expected = min(num, len(self.idle))
+        assert self.pool.evict(num) == expected
+        self.model_evict(expected)
+
+    @rule(lane=st.sampled_from(LANES), num_recorded=st.integers(0, 3), num_passed=st.integers(0, 2))
+    def advance(self, lane: str, num_recorded: int, num_passed: int) -> None:
+        self.fences[lane] += [self.lanes[lane].record() for _ in range(num_recorded)]
+        self.lanes[lane].num_passed = min(self.lanes[lane].num_passed + num_passed, self.lanes[lane].num_recorded)
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        states = [naive.state for naive in self.slots]
+        assert self.pool.counts == SlotCounts(*(states.count(state) for state in SlotState))
+        assert sum(self.pool.counts) == NUM_SLOTS
+        assert self.pool.num_available == len(self.free) + len(self.idle)
+        assert (self.pool.num_evicted, self.pool.num_duplicates) == (self.num_evicted, self.num_duplicates)
+
+    @invariant()
+    def the_books_agree_with_the_model(self) -> None:
+        self.pool.check()
+        assert self.pool._book.state == [naive.state for naive in self.slots]
+        assert self.pool._book.holds == [len(naive.holders) for naive in self.slots]
+        assert self.pool._book.pins == [len(naive.pins) for naive in self.slots]
+
+    @invariant()
+    def keys_are_where_the_model_has_them(self) -> None:
+        keys = [naive.key for naive in self.slots if naive.key is not None]
+        assert len(set(keys)) == len(keys) == self.pool.num_keys
+        for key in KEYS:
+            slot = self.slot_of(key)
+            assert self.pool.find([key]) == ([] if slot is None else [slot])
+
+    def teardown(self) -> None:
+        for handle in [*self.holds, *self.pins]:
+            handle.end()
+        for reservation in self.reservations:
+            reservation.rollback()
+        self.pool.check()
+        assert self.pool.num_available == NUM_SLOTS
+        self.pool.close()
+
+
+PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPoolAgainstItsModel = PoolMachine.TestCase
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def forgets_to_count_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = SlotBook.move
+
+    def faulty(self: SlotBook, slots, event, new, owner):
+        move(self, slots, event, new, owner)
+        if event is SlotEvent.SHARE:
+            for slot in slots:
+                self.holds[slot] -= 1
+
+    monkeypatch.setattr(SlotBook, "move", faulty)
+
+
+def credits_a_released_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_back = BlockPool.take_back
+
+    def faulty(self: BlockPool, handle, fence):
+        free = len(self._free)
+        take_back(self, handle, fence)
+        if len(self._free) > free:
+            self._free.append(self._free[-1])
+
+    monkeypatch.setattr(BlockPool, "take_back", faulty)
+
+
+def publishes_a_duplicate_over_the_living(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: KeyIndex, slots, keys):
+        for slot, key in zip(slots, keys, strict=True):
+            self._slot_of[key] = slot
+            self.key_of[slot] = key
+        return list(slots)
+
+    monkeypatch.setattr(KeyIndex, "add", faulty)
+
+
+def forgets_the_key_of_an_evicted_block_only_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: KeyIndex, slots):
+        keys = [self.key_of[slot] for slot in slots]
+        for slot in slots:
+            self.key_of[slot] = None
+        return keys
+
+    monkeypatch.setattr(KeyIndex, "forget", faulty)
+
+
+def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LruOrder, "pop", lambda self, num: [self._order.popitem()[0] for _ in range(min(num, len(self)))])
+
+
+def evicts_a_prefix_before_its_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = LruOrder.add
+    monkeypatch.setattr(LruOrder, "add", lambda self, slots: add(self, slots[::-1]))
+
+
+def leaves_a_pinned_block_evictable(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = BlockPool.pin
+
+    def faulty(self: BlockPool, slots, owner):
+        was_idle = self._book.those_in(SlotState.IDLE, slots)
+        handle = pin(self, slots, owner)
+        self._idle.add(was_idle)
+        return handle
+
+    monkeypatch.setattr(BlockPool, "pin", faulty)
+
+
+def drops_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LastUse, "note", lambda self, slots, fence: None)
+
+
+def keeps_only_the_last_fence_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = LastUse.after
+
+    def faulty(self: LastUse, slots):
+        newest = {fence.lane: fence for fence in after(self, slots)}
+        return tuple(newest.values())
+
+    monkeypatch.setattr(LastUse, "after", faulty)
+
+
+def lets_a_handle_end_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Handle, fence):
+        if not self.ended:
+            self._lender.take_back(self, fence)
+        self.ended = True
+
+    monkeypatch.setattr(Handle, "_give_back", faulty)
+
+
+FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    forgets_to_count_a_share,
+    credits_a_released_slot_twice,
+    publishes_a_duplicate_over_the_living,
+    forgets_the_key_of_an_evicted_block_only_halfway,
+    evicts_the_newest,
+    evicts_a_prefix_before_its_continuation,
+    leaves_a_pinned_block_evictable,
+    drops_the_fence,
+    keeps_only_the_last_fence_to_arrive,
+    lets_a_handle_end_twice,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_model_notices_a_pool_that(fault, monkeypatch):
+    fault(monkeypatch)
+    quick = settings(
+        max_examples=200,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, PenstockError, KeyError, pytest.fail.Exception)):
+        run_state_machine_as_test(PoolMachine, settings=quick)
