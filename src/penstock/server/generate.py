@@ -57,7 +57,13 @@ class Running:
         return usage_of(self.prompts, self.choices, self.body.num_choices)
 
     async def next_pieces(self) -> dict[int, Piece]:
-        """What the choices have to say now. A choice that met a stop string needs its engine request no longer."""
+        """What the choices have to say now. A choice that met a stop string needs its engine request no longer.
+
+        A failed choice fails the reply, once what it had said before is out.
+        """
+        for choice in self.choices:
+            if choice.failure is not None:
+                raise choice.failure
         pieces: dict[int, Piece] = {}
         for index, events in (await self.reading.next_events()).items():
             choice = self.choices[index]

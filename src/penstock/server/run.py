@@ -26,44 +26,51 @@ BACKLOG = 2048  # connections that the kernel keeps while the event loop is busy
 
 def serve(engine: Engine, loop: EngineLoop, config: ServerConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end for `shutdown_s` at most. Starts and closes `loop`."""
-    listener = _bind(config)
-    app = make_app(engine, loop, config)
-    settings = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        # The engine loop ends every request at its own deadline, so that readers are told; this is for readers who do not read.
-        timeout_graceful_shutdown=math.ceil(config.shutdown_s + CLOSE_GRACE_S),
-    )
-    _Server(settings, app.state.service, _url(config.host, listener)).run(sockets=[listener])
+    HttpServer(engine, loop, config).run()
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are still there."""
+class HttpServer(uvicorn.Server):
+    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are still there.
 
-    def __init__(self, settings: uvicorn.Config, service: Service, url: str) -> None:
-        super().__init__(settings)
-        self._service = service
-        self._url = url
+    It has its port from construction on, so that one that is taken is known before anything is started.
+    """
+
+    def __init__(self, engine: Engine, loop: EngineLoop, config: ServerConfig) -> None:
+        app = make_app(engine, loop, config)
+        self.service: Service = app.state.service
+        self._listener = _bind(config)
+        self.url = _url(config.host, self._listener)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                # The engine loop ends every request at its own deadline, so that readers are told; this is for those who do not read.
+                timeout_graceful_shutdown=math.ceil(config.shutdown_s + CLOSE_GRACE_S),
+            )
+        )
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets=sockets or [self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            print(f"Penstock is ready on {self._url}", flush=True)
+            print(f"Penstock is ready on {self.url}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.stop()
+        self.service.stop()
         await super().shutdown(sockets=sockets)
         if self.force_exit:  # a second interrupt: give up on the readers, which cancels what they wait for
             for task in self.server_state.tasks:
                 task.cancel()
-            await self._service.wait_stopped()
+            await self.service.wait_stopped()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import TextStream
-from penstock.errors import EngineClosed, InvalidRequest, StepFailed
+from penstock.errors import EngineClosed, InvalidRequest, PenstockError, StepFailed
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -102,6 +102,7 @@ class ChoiceText:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.source: KvSource | None = None
         self.finish: str | None = None
+        self.failure: PenstockError | None = None  # why there will be no finish
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, sampling.stop)
         self._scored = sampling.logprobs is not None
@@ -111,11 +112,11 @@ class ChoiceText:
         self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
 
     def feed(self, events: Sequence[TokenEvent]) -> Piece:
-        """Raises StepFailed or EngineClosed where the engine gave the request up."""
+        """Where the engine gave the request up, what came before is still said, and `failure` is set."""
         parts: list[str] = []
         ended = False
         for event in events:
-            if self.finish is not None:
+            if self.finish is not None or self.failure is not None:
                 break
             if self.source is None:
                 self.source = event.source
@@ -151,11 +152,12 @@ class ChoiceText:
 
     def _end(self, event: TokenEvent) -> str:
         if event.finish is FinishReason.ERROR:
-            raise StepFailed(event.error or "the generation failed")
-        if event.finish is FinishReason.CANCELLED:
-            raise EngineClosed("the server is shutting down and gave this request up")
-        self.num_tokens += event.stop_token is not None
-        self.finish = str(event.finish)
+            self.failure = StepFailed(event.error or "the generation failed")
+        elif event.finish is FinishReason.CANCELLED:
+            self.failure = EngineClosed("the server is shutting down and gave this request up")
+        else:
+            self.num_tokens += event.stop_token is not None
+            self.finish = str(event.finish)
         return self._stream.finish()
 
     def _release(self, ended: bool) -> tuple[ScoredToken, ...]:

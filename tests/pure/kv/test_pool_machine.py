@@ -23,7 +23,7 @@ from penstock.kv.blocks.index import KeyIndex
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
 
-NUM_SLOTS = 8
+NUM_SLOTS = 6
 KEYS = [bytes([i]) * 16 for i in range(10)]
 LANES = ["compute", "demote"]
 
@@ -345,16 +345,6 @@ def drops_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LastUse, "note", lambda self, slots, fence: None)
 
 
-def keeps_only_the_last_fence_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    after = LastUse.after
-
-    def faulty(self: LastUse, slots):
-        newest = {fence.lane: fence for fence in after(self, slots)}
-        return tuple(newest.values())
-
-    monkeypatch.setattr(LastUse, "after", faulty)
-
-
 def lets_a_handle_end_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: Handle, fence):
         if not self.ended:
@@ -373,7 +363,6 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     evicts_a_prefix_before_its_continuation,
     leaves_a_pinned_block_evictable,
     drops_the_fence,
-    keeps_only_the_last_fence_to_arrive,
     lets_a_handle_end_twice,
 ]
 

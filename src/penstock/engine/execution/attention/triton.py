@@ -99,7 +99,13 @@ class TritonAttention:
         self._planned: set[tuple[int, int]] = set()
         sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
         self._num_programs = PROGRAMS_PER_SM * sms
-        self._strides = {"SLOT_STRIDE": arena.stride(0), "TOKEN_STRIDE": arena.stride(3), "HEAD_STRIDE": arena.stride(4)}
+        self._layout = {
+            "SLOT_STRIDE": arena.stride(0),
+            "TOKEN_STRIDE": arena.stride(3),
+            "HEAD_STRIDE": arena.stride(4),
+            "HEAD_DIM": config.head_dim,
+            "BLOCK_TOKENS": arena.shape[3],
+        }
 
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
@@ -123,11 +129,9 @@ class TritonAttention:
             inputs.write_at,
             num_tokens,
             sizes.norm_eps,
-            **self._strides,
+            **self._layout,
             NUM_HEADS=sizes.num_heads,
             NUM_KV_HEADS=sizes.num_kv_heads,
-            HEAD_DIM=sizes.head_dim,
-            BLOCK_TOKENS=sizes.block_tokens,
             NORMALISE=q_norm is not None and k_norm is not None,
             TILE_TOKENS=tile.tokens,
             TILE_HEADS=tile.heads,
@@ -154,7 +158,7 @@ class TritonAttention:
     # ------------------------------------------------------------------------------------------------- paged, by Triton
 
     def num_splits(self, num_chunks: int, num_tiles: int) -> int:
-        """Shares that the keys are cut into. Depends on the shape of the launch alone, so a captured step and an eager one agree to the bit."""
+        """Shares that the keys are cut into: from the shape of the launch alone, so that captured and eager steps agree to the bit."""
         return max(1, min(MAX_SPLITS, self._num_programs // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
 
     def _attend_paged(self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch) -> None:
@@ -182,12 +186,10 @@ class TritonAttention:
             launch.num_rows,
             splits,
             sizes.scale * math.log2(math.e),
-            **self._strides,
+            **self._layout,
             NUM_HEADS=sizes.num_heads,
             GROUP=sizes.group,
-            HEAD_DIM=sizes.head_dim,
             DIMS_PADDED=self._dims_padded,
-            BLOCK_TOKENS=sizes.block_tokens,
             TILE_ROWS=tile.rows,
             TILE_KEYS=tile.keys,
             SPLIT=splits > 1,
@@ -283,11 +285,9 @@ class TritonAttention:
             inputs.tables,
             0,
             num_tokens,
-            **self._strides,
+            **self._layout,
             NUM_KV_HEADS=sizes.num_kv_heads,
-            HEAD_DIM=sizes.head_dim,
             DIMS_PADDED=self._dims_padded,
-            BLOCK_TOKENS=sizes.block_tokens,
             TILE_TOKENS=GATHER_TOKENS,
         )
         return keys, values

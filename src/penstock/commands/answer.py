@@ -1,0 +1,100 @@
+"""One generation as the person at the terminal sees it: pieces of text, then figures. Owns one engine request at a time."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.engine.engine import Engine
+from penstock.engine.text import TextStream
+from penstock.errors import StepFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one answer took."""
+
+    prompt_tokens: int
+    kv_source: KvSource  # where the prompt's KV came from
+    generated_tokens: int  # a token that ended the answer counts, though it has no text
+    first_token_s: float  # from submit; 0 where no token came
+    total_s: float
+    finish: str
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """After the first token, whose time is the prompt's."""
+        decode_s = self.total_s - self.first_token_s
+        return (self.generated_tokens - 1) / decode_s if self.generated_tokens > 1 and decode_s > 0 else 0.0
+
+    def line(self) -> str:
+        """For people."""
+        speed = f" at {self.decode_tokens_per_s:.1f} tok/s" if self.decode_tokens_per_s else ""
+        plural = "" if self.generated_tokens == 1 else "s"
+        return (
+            f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms; "
+            f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache ({self.finish})"
+        )
+
+
+class Answer:
+    """Submitted on construction; `pieces` reads it to its end. `interrupt` may be called from a signal handler or any thread."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._engine = engine
+        self._num_prompt = len(prompt)
+        self._stream = TextStream(engine.tokenizer, sampling.stop)
+        self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
+        self._source = KvSource(computed=self._num_prompt)
+        self._num_generated = 0
+        self._finish: str | None = None
+        self._submitted_s = time.monotonic()
+        self._first_s = self._last_s = 0.0
+        self._request_id = engine.submit(prompt, sampling, self._events.put)
+
+    def interrupt(self) -> None:
+        self._events.put(None)
+
+    def pieces(self) -> Iterator[str]:
+        """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where it gave it up."""
+        while True:
+            event = self._events.get()
+            if event is None:
+                self._end("cancelled")
+                continue
+            text = self._take(event)
+            if text:
+                yield text
+            if event.finish is not None:
+                self._last_s = time.monotonic() - self._submitted_s
+                return
+
+    def figures(self) -> Figures:
+        return Figures(self._num_prompt, self._source, self._num_generated, self._first_s, self._last_s, self._finish or "cancelled")
+
+    def _take(self, event: TokenEvent) -> str:
+        if event.source is not None:
+            self._source = event.source
+        if event.finish is FinishReason.ERROR:
+            raise StepFailed(event.error or "the generation failed")
+        if self._finish is not None:
+            return ""
+        if (event.tokens or event.stop_token is not None) and not self._first_s:
+            self._first_s = time.monotonic() - self._submitted_s
+        delta = self._stream.push(event.tokens)
+        self._num_generated += len(delta.offsets) + (event.stop_token is not None)
+        if delta.stopped:
+            self._end("stop")
+        elif event.finish is not None:
+            self._finish = str(event.finish)
+            return delta.text + self._stream.finish()
+        return delta.text
+
+    def _end(self, finish: str) -> None:
+        """No more text is wanted; the engine is asked to end the request, and the event that says so is waited for."""
+        if self._finish is None:
+            self._finish = finish
+            self._engine.cancel(self._request_id)

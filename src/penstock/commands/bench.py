@@ -1,0 +1,34 @@
+"""`penstock bench`: an engine, a measurement, a report. Owns their order; what is measured and how it looks is in `penstock.bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.bench.report import Bench, Report, draw, require_matplotlib, table, write_json
+from penstock.commands.progress import ProgressBar
+from penstock.commands.session import load_engine
+from penstock.config import Config
+
+
+def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: Path | None) -> int:
+    """The engine is driven from this thread, so that nothing but its own work is in the figures."""
+    if plot_file is not None:
+        require_matplotlib()
+    engine = load_engine(config)
+    try:
+        with ProgressBar() as bar:
+            results = bench.measure(engine, config, bar)
+        report = Report(bench.name, engine.name, config, results)
+    finally:
+        engine.close(timeout_s=60.0)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    for skipped in results.skipped:
+        notes.print(f"skipped: {skipped}")
+    Console().print(table(report))
+    if json_file is not None:
+        write_json(report, json_file)
+    if plot_file is not None:
+        draw(report, plot_file)
+    return 0 if results.rows else 1

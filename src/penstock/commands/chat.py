@@ -1,0 +1,132 @@
+"""`penstock chat`: a conversation at the terminal, or through a pipe. Owns the terminal; turns and answers are elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.commands.answer import Answer
+from penstock.commands.conversation import Conversation
+from penstock.commands.session import running_engine, tolerate_encodings
+from penstock.config import Config
+from penstock.contract import SamplingParams
+from penstock.engine.engine import Engine
+from penstock.errors import InvalidRequest
+
+HELP = "/reset forgets the conversation · /quit or Ctrl-D leaves · /help shows this · Ctrl-C stops an answer"
+PROMPT = "\001\033[1;36m\002> \001\033[0m\002"  # the marks tell readline which characters take no room
+
+# What a model writes must not drive the terminal: of the control characters only tab and newline go through.
+_UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def chat(config: Config, sampling: SamplingParams, system: str | None) -> int:
+    tolerate_encodings()
+    with running_engine(config) as engine:
+        conversation = Conversation(engine.tokenizer, engine.max_model_len, sampling.max_tokens, system)
+        Chat(engine, conversation, sampling).run()
+    return 0
+
+
+class Chat:
+    """Answers go to stdout, everything said about them to stderr, so that a pipe carries answers alone."""
+
+    def __init__(self, engine: Engine, conversation: Conversation, sampling: SamplingParams) -> None:
+        self._engine = engine
+        self._conversation = conversation
+        self._sampling = sampling
+        self._out = Console(soft_wrap=True, highlight=False, markup=False)
+        self._notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+
+    def run(self) -> None:
+        interactive = sys.stdin.isatty()
+        if interactive:
+            self._note(f"{self._engine.name}, context of {self._engine.max_model_len} tokens. {HELP}")
+        for line in _typed_lines() if interactive else _piped_lines():
+            if line.startswith("/"):
+                if not self._obey(line):
+                    return
+            elif line:
+                self._answer(line)
+
+    def _obey(self, command: str) -> bool:
+        """Whether to go on."""
+        if command == "/quit":
+            return False
+        if command == "/reset":
+            self._conversation.reset()
+            self._note("the conversation starts anew")
+        elif command == "/help":
+            self._note(HELP)
+        else:
+            self._note(f"there is no command {command.split()[0]}. {HELP}")
+        return True
+
+    def _answer(self, question: str) -> None:
+        try:
+            turn = self._conversation.ask(question)
+        except InvalidRequest as error:
+            self._note(f"not asked: {error}")
+            return
+        if turn.num_forgotten:
+            self._note(f"the context is full: the oldest {turn.num_forgotten} of the conversation's turns no longer count")
+        answer = Answer(self._engine, turn.prompt, dataclasses.replace(self._sampling, max_tokens=turn.max_tokens))
+        written: list[str] = []
+        with _interrupts(answer):
+            for piece in answer.pieces():
+                written.append(piece)
+                self._show(piece)
+        self._show("\n")
+        self._conversation.add(question, "".join(written))
+        self._note(answer.figures().line())
+
+    def _show(self, text: str) -> None:
+        self._out.print(Text(text.translate(_UNPRINTABLE) if self._out.is_terminal else text), end="")
+        self._out.file.flush()
+
+    def _note(self, text: str) -> None:
+        self._notes.print(text, style="dim")
+
+
+def _typed_lines() -> Iterator[str]:
+    """Until Ctrl-D. Ctrl-C drops the line that is being typed."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - editing and history for input()
+    while True:
+        try:
+            yield input(PROMPT).strip()
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+def _piped_lines() -> Iterator[str]:
+    for line in sys.stdin:
+        yield line.strip()
+
+
+@contextlib.contextmanager
+def _interrupts(answer: Answer) -> Iterator[None]:
+    """While it lasts, Ctrl-C ends the answer, however often it is pressed, and nothing else."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        answer.interrupt()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

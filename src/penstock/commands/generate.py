@@ -1,0 +1,66 @@
+"""`penstock generate`: one prompt, one answer. Owns where the text and the figures go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.answer import Answer, Figures
+from penstock.commands.session import running_engine, tolerate_encodings
+from penstock.config import Config
+from penstock.contract import SamplingParams
+from penstock.errors import ConfigError
+from penstock.models.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What was asked for."""
+
+    prompt: str  # "-": stdin
+    sampling: SamplingParams
+    max_tokens_is_default: bool  # then the context may leave less
+    raw: bool  # no chat template
+    json_file: Path | None
+
+
+def generate(config: Config, task: Task) -> int:
+    tolerate_encodings()
+    text = sys.stdin.read() if task.prompt == "-" else task.prompt
+    if not text:
+        raise ConfigError("PROMPT is empty")
+    with running_engine(config) as engine:
+        prompt = _encode(engine.tokenizer, text, task.raw)
+        answer = Answer(engine, prompt, _fitting(task, engine.max_model_len - len(prompt)))
+        written: list[str] = []
+        for piece in answer.pieces():
+            written.append(piece)
+            print(piece, end="", flush=True)
+        print()
+        figures = answer.figures()
+        print(figures.line(), file=sys.stderr)
+        if task.json_file is not None:
+            report = {"model": engine.name, **_fields(figures), "text": "".join(written), "config": dataclasses.asdict(config)}
+            task.json_file.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _encode(tokenizer: TextCodec, text: str, raw: bool) -> list[int]:
+    if raw or not tokenizer.has_chat_template:
+        return tokenizer.encode(text)
+    return tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": text}]), add_special=False)
+
+
+def _fitting(task: Task, room: int) -> SamplingParams:
+    """A default yields to the context; what was asked for does not, and the engine says why it cannot be."""
+    if task.max_tokens_is_default and 1 <= room < task.sampling.max_tokens:
+        return dataclasses.replace(task.sampling, max_tokens=room)
+    return task.sampling
+
+
+def _fields(figures: Figures) -> dict[str, Any]:
+    return {**dataclasses.asdict(figures), "decode_tokens_per_s": figures.decode_tokens_per_s}

@@ -1,0 +1,63 @@
+"""Packing a plan into step inputs: every index, padding, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.contract import Chunk
+from penstock.engine.execution.batch import Packer
+from penstock.errors import InvariantBroken
+
+BLOCK, PADDING_SLOT, PADDING_ROW = 4, 99, 7
+
+
+def chunk(row: int, start: int, tokens: list[int], *, slots: list[int] | None = None, writes: bool = True, samples: bool = True) -> Chunk:
+    num_slots = -(-(start + len(tokens)) // BLOCK)
+    table = np.array(slots if slots is not None else range(row * 10, row * 10 + num_slots), np.int32)
+    return Chunk(f"r{row}", row, start, tokens, table, writes, samples)
+
+
+def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
+    chunks = (chunk(1, 5, [-1]), chunk(2, 0, [8], writes=False), chunk(3, 2, [4, 5, 6], samples=False))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 0, np.full(200, -7, np.int32))
+    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    assert x.tokens.tolist() == [-1, 8, 4, 5, 6]
+    assert x.positions.tolist() == [5, 0, 2, 3, 4]
+    assert x.write_at.tolist() == [11 * 4 + 1, PADDING_SLOT * 4, 30 * 4 + 2, 30 * 4 + 3, 31 * 4]
+    assert x.q_starts.tolist() == [0, 1, 2, 5]
+    assert x.kv_lens.tolist() == [6, 1, 5]
+    assert x.table_starts.tolist() == [1, 3, 4]
+    assert x.tables.tolist() == [PADDING_SLOT, 10, 11, 20, 30, 31]
+    assert x.rows.tolist() == [1, 2, 3]
+    assert x.sample_at.tolist() == [0, 1] and x.sample_rows.tolist() == [1, 2]
+    assert (x.num_decodes, x.max_q_len, x.max_kv_len) == (2, 3, 6)
+    assert packed.read_slots.tolist() == [10, 11, 20, 30, 31]
+    assert set(packed.write_slots.tolist()) == {11, PADDING_SLOT, 30, 31}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=0, max_size=6), st.integers(0, 3))
+def test_padding_touches_nothing_but_the_padding_block_and_row(starts: list[int], extra: int) -> None:
+    chunks = tuple(chunk(row, start, [5]) for row, start in enumerate(starts))
+    bucket = len(chunks) + extra
+    if bucket == 0:
+        return
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, bucket, np.full(500, -7, np.int32))
+    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
+    assert x.num_decodes == bucket == len(x.tokens) == len(x.sample_at)
+    assert x.q_starts.tolist() == list(range(bucket + 1))
+    assert bool((torch.from_numpy(packed.ints) != -7).all()), "every input is written"
+    for i in range(len(chunks), bucket):
+        assert x.write_at[i] == PADDING_SLOT * BLOCK and x.tables[x.table_starts[i]] == PADDING_SLOT
+        assert (x.kv_lens[i], x.rows[i], x.sample_rows[i]) == (1, PADDING_ROW, PADDING_ROW)
+
+
+@pytest.mark.parametrize("slots", [[1], [1, 2, 3]])
+def test_a_table_that_is_not_as_long_as_its_sequence_is_refused(slots: list[int]) -> None:
+    packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
+    with pytest.raises(InvariantBroken, match="not exactly as long"):
+        packer.pack((chunk(1, 5, [1], slots=slots),), 0, np.zeros(200, np.int32))

@@ -1,0 +1,166 @@
+"""The sampler against exact distributions: what is chosen, how often, and that neighbours in the batch do not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.contract import Request, SamplingParams, Start
+from penstock.engine.execution.rows import Rows
+from penstock.engine.execution.sampler import Sampler, gumbel_noise, token_logprobs
+
+VOCAB = 12
+DEVICE = torch.device("cpu")
+
+
+def sample_many(logits: torch.Tensor, num_draws: int, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **sampling: Any) -> torch.Tensor:
+    """One request's next token, drawn at `num_draws` positions with everything else equal: counts by token."""
+    rows, sampler = Rows(1), Sampler(1, VOCAB, DEVICE)
+    start = Start(0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output)
+    counts = torch.zeros(VOCAB, dtype=torch.int64)
+    rows.start(start)
+    batch = 500
+    for first in range(0, num_draws, batch):
+        sampler.start(start)
+        plan = rows.sample_plan(np.zeros(batch, np.int32), np.arange(first, first + batch, dtype=np.int32))
+        params = None if plan.params is None else torch.from_numpy(plan.params)
+        found = sampler.sample(logits.expand(batch, -1), torch.zeros(batch, dtype=torch.int32), plan, params)
+        counts += torch.bincount(found.tokens.long(), minlength=VOCAB)
+    return counts
+
+
+def check_distribution(counts: torch.Tensor, expected: torch.Tensor) -> None:
+    """Pearson's statistic over what can happen, at one in ten thousand; what cannot happen never does."""
+    total = counts.sum()
+    assert bool((counts[expected == 0] == 0).all())
+    possible = expected > 0
+    statistic = ((counts[possible] - total * expected[possible]) ** 2 / (total * expected[possible])).sum().item()
+    degrees = int(possible.sum()) - 1
+    # Wilson and Hilferty's approximation of the quantile; 3.72 standard deviations.
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3 if degrees else 1e-9
+    assert statistic <= limit, (counts, expected * total)
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2
+
+
+def kept(probabilities: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    masked = torch.where(keep, probabilities, 0.0)
+    return masked / masked.sum()
+
+
+def test_temperature_follows_the_softmax(logits: torch.Tensor) -> None:
+    check_distribution(sample_many(logits, 20_000, temperature=0.7), (logits / 0.7).softmax(-1))
+
+
+def test_the_check_of_distributions_can_fail(logits: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        check_distribution(sample_many(logits, 20_000, temperature=0.7), (logits / 0.75).softmax(-1))
+
+
+def test_top_k_keeps_exactly_k(logits: torch.Tensor) -> None:
+    p = logits.softmax(-1)
+    check_distribution(sample_many(logits, 20_000, top_k=4), kept(p, p >= p.sort(descending=True).values[3]))
+
+
+def test_top_k_keeps_exactly_k_even_among_equals() -> None:
+    counts = sample_many(torch.zeros(VOCAB), 2000, top_k=3)
+    assert counts.nonzero().flatten().tolist() == [0, 1, 2]
+
+
+def test_top_p_keeps_the_smallest_sufficient_set(logits: torch.Tensor) -> None:
+    p, ids = logits.softmax(-1).sort(descending=True)
+    keep = torch.zeros(VOCAB, dtype=torch.bool)
+    keep[ids[(p.cumsum(-1) - p) < 0.8]] = True
+    assert 1 < int(keep.sum()) < VOCAB
+    check_distribution(sample_many(logits, 20_000, top_p=0.8), kept(logits.softmax(-1), keep))
+
+
+def test_min_p_is_relative_to_the_likeliest(logits: torch.Tensor) -> None:
+    p = logits.softmax(-1)
+    keep = p >= 0.05 * p.max()
+    assert 1 < int(keep.sum()) < VOCAB
+    check_distribution(sample_many(logits, 20_000, min_p=0.05), kept(p, keep))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_the_narrowest_settings_are_greedy(logits: torch.Tensor, sampling: dict[str, float]) -> None:
+    counts = sample_many(logits, 500, **sampling)
+    assert counts[logits.argmax()] == 500
+
+
+def test_penalties_change_logits_as_defined(logits: torch.Tensor) -> None:
+    prompt, output = (0, 3), (3, 5, 5)
+    expected = logits.clone()
+    for token in {0, 3, 5}:
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    for token, count in ((3, 1), (5, 2)):
+        expected[token] -= 0.4 * count + 0.7
+    settings: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.7}
+    # The first draw of each batch of 500 sees the counts as given; within a batch they are read before they are raised.
+    check_distribution(sample_many(logits, 20_000, prompt, output, **settings), expected.softmax(-1))
+
+
+def test_generated_tokens_count_towards_penalties_at_once(logits: torch.Tensor) -> None:
+    rows, sampler = Rows(1), Sampler(1, VOCAB, DEVICE)
+    start = Start(0, Request("r", (1,), SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)), ())
+    rows.start(start)
+    sampler.start(start)
+    found = []
+    expected, reference = [], logits.clone()
+    for position in range(6):
+        plan = rows.sample_plan(np.zeros(1, np.int32), np.array([position], np.int32))
+        found.append(int(sampler.sample(logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params)).tokens))
+        expected.append(int(reference.argmax()))
+        reference[expected[-1]] -= 2.0
+    assert found == expected
+    assert len(set(found)) > 1
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = torch.randn(4, VOCAB)
+    rows = Rows(4)
+    settings: list[dict[str, Any]] = [{}, {"top_k": 3}, {"temperature": 0.0}, {"presence_penalty": 1.0, "top_p": 0.5}]
+    sampler = Sampler(4, VOCAB, DEVICE)
+    for row, extra in enumerate(settings):
+        start = Start(row, Request(str(row), (2,), SamplingParams(max_tokens=1, seed=row, **extra)), ())
+        rows.start(start)
+        sampler.start(start)
+
+    def draw(which: list[int], position: int) -> list[int]:
+        index = np.array(which, np.int32)
+        plan = rows.sample_plan(index, np.full(len(which), position, np.int32))
+        params = None if plan.params is None else torch.from_numpy(plan.params)
+        sampler._counts.zero_()  # type: ignore[union-attr]
+        return sampler.sample(logits[which], torch.from_numpy(index), plan, params).tokens.tolist()
+
+    for position in range(50):
+        together = draw([0, 1, 2, 3], position)
+        assert together == [draw([row], position)[0] for row in range(4)]
+        assert together[::-1] == draw([3, 2, 1, 0], position)
+
+
+def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
+    keys = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (2, 64)).astype(np.int32))
+    noise = gumbel_noise(keys, 4096)
+    assert bool(noise.isfinite().all())
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var().item() == pytest.approx(1.6449, abs=0.03)
+    assert abs(torch.corrcoef(noise[:2])[0, 1].item()) < 0.06
+
+
+def test_logprobs_and_ranks_match_a_plain_log_softmax() -> None:
+    logits = torch.randn(5, VOCAB)
+    tokens = torch.tensor([0, 3, 7, 11, 2])
+    found = token_logprobs(logits, tokens, 4)
+    expected = logits.log_softmax(-1)
+    assert found.logprobs is not None and found.ranks is not None and found.top_ids is not None
+    assert torch.allclose(found.logprobs, expected[torch.arange(5), tokens])
+    order = expected.argsort(-1, descending=True)
+    assert found.ranks.tolist() == [(order[i] == tokens[i]).nonzero().item() + 1 for i in range(5)]
+    assert found.top_ids.tolist() == order[:, :4].tolist()

@@ -1,0 +1,100 @@
+"""The engine's thread: it starts, beats, fails loudly and ends in bounded time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.errors import EngineClosed
+from penstock.testing.driving import tiny_config
+
+
+class Ended:
+    """A listener that can be waited on."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.last: TokenEvent | None = None
+        self._over = threading.Event()
+
+    def __call__(self, event: TokenEvent) -> None:
+        self.tokens += event.tokens
+        if event.finish is not None:
+            self.last = event
+            self._over.set()
+
+    def wait(self) -> TokenEvent:
+        assert self._over.wait(30), "the request did not end"
+        assert self.last is not None
+        return self.last
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return build(tiny_config())
+
+
+def sampling(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **changes})
+
+
+def test_requests_from_many_threads_are_all_served(engine: Engine, prompts: Callable[..., list[int]]) -> None:
+    loop = EngineLoop(engine)
+    loop.start()
+    ended = [Ended() for _ in range(12)]
+    threads = [threading.Thread(target=engine.submit, args=(prompts(10 + i, i), sampling(), e)) for i, e in enumerate(ended)]
+    for thread in threads:
+        thread.start()
+    assert all(e.wait().finish is FinishReason.LENGTH and len(e.tokens) == 8 for e in ended)
+    assert engine.reset_cache() >= 0
+    assert loop.beat_age_s() < 5
+    loop.close(5.0)
+    assert loop.failed() is None
+
+
+def test_closing_cancels_what_does_not_end_by_the_deadline(engine: Engine, prompts: Callable[..., list[int]]) -> None:
+    loop = EngineLoop(engine)
+    loop.start()
+    ended = Ended()
+    engine.submit(prompts(10), sampling(max_tokens=1900), ended)
+    loop.close(0.0)
+    assert ended.wait().finish in (FinishReason.CANCELLED, FinishReason.ERROR)
+    with pytest.raises(EngineClosed):
+        engine.submit(prompts(10), sampling(), ended)
+
+
+def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[..., list[int]]) -> None:
+    loop = EngineLoop(engine)
+    loop.start()
+    ended = Ended()
+    engine.submit(prompts(10), sampling(max_tokens=100), ended)
+    while not ended.tokens:
+        assert loop.beat_age_s() < 20
+    loop.close(30.0)
+    assert ended.wait().finish is FinishReason.LENGTH and len(ended.tokens) == 100
+
+
+def test_a_failing_loop_ends_every_request_and_says_why(
+    engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def burst(*_: object) -> None:
+        raise RuntimeError("the plan is void")
+
+    monkeypatch.setattr(engine._parts.scheduler, "plan", burst)
+    loop = EngineLoop(engine)
+    ended = Ended()
+    engine.submit(prompts(10), sampling(), ended)
+    loop.start()
+    last = ended.wait()
+    assert last.finish is FinishReason.ERROR and last.error is not None and "the plan is void" in last.error
+    with pytest.raises(EngineClosed, match="the plan is void"):
+        engine.submit(prompts(10), sampling(), ended)
+    loop.close(5.0)
+    assert isinstance(loop.failed(), RuntimeError)

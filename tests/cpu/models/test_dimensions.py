@@ -1,0 +1,73 @@
+"""What a config.json must say, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.errors import ModelError
+from penstock.models.dimensions import BUILT_IN, TINY_LLAMA, TINY_QWEN3, parse_config
+from penstock.testing.tiny_models import config_json
+
+
+@pytest.mark.parametrize("config", BUILT_IN.values(), ids=BUILT_IN)
+def test_a_config_survives_the_way_through_json(config: Any) -> None:
+    parsed = parse_config(config_json(config), "config.json")
+    assert parsed.eos_ids == (2,)
+    assert {f: getattr(parsed, f) for f in parsed.__slots__ if f != "eos_ids"} == {
+        f: getattr(config, f) for f in config.__slots__ if f != "eos_ids"
+    }
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "attention_bias": ({"attention_bias": True}, "attention_bias"),
+    "mlp_bias": ({"mlp_bias": True}, "mlp_bias"),
+    "rope_scaling": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3'"),
+    "old rope_scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type 'linear'"),
+    "rope_parameters": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope scaling of type 'yarn'"),
+    "rope_scaling of a wrong type": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "sliding window": ({"sliding_window": 4096}, "sliding-window"),
+    "sliding window flag": ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
+    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+    "quantization": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act"),
+    "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM"),
+    "no architecture": ({"architectures": None}, "does not name its architecture"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
+    "textual width": ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
+    "boolean count": ({"vocab_size": True}, "vocab_size"),
+    "missing ffn": ({"intermediate_size": None}, "has no intermediate_size"),
+    "uneven heads": ({"num_key_value_heads": 3}, "not a multiple"),
+    "odd head": ({"head_dim": 17}, "odd"),
+    "negative eps": ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
+    "infinite theta": ({"rope_theta": float("inf")}, "rope_theta"),
+    "textual tie": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    "textual eos": ({"eos_token_id": "</s>"}, "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_would_change_the_mathematics_or_is_malformed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_config({**config_json(TINY_LLAMA), **change}, "config.json")
+
+
+def test_plain_rope_may_be_spelled_in_both_ways() -> None:
+    plain = config_json(TINY_LLAMA)
+    del plain["rope_theta"]
+    for rope in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5, "rope_scaling": None}):
+        assert parse_config({**plain, **rope}, "config.json").rope_theta == 5e5
+
+
+def test_a_qwen3_config_may_name_a_window_that_it_does_not_use() -> None:
+    for unused in ({"sliding_window": 4096, "use_sliding_window": False}, {"sliding_window": 4096}, {"layer_types": ["full_attention"] * 3}):
+        assert parse_config({**config_json(TINY_QWEN3), **unused}, "config.json").architecture == "qwen3"
+
+
+def test_llama_derives_the_head_size_and_kv_heads_that_old_configs_leave_out() -> None:
+    raw = config_json(TINY_LLAMA)
+    del raw["head_dim"], raw["num_key_value_heads"]
+    config = parse_config(raw, "config.json")
+    assert (config.head_dim, config.num_kv_heads) == (16, 4)

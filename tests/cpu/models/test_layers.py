@@ -1,0 +1,109 @@
+"""The elementwise pieces against formulas written out in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from penstock.models.dimensions import TINY_QWEN3
+from penstock.models.layers import TorchLayerOps, rope_table, rotate, split_norm_rotate
+
+OPS = TorchLayerOps()
+
+
+def reference_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_rms_norm_agrees_with_its_formula(dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = torch.randn(7, 96).to(dtype) * 3, torch.rand(96).to(dtype)
+    out = OPS.rms_norm(x, weight, 1e-5)
+    assert out.dtype == dtype
+    assert torch.allclose(out.double(), reference_norm(x, weight, 1e-5), atol=tolerance, rtol=tolerance)
+
+
+def test_bf16_norm_is_rounded_only_after_the_float32_division() -> None:
+    """Squares summed in bf16 would lose a row of many small values beside a large one."""
+    x = torch.full((1, 4096), 0.01).bfloat16()
+    x[0, 0] = 1.0
+    expected = reference_norm(x, torch.ones(4096), 1e-6)
+    assert torch.allclose(OPS.rms_norm(x, torch.ones(4096).bfloat16(), 1e-6).double(), expected, rtol=5e-3)
+
+
+def test_add_rms_norm_returns_the_sum_as_the_next_residual_and_keeps_its_inputs() -> None:
+    x, residual, weight = torch.randn(3, 32), torch.randn(3, 32), torch.rand(32)
+    x_before, residual_before = x.clone(), residual.clone()
+    normed, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, residual_before + x_before)
+    assert torch.allclose(normed.double(), reference_norm(total, weight, 1e-5), atol=1e-6)
+    assert torch.equal(x, x_before) and torch.equal(residual, residual_before)
+
+
+def test_silu_mul_gates_the_second_half_with_the_first_and_keeps_its_input() -> None:
+    gate_up = torch.randn(5, 64)
+    before = gate_up.clone()
+    gate, up = before.double().chunk(2, dim=-1)
+    assert torch.allclose(OPS.silu_mul(gate_up).double(), gate * torch.sigmoid(gate) * up, atol=1e-6)
+    assert torch.equal(gate_up, before)
+
+
+def test_the_rope_table_holds_cos_then_sin_of_position_times_frequency() -> None:
+    table = rope_table(TINY_QWEN3)
+    assert table.shape == (TINY_QWEN3.max_position, TINY_QWEN3.head_dim) and table.dtype == torch.float32
+    half = TINY_QWEN3.head_dim // 2
+    angle = 17 * TINY_QWEN3.rope_theta ** -(2 * 3 / TINY_QWEN3.head_dim)
+    assert table[17, 3].item() == pytest.approx(torch.tensor(angle).cos().item(), abs=1e-5)
+    assert table[17, half + 3].item() == pytest.approx(torch.tensor(angle).sin().item(), abs=1e-5)
+    assert torch.equal(table[0, :half], torch.ones(half)) and torch.equal(table[0, half:], torch.zeros(half))
+
+
+def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_only() -> None:
+    table = rope_table(TINY_QWEN3)
+    q, k = torch.randn(1, 1, TINY_QWEN3.head_dim), torch.randn(1, 1, TINY_QWEN3.head_dim)
+
+    def score(q_at: int, k_at: int) -> float:
+        return float((rotate(q, table[[q_at]]) * rotate(k, table[[k_at]])).sum())
+
+    assert rotate(q, table[[900]]).norm().item() == pytest.approx(q.norm().item(), rel=1e-5)
+    assert score(12, 5) == pytest.approx(score(1007, 1000), abs=1e-3)
+    assert score(12, 5) != pytest.approx(score(12, 6), abs=1e-3)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_split_norm_rotate_agrees_with_head_by_head_arithmetic(normed: bool) -> None:
+    config, table = TINY_QWEN3, rope_table(TINY_QWEN3)
+    qkv, positions = torch.randn(6, config.qkv_width), torch.tensor([3, 4, 5, 900, 901, 0], dtype=torch.int32)
+    q_norm, k_norm = (torch.rand(config.head_dim), torch.rand(config.head_dim)) if normed else (None, None)
+    q, k, v = split_norm_rotate(qkv, q_norm, k_norm, config.norm_eps, positions, table, config)
+    heads = qkv.view(6, -1, config.head_dim)
+    half = config.head_dim // 2
+    for out, first, num, weight in ((q, 0, config.num_heads, q_norm), (k, config.num_heads, config.num_kv_heads, k_norm)):
+        assert out.shape == (6, num, config.head_dim)
+        for t, head in ((t, h) for t in range(6) for h in range(num)):
+            x = heads[t, first + head]
+            x = reference_norm(x, weight, config.norm_eps) if weight is not None else x.double()
+            cos, sin = table[positions[t], :half].double(), table[positions[t], half:].double()
+            expected = torch.cat((x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin))
+            assert torch.allclose(out[t, head].double(), expected, atol=1e-5)
+    assert torch.equal(v, heads[:, config.num_heads + config.num_kv_heads :])
+
+
+def test_one_norm_may_be_given_without_the_other() -> None:
+    config, table, positions = TINY_QWEN3, rope_table(TINY_QWEN3), torch.arange(2, dtype=torch.int32)
+    qkv, weight = torch.randn(2, config.qkv_width), torch.rand(config.head_dim)
+    both = split_norm_rotate(qkv, weight, weight, config.norm_eps, positions, table, config)
+    neither = split_norm_rotate(qkv, None, None, config.norm_eps, positions, table, config)
+    q, k, _ = split_norm_rotate(qkv, weight, None, config.norm_eps, positions, table, config)
+    assert torch.equal(q, both[0]) and torch.equal(k, neither[1])
+
+
+def test_bf16_heads_are_rotated_in_float32() -> None:
+    config = dataclasses.replace(TINY_QWEN3, head_dim=128)
+    table = rope_table(config)
+    x = torch.randn(4, 2, 128).bfloat16()
+    exact = rotate(x.float(), table[1000:1004])
+    assert torch.equal(rotate(x, table[1000:1004]), exact.bfloat16())

@@ -1,0 +1,192 @@
+"""Model directories: what loads, and what each kind of damage is answered with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.errors import ModelError
+from penstock.models.model import ModelConfig
+from penstock.models.progress import silent
+from penstock.models.safetensors_dir import INDEX, directory_digest, load_directory
+from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def load(directory: Path, config: ModelConfig = TINY_LLAMA, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return load_directory(directory, config, CPU, dtype, silent)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
+def test_fused_tensors_hold_their_parts_in_order(tmp_path: Path, config: ModelConfig, shards: int) -> None:
+    weights = load(write_tiny_model(tmp_path / "model", config, shards=shards), config)
+    parts = tiny_tensors(config)
+    q, k, v = (parts[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
+    assert torch.equal(weights["layers.1.qkv"], torch.cat((q, k, v)))
+    assert torch.equal(weights["embed"], parts["model.embed_tokens.weight"])
+    assert ("head" in weights) == (not config.tied_embeddings)
+
+
+def test_loading_converts_the_dtype(tmp_path: Path) -> None:
+    tensors = {name: tensor.half() for name, tensor in tiny_tensors(TINY_LLAMA).items()}
+    weights = load(write_tiny_model(tmp_path / "model", tensors=tensors), dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert torch.equal(weights["norm"], tensors["model.norm.weight"].bfloat16())
+
+
+def test_loaded_weights_do_not_depend_on_the_file_any_more(tmp_path: Path) -> None:
+    weights = load(write_tiny_model(tmp_path / "model"))
+    before = weights["layers.0.down"].clone()
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    assert torch.equal(weights["layers.0.down"], before)
+
+
+def test_progress_ends_at_its_total(tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    load_directory(write_tiny_model(tmp_path / "model"), TINY_LLAMA, CPU, torch.float32, lambda *call: calls.append(call))
+    assert calls[-1][0] == "loading weights" and calls[-1][1] == calls[-1][2] > 0
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+
+
+def test_everything_wrong_with_names_and_shapes_is_said_at_once(tmp_path: Path) -> None:
+    tensors = tiny_tensors(TINY_LLAMA)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    tensors["model.norm.weight"] = torch.ones(65)
+    tensors["lm_head.weight"] = torch.zeros(512, 64, dtype=torch.int8)
+    with pytest.raises(ModelError) as caught:
+        load(write_tiny_model(tmp_path / "model", tensors=tensors))
+    message = str(caught.value)
+    assert "missing tensors: model.layers.1.mlp.up_proj.weight" in message
+    assert "unexpected tensors: model.layers.0.self_attn.q_proj.bias" in message
+    assert "misshapen tensors: model.norm.weight is [65], expected [64]" in message
+    assert "dtypes other than F32, BF16, F16: lm_head.weight is I8" in message
+
+
+def test_a_long_list_of_missing_tensors_is_cut_short(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"missing tensors: model.embed_tokens.weight, .* and \d+ more"):
+        load(write_tiny_model(tmp_path / "model", tensors={"model.norm.weight": torch.ones(64)}))
+
+
+def test_stored_frequencies_and_a_repeated_tied_output_are_no_surprise(tmp_path: Path) -> None:
+    tensors = tiny_tensors(TINY_QWEN3)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    assert "head" not in load(write_tiny_model(tmp_path / "model", TINY_QWEN3, tensors=tensors), TINY_QWEN3)
+
+
+def damage(directory: Path, how: str) -> None:
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    if how == "truncated data":
+        del data[-1000:]
+    elif how == "truncated header":
+        del data[100:]
+    elif how == "empty":
+        data.clear()
+    elif how == "huge header length":
+        data[:8] = b"\xff" * 8
+    elif how == "flipped bit in the header":
+        data[8] ^= 0x40
+    elif how == "flipped bit in an offset":
+        at = data.index(b"data_offsets") + len(b'data_offsets":[')
+        data[at] ^= 0x01
+    elif how == "trailing garbage":
+        data += b"\0" * 64
+    elif how == "another format":
+        data[:] = b"\x80\x04pickle" + bytes(1000)
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = [
+    "truncated data",
+    "truncated header",
+    "empty",
+    "huge header length",
+    "flipped bit in the header",
+    "flipped bit in an offset",
+    "trailing garbage",
+    "another format",
+]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_is_a_model_error_that_names_it(tmp_path: Path, how: str) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    damage(directory, how)
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or not a safetensors file"):
+        load(directory)
+
+
+def test_a_flipped_bit_in_a_tensor_name_is_a_missing_and_an_unexpected_tensor(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model") / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"model.norm.weight", b"model.normAweight", 1))
+    with pytest.raises(ModelError, match=r"missing tensors: model.norm.weight; unexpected tensors: model.normAweight"):
+        load(path.parent)
+
+
+def test_a_directory_without_weights_says_what_it_wants(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="must hold model.safetensors"):
+        load(tmp_path)
+
+
+def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ModelError, match=r"a\.safetensors, b\.safetensors"):
+        load(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", shards=3)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match="lacks weight files that its index names: model-00002-of-00003"):
+        load(directory)
+
+
+def test_an_index_may_not_reach_outside_its_directory(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", shards=2)
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"x": "../other/model.safetensors"}}))
+    with pytest.raises(ModelError, match="outside its directory"):
+        load(directory)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"x": 1}}'])
+def test_a_malformed_index_is_a_model_error(tmp_path: Path, text: str) -> None:
+    directory = write_tiny_model(tmp_path / "model", shards=2)
+    (directory / INDEX).write_text(text)
+    with pytest.raises(ModelError, match="index"):
+        load(directory)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", shards=2)
+    save_file(tiny_tensors(TINY_LLAMA), directory / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelError, match="repeats tensors"):
+        load(directory)
+
+
+def test_the_digest_follows_the_bytes_of_the_weights(tmp_path: Path) -> None:
+    def digest(directory: Path) -> bytes:
+        return directory_digest(directory, TINY_LLAMA, torch.float32, silent)
+
+    first = digest(write_tiny_model(tmp_path / "first"))
+    assert digest(write_tiny_model(tmp_path / "same")) == first
+    assert digest(write_tiny_model(tmp_path / "other", seed=1)) != first
+    path = tmp_path / "same" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    assert digest(tmp_path / "same") != first

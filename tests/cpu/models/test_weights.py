@@ -1,0 +1,59 @@
+"""Names, shapes, random weights and their identity."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from penstock.models.dimensions import QWEN3_4B, TINY_LLAMA, TINY_QWEN3
+from penstock.models.progress import silent
+from penstock.models.weights import dummy_digest, dummy_weights, layout, weights_digest
+
+CPU = torch.device("cpu")
+
+
+def test_the_layout_of_qwen3_4b_has_its_four_billion_parameters() -> None:
+    assert sum(weight.numel for weight in layout(QWEN3_4B)) == 4_022_468_096
+
+
+def test_fused_weights_have_the_rows_of_all_their_parts() -> None:
+    shapes = {weight.name: weight.shape for weight in layout(TINY_LLAMA)}
+    assert shapes["layers.1.qkv"] == (TINY_LLAMA.qkv_width, TINY_LLAMA.hidden)
+    assert shapes["layers.0.gate_up"] == (2 * TINY_LLAMA.ffn, TINY_LLAMA.hidden)
+    assert shapes["head"] == shapes["embed"] == (512, 64)
+    assert "layers.0.q_norm" not in shapes
+    assert "head" not in {weight.name for weight in layout(TINY_QWEN3)}
+
+
+def test_dummy_weights_follow_from_the_seed_alone() -> None:
+    first, again, other = (dummy_weights(TINY_QWEN3, seed, CPU, torch.bfloat16, silent) for seed in (7, 7, 8))
+    assert set(first) == {weight.name for weight in layout(TINY_QWEN3)}
+    assert all(torch.equal(first[name], again[name]) and first[name].dtype == torch.bfloat16 for name in first)
+    assert not torch.equal(first["layers.1.down"], other["layers.1.down"])
+
+
+def test_dummy_progress_ends_at_its_total() -> None:
+    calls: list[tuple[str, int, int]] = []
+    dummy_weights(TINY_LLAMA, 0, CPU, torch.float32, lambda *call: calls.append(call))
+    assert calls[-1][1] == calls[-1][2] == sum(weight.numel for weight in layout(TINY_LLAMA))
+    assert len(calls) == len(layout(TINY_LLAMA))
+
+
+def test_digests_tell_apart_whatever_changes_the_kv() -> None:
+    digests = [
+        dummy_digest(TINY_QWEN3, 0, CPU, torch.float32),
+        dummy_digest(TINY_QWEN3, 1, CPU, torch.float32),
+        dummy_digest(TINY_QWEN3, 0, CPU, torch.bfloat16),
+        dummy_digest(TINY_QWEN3, 0, torch.device("cuda"), torch.float32),
+        dummy_digest(dataclasses.replace(TINY_QWEN3, rope_theta=1e5), 0, CPU, torch.float32),
+        weights_digest(TINY_QWEN3, torch.float32, [b"ab", b"c"]),
+        weights_digest(TINY_QWEN3, torch.float32, [b"a", b"bc"]),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_when_to_stop_is_no_part_of_the_identity() -> None:
+    assert dummy_digest(TINY_QWEN3, 0, CPU, torch.float32) == dummy_digest(
+        dataclasses.replace(TINY_QWEN3, eos_ids=(1, 2)), 0, CPU, torch.float32
+    )

@@ -1,0 +1,83 @@
+"""A real server on loopback in front of a scripted engine, and raw connections to it. Owns nothing that ships."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+
+from penstock.config import ServerConfig
+from penstock.server.run import HttpServer
+from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+
+DEADLINE_S = 30.0  # of polls that are expected to succeed at once
+MODEL = "scripted"
+
+
+def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    by_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < by_s, f"not within {deadline_s} seconds: {what}"
+        time.sleep(0.002)
+
+
+class Served:
+    """One server and what a test wants of it."""
+
+    def __init__(self, engine: ScriptedEngine, loop: ScriptedLoop, server: HttpServer) -> None:
+        self.engine = engine
+        self.loop = loop
+        self.server = server
+        self.service = server.service
+        self.url = server.url
+
+    def client(self, api_key: str = "none", max_retries: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries, timeout=DEADLINE_S)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=DEADLINE_S)
+
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+    def send(self, path: str, body: dict | bytes, headers: str = "") -> socket.socket:
+        """A request whose answer the caller reads, or does not."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = self.connect()
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data)
+        return connection
+
+    def assert_idle(self, deadline_s: float = DEADLINE_S) -> None:
+        """Every balance is back at zero: engine requests, seats, readings."""
+        until(lambda: self.engine.num_open == 0, "the engine has no open request", deadline_s)
+        until(lambda: self.service.generations.taken == 0, "no seat is taken", deadline_s)
+        until(lambda: self.service.side.taken == 0, "no side seat is taken", deadline_s)
+        until(lambda: not self.service._bridge.readings, "no reading is open", deadline_s)
+
+
+@contextlib.contextmanager
+def serving(engine: ScriptedEngine | None = None, **settings) -> Iterator[Served]:
+    engine = engine or ScriptedEngine()
+    loop = ScriptedLoop(engine)
+    server = HttpServer(engine, loop, ServerConfig(port=0, **{"shutdown_s": 5.0, **settings}))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started, "the server is up")
+    try:
+        yield Served(engine, loop, server)
+    finally:
+        engine.release()
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def completion(prompt: object = "hello", **fields) -> dict:
+    return {"model": MODEL, "prompt": prompt, **fields}

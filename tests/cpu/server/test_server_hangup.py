@@ -1,0 +1,246 @@
+"""A client that hangs up cancels its request: in every state, at once, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+
+import pytest
+from served import DEADLINE_S, Served, completion, serving, until
+
+from penstock.server import generate
+from penstock.testing.scripted_engine import ScriptedEngine
+
+LONG = 50_000  # tokens: no test here lets one run to its end
+
+
+def hang_up_mid_stream(served: Served) -> None:
+    connection = served.send("/v1/completions", completion(stream=True, max_tokens=LONG))
+    assert b"data: {" in read_until(connection, b"data: {")
+    connection.close()
+
+
+def hang_up_before_the_first_token(served: Served, stream: bool) -> None:
+    served.engine.hold()
+    connection = served.send("/v1/completions", completion(stream=stream, max_tokens=LONG, n=3))
+    until(lambda: served.engine.num_open == 3, "the engine has the requests")
+    connection.close()
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    data = b""
+    while mark not in data:
+        more = connection.recv(65536)
+        assert more, f"the connection ended without {mark!r}: {data[-200:]!r}"
+        data += more
+    return data
+
+
+def test_a_hang_up_mid_stream_cancels(served: Served) -> None:
+    hang_up_mid_stream(served)
+    served.assert_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_hang_up_before_the_first_token_cancels(served: Served, stream: bool) -> None:
+    hang_up_before_the_first_token(served, stream)
+    served.assert_idle()
+
+
+def test_a_hang_up_cancels_a_reply_that_is_being_gathered(served: Served) -> None:
+    connection = served.send("/v1/chat/completions", {"model": "scripted", "messages": [{"role": "user", "content": "x"}]})
+    until(lambda: served.engine.stats().generated_tokens > 100, "tokens are flowing")
+    connection.close()
+    served.assert_idle()
+    assert served.engine.stats().generated_tokens < LONG
+
+
+def test_a_reset_connection_cancels_too(served: Served) -> None:
+    served.engine.hold()
+    connection = served.send("/v1/completions", completion(max_tokens=LONG))
+    until(lambda: served.engine.num_open == 1, "the engine has the request")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+    served.assert_idle()
+
+
+def test_a_hang_up_during_the_upload_gives_the_seat_back(served: Served) -> None:
+    connection = served.connect()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    until(lambda: served.service.generations.taken == 1, "the seat is taken")
+    connection.close()
+    served.assert_idle()
+    assert served.engine.submitted == []
+
+
+def test_a_hang_up_while_prompts_are_tokenised_submits_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker thread is between two prompts: one was submitted, the client goes, the next must not be."""
+    with serving() as served:
+        first, gone = threading.Event(), threading.Event()
+        submit = served.engine.submit
+
+        def slow_submit(*args, **fields):
+            request_id = submit(*args, **fields)
+            first.set()
+            assert gone.wait(DEADLINE_S)
+            return request_id
+
+        monkeypatch.setattr(served.engine, "submit", slow_submit)
+        served.engine.hold()
+        connection = served.send("/v1/completions", completion(["x" * 20_000] * 3, max_tokens=LONG))
+        assert first.wait(DEADLINE_S)
+        connection.close()
+        until(lambda: served.engine.num_open == 0, "the first one is cancelled while the worker is still busy")
+        gone.set()
+        served.assert_idle()
+        assert len(served.engine.submitted) == 1
+
+
+def test_a_hang_up_between_submit_and_its_return_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cancel comes before the engine knows the request: the submitter must look again."""
+    with serving() as served:
+        entered, gone = threading.Event(), threading.Event()
+        submit = served.engine.submit
+
+        def late_submit(*args, **fields):
+            entered.set()
+            assert gone.wait(DEADLINE_S)
+            return submit(*args, **fields)
+
+        monkeypatch.setattr(served.engine, "submit", late_submit)
+        served.engine.hold()
+        connection = served.send("/v1/completions", completion("x" * 20_000, max_tokens=LONG))
+        assert entered.wait(DEADLINE_S)
+        (reading,) = served.service._bridge.readings
+        connection.close()
+        until(lambda: reading._abandoned, "the hang-up is noticed")
+        gone.set()
+        served.assert_idle()
+        assert len(served.engine.submitted) == 1
+
+
+async def _only_work(receive, on_hangup, work) -> None:
+    await work()
+
+
+def test_a_server_that_does_not_watch_its_clients_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "while_connected", _only_work)
+    with serving() as served:
+        hang_up_before_the_first_token(served, stream=False)
+        with pytest.raises(AssertionError, match="no open request"):
+            served.assert_idle(deadline_s=0.3)
+
+
+def test_a_server_that_forgets_to_cancel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine()
+    monkeypatch.setattr(engine, "cancel", lambda request_id: None)
+    with serving(engine, shutdown_s=0.0) as served:
+        hang_up_mid_stream(served)
+        with pytest.raises(AssertionError, match="no open request"):
+            served.assert_idle(deadline_s=0.3)
+
+
+# ----------------------------------------------------------------------------------------------------------------- crowd
+
+
+async def _one_client(port: int, number: int) -> str | None:
+    """Even ones read to the end; odd ones leave at different points: before, at, or after the first bytes of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        stream = number % 3 != 0
+        leaves = number % 2 == 1
+        body = json.dumps(completion(f"client {number}", stream=stream, max_tokens=LONG if leaves else 40, seed=number)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        if leaves and number % 8 == 1:
+            writer.write((head + body)[: len(head) + 5])
+            await writer.drain()
+            return None
+        writer.write(head + body)
+        await writer.drain()
+        if leaves:
+            if stream:
+                await reader.read(100)
+            return None
+        return (await reader.read()).decode()
+    finally:
+        writer.close()
+
+
+async def _crowd(port: int, num_clients: int) -> list[str | None]:
+    return await asyncio.gather(*(_one_client(port, number) for number in range(num_clients)))
+
+
+def test_two_hundred_clients_of_which_half_hang_up_leave_nothing_behind() -> None:
+    with serving(max_concurrent=256) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        answers = asyncio.run(asyncio.wait_for(_crowd(port, 200), 120))
+        stayed = [answer for answer in answers if answer is not None]
+        assert len(stayed) == 100
+        assert all(answer.startswith("HTTP/1.1 200 OK") and '"finish_reason":"length"' in answer for answer in stayed)
+        served.assert_idle()
+        stats = served.engine.stats()
+        assert stats.requests == {"waiting": 0, "running": 0}
+        assert stats.kv_blocks["active"] == 0
+        assert served.client().completions.create(model="scripted", prompt="still there?", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_more_clients_than_seats_are_answered_429_and_the_rest_is_served() -> None:
+    with serving(max_concurrent=8) as served:
+        served.engine.hold()
+        waiting = [served.send("/v1/completions", completion(max_tokens=3)) for _ in range(8)]
+        until(lambda: served.engine.num_open == 8, "all seats are taken")
+        for _ in range(20):
+            refused = served.http().post("/v1/completions", json=completion())
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert len(served.engine.submitted) == 8
+        served.engine.release()
+        for connection in waiting:
+            assert b"200 OK" in read_until(connection, b'"total_tokens"')
+            connection.close()
+        served.assert_idle()
+
+
+# ----------------------------------------------------------------------------------------------------------- slow reader
+
+
+def test_a_slow_reader_gets_everything_in_few_large_chunks(served: Served) -> None:
+    num_tokens = 30_000
+    connection = served.connect()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.close()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = served.url.removeprefix("http://").split(":")
+    connection.connect((host, int(port)))
+    connection.settimeout(DEADLINE_S)
+    body = json.dumps(completion(stream=True, max_tokens=num_tokens, seed=7)).encode()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    until(lambda: served.engine.num_open == 0 and served.engine.submitted, "the engine does not wait for the reader")
+    data = b""
+    while more := connection.recv(65536):
+        data += more
+    connection.close()
+    chunks = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text == ("choice 7: one two three four five six seven. " * 700)[:num_tokens]
+    assert len(chunks) < num_tokens / 4
+    assert data.count(b"data: [DONE]") == 1
+
+
+def test_a_reader_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "SEND_TIMEOUT_S", 0.05)
+    with serving() as served:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = served.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        prompt = "x" * 200_000  # echoed in every choice: more than all socket buffers on the way hold
+        monkeypatch.setattr(served.engine, "max_model_len", 10_000_000)
+        body = json.dumps(completion(prompt, stream=True, max_tokens=5_000_000, echo=True, n=64)).encode()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: len(served.engine.submitted) == 64, "the engine has the requests")
+        served.assert_idle()
+        connection.close()
