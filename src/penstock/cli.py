@@ -20,7 +20,6 @@ from penstock.errors import ConfigError, InvalidRequest, PenstockError, UserErro
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
-MAX_PORT_HELP = "0 picks a free one"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,22 +83,33 @@ def _engine_flags() -> argparse.ArgumentParser:
     model.add_argument("--seed", type=int, default=0, metavar="N", help="of dummy weights, and of requests that bring no seed of their own")
     memory = parent.add_argument_group("KV memory")
     memory.add_argument("--block-tokens", type=int, default=kv.block_tokens, metavar="N", help="tokens in one KV block")
-    memory.add_argument("--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)")
+    memory.add_argument(
+        "--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)"
+    )
     memory.add_argument("--device-kv-blocks", type=int, metavar="N", help="the same in blocks; give one of the two")
     memory.add_argument("--no-prefix-cache", action="store_true", help="reuse no KV across requests")
     steps = parent.add_argument_group("scheduling")
-    steps.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (unset: all the model and memory allow)")
-    steps.add_argument("--max-batch", type=int, default=engine.max_batch, metavar="N", help="requests that run at once")
-    steps.add_argument("--prefill-chunk", type=int, default=0, metavar="N", help="prompt tokens in one step; 0: 512 on the CPU, 8192 on CUDA")
     steps.add_argument(
-        "--overcommit", type=float, default=engine.overcommit, metavar="X", help="admit lifetimes of X times the KV memory; over 1 may retract requests"
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (unset: all the model and memory allow)"
+    )
+    steps.add_argument("--max-batch", type=int, default=engine.max_batch, metavar="N", help="requests that run at once")
+    steps.add_argument(
+        "--prefill-chunk", type=int, default=0, metavar="N", help="prompt tokens in one step; 0: 512 on the CPU, 8192 on CUDA"
+    )
+    steps.add_argument(
+        "--overcommit",
+        type=float,
+        default=engine.overcommit,
+        metavar="X",
+        help="admit lifetimes of X times the KV memory; over 1 may retract requests",
     )
     steps.add_argument("--no-capture", action="store_true", help="run decode steps eagerly instead of as captured replays")
     return parent
 
 
 def _model_flag(group: Any) -> None:
-    text = "a built-in name (smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, tiny-qwen3, tiny-llama), a GGUF file, or a directory with safetensors"
+    names = "smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, tiny-qwen3, tiny-llama"
+    text = f"a built-in name ({names}), a GGUF file, or a directory with safetensors and a config"
     group.add_argument("--model", default=ModelSource().model, metavar="NAME|PATH", help=text)
 
 
@@ -111,11 +121,17 @@ def _sampling_flags(temperature: float, max_tokens: int) -> argparse.ArgumentPar
     """A parent for the commands that write text; parents share their actions, so each command gets one of its own."""
     parent = _Parser(add_help=False)
     group = parent.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help=f"tokens to write at most (unset: {max_tokens}, or what the context leaves)")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"tokens to write at most (unset: {max_tokens}, or what the context leaves)"
+    )
     group.add_argument("--temperature", type=float, default=temperature, metavar="X", help="0: always the likeliest token")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest tokens that sum to this probability")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest tokens that sum to this probability"
+    )
     group.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from this many likeliest tokens; 0: off")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="X", help="drop tokens below this share of the likeliest one's probability")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="X", help="drop tokens below this share of the likeliest one's probability"
+    )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     parent.set_defaults(default_max_tokens=max_tokens)
     return parent
@@ -188,11 +204,15 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=[_engine_flags()])
     group = parser.add_argument_group("server")
     group.add_argument("--host", default=defaults.host, help="address to listen on")
-    group.add_argument("--port", type=int, default=defaults.port, metavar="N", help=MAX_PORT_HELP)
+    group.add_argument("--port", type=int, default=defaults.port, metavar="N", help="port to listen on; 0 picks a free one")
     group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
     group.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, metavar="N", help="larger requests are refused")
-    group.add_argument("--max-concurrent", type=int, default=defaults.max_concurrent, metavar="N", help="generations at once; more are answered 429")
-    group.add_argument("--shutdown-s", type=float, default=defaults.shutdown_s, metavar="X", help="seconds that running requests get at the end")
+    group.add_argument(
+        "--max-concurrent", type=int, default=defaults.max_concurrent, metavar="N", help="generations at once; more are answered 429"
+    )
+    group.add_argument(
+        "--shutdown-s", type=float, default=defaults.shutdown_s, metavar="X", help="seconds that running requests get at the end"
+    )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
 

@@ -41,25 +41,27 @@ class Figures:
 
 
 class Answer:
-    """Submitted on construction; `pieces` reads it to its end. `interrupt` may be called from a signal handler or any thread."""
+    """`pieces` submits it and reads it to its end. `interrupt` may be called at any time, from a signal handler or another thread."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._engine = engine
-        self._num_prompt = len(prompt)
+        self._prompt = prompt
+        self._sampling = sampling
         self._stream = TextStream(engine.tokenizer, sampling.stop)
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
-        self._source = KvSource(computed=self._num_prompt)
+        self._source = KvSource(computed=len(prompt))
         self._num_generated = 0
         self._finish: str | None = None
-        self._submitted_s = time.monotonic()
-        self._first_s = self._last_s = 0.0
-        self._request_id = engine.submit(prompt, sampling, self._events.put)
+        self._request_id = ""
+        self._submitted_s = self._first_s = self._last_s = 0.0
 
     def interrupt(self) -> None:
         self._events.put(None)
 
     def pieces(self) -> Iterator[str]:
         """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where it gave it up."""
+        self._submitted_s = time.monotonic()
+        self._request_id = self._engine.submit(self._prompt, self._sampling, self._events.put)
         while True:
             event = self._events.get()
             if event is None:
@@ -73,7 +75,7 @@ class Answer:
                 return
 
     def figures(self) -> Figures:
-        return Figures(self._num_prompt, self._source, self._num_generated, self._first_s, self._last_s, self._finish or "cancelled")
+        return Figures(len(self._prompt), self._source, self._num_generated, self._first_s, self._last_s, self._finish or "cancelled")
 
     def _take(self, event: TokenEvent) -> str:
         if event.source is not None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.bench.report import Bench, Report, draw, require_matplotlib, table, write_json
+from penstock.bench.report import Report, draw, require_matplotlib, table, write_json
+from penstock.bench.run import Bench
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import load_engine
 from penstock.config import Config
@@ -17,12 +18,10 @@ def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: P
     if plot_file is not None:
         require_matplotlib()
     engine = load_engine(config)
-    try:
-        with ProgressBar() as bar:
-            results = bench.measure(engine, config, bar)
-        report = Report(bench.name, engine.name, config, results)
-    finally:
-        engine.close(timeout_s=60.0)
+    with ProgressBar() as bar:
+        results = bench.measure(engine, config, bar)
+    engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
+    report = Report(bench, engine.name, config, results)
     notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for skipped in results.skipped:
         notes.print(f"skipped: {skipped}")

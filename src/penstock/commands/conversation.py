@@ -43,7 +43,8 @@ class Conversation:
                 del self._turns[:num_forgotten]
                 return Turn(prompt, min(self._max_tokens, self._context - len(prompt)), num_forgotten)
         raise InvalidRequest(
-            f"this message alone makes a prompt of {len(prompt)} tokens; the context holds {self._context}, of which {reserve} are for the answer"
+            f"this message alone makes a prompt of {len(prompt)} tokens; "
+            f"the context holds {self._context}, of which {reserve} are for the answer"
         )
 
     def add(self, question: str, answer: str) -> None:

@@ -9,6 +9,7 @@ All calls come from the engine thread and none blocks; `prefix_of` alone reads n
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from penstock.contract import Fence, Match, Prefix, Table
@@ -44,7 +45,7 @@ class KvCache:
         self._scope = scope
         self._prefix_cache = prefix_cache
         self._pending: dict[bytes, int] = {}  # how many open tables announce the key
-        self._num_tables = 0
+        self._tables: set[BlockTable] = set()  # those that are open
         self._num_hits = 0
         self._num_misses = 0
 
@@ -85,7 +86,7 @@ class KvCache:
         pool = self._pool
         return CacheStats(
             slots=pool.counts,
-            num_tables=self._num_tables,
+            num_tables=len(self._tables),
             num_keys=pool.num_keys,
             num_pending=len(self._pending),
             hits_total=self._num_hits,
@@ -105,15 +106,15 @@ class KvCache:
             raise InvariantBroken(f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here")
         hold = self._pool.hold(owner, slots)
         self._announce(keys[num_blocks:])
-        self._num_tables += 1
         self._num_hits += num_blocks
         self._num_misses += len(keys) - num_blocks
-        return BlockTable(hold, self.block_tokens, shared, num_blocks)
+        table = BlockTable(hold, self.block_tokens, shared, num_blocks)
+        self._tables.add(table)
+        return table
 
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and say False."""
-        own = _own(table)
-        own.hold.require_open()
+        own = self._own(table)
         reservation = self._pool.try_reserve(num_blocks, own.owner)
         if reservation is None:
             return False
@@ -123,11 +124,10 @@ class KvCache:
 
     def seal(self, table: Table, tokens: Sequence[int], num_computed: int) -> None:
         """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key."""
-        own = _own(table)
+        own = self._own(table)
         num_full = num_computed // own.block_tokens
         if own.prefix is None or num_full <= own.num_keyed:
             return
-        own.hold.require_open()
         first = own.num_keyed
         slots = own.hold.first(num_full)[first:].tolist()
         keys = own.next_keys(tokens, num_full)
@@ -137,11 +137,10 @@ class KvCache:
 
     def release(self, table: Table, fence: Fence | None) -> None:
         """End the table. `fence` covers the last use of its slots and travels with them."""
-        own = _own(table)
+        own = self._own(table)
         own.hold.end(fence)
-        self._num_tables -= 1
-        if own.prefix is not None:
-            self._withdraw(own.prefix.keys[own.num_keyed :])
+        self._tables.remove(own)
+        self._withdraw(own.announced)
 
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
         """Protect `slots` for a transfer, whatever becomes of the tables that hold them."""
@@ -156,8 +155,9 @@ class KvCache:
     def check(self) -> None:
         """Recount; raises where the books do not add up."""
         self._pool.check()
-        if self._num_tables == 0 and self._pending:
-            raise InvariantBroken(f"{len(self._pending)} keys are announced as pending where no table is open")
+        announced = Counter(key for table in self._tables for key in table.announced)
+        if announced != self._pending:
+            raise InvariantBroken(f"{len(self._pending)} keys are booked as pending, and {len(announced)} are announced by open tables")
 
     def close(self) -> None:
         """Idempotent. Raises Leaked while a table or pin is out."""
@@ -175,8 +175,9 @@ class KvCache:
             if num > 1:
                 pending[key] = num - 1
 
-
-def _own(table: Table) -> BlockTable:
-    if not isinstance(table, BlockTable):
+    def _own(self, table: Table) -> BlockTable:
+        if isinstance(table, BlockTable):
+            if table in self._tables:
+                return table
+            table.hold.require_open()
         raise InvariantBroken(f"a {type(table).__name__} is no table of this cache")
-    return table

@@ -83,7 +83,9 @@ def _intact(directory: Path, progress: Progress) -> bool:
     """Whether the cached copy holds the bytes that were written: a changed file has another mtime and is hashed again."""
     try:
         manifest = read_json(directory / MANIFEST)
-        return all(file_digest(directory / name, f"checking {name}", progress).hex() == digest for name, digest in manifest.items())
+        return WEIGHTS in manifest and all(
+            file_digest(directory / name, f"checking {name}", progress).hex() == digest for name, digest in manifest.items()
+        )
     except ModelError:
         return False
 

@@ -61,7 +61,7 @@ def _build(config: ModelConfig, weights: dict[str, Tensor], ops: LayerOps, diges
 def _resolve(model: str, progress: Progress) -> tuple[str, Path]:
     """The name to serve under, and a directory with safetensors and a config."""
     if model == EMBEDDED:
-        return model, converted_directory(_embedded_file(), progress)
+        return model, converted_directory(embedded_file(), progress)
     if model in BUILT_IN:
         raise ModelError(f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to real ones")
     path = _existing(model)
@@ -81,7 +81,7 @@ def _existing(model: str) -> Path:
     return path
 
 
-def _embedded_file() -> Path:
+def embedded_file() -> Path:
     """Found without importing the package, whose own dependencies are not installed."""
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

@@ -63,14 +63,18 @@ def words(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
 
 
 class ScriptedEngine:
-    """See the module. `hold` stops tokens, not cancels; `permit` lets a number of steps through while held."""
+    """See the module. `hold` stops tokens, not cancels; `permit` lets a number of steps through while held.
 
-    def __init__(self, script: Script = words, max_model_len: int = 100_000, name: str = "scripted") -> None:
+    `pace_s` is what a step takes at least; a real one leaves the interpreter to others for as long as the device works.
+    """
+
+    def __init__(self, script: Script = words, max_model_len: int = 100_000, name: str = "scripted", pace_s: float = 0.0) -> None:
         self.name = name
         self.tokenizer = ScriptedTokenizer()
         self.max_model_len = max_model_len
         self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
         self._script = script
+        self._pace_s = pace_s
         self._lock = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._permits: int | None = None  # None: not held
@@ -163,6 +167,8 @@ class ScriptedEngine:
                 self._lock.wait(timeout_s)
         for listener, event in events:
             listener(event)
+        if self._pace_s:
+            time.sleep(self._pace_s)
 
     def close_admission(self) -> None:
         with self._lock:

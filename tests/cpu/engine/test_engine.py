@@ -150,7 +150,9 @@ def test_a_small_arena_queues_requests_and_serves_them_all(make_engine: MakeEngi
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_an_overcommitted_engine_retracts_and_resumes_with_the_same_tokens(make_engine: MakeEngine, prompts: Prompts, prefix_cache: bool) -> None:
+def test_an_overcommitted_engine_retracts_and_resumes_with_the_same_tokens(
+    make_engine: MakeEngine, prompts: Prompts, prefix_cache: bool
+) -> None:
     engine = make_engine(blocks=12, overcommit=4.0, prefix_cache=prefix_cache)
     free = make_engine(prefix_cache=False)
     found = [submit(engine, prompts(20 + seed, seed), max_tokens=60) for seed in range(5)]

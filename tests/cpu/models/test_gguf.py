@@ -76,7 +76,7 @@ def test_another_converter_version_makes_another_copy(tmp_path: Path, monkeypatc
     assert converted_directory(path, silent) != directory
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "no manifest", "wrong manifest"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "no manifest", "empty manifest", "wrong manifest"])
 def test_a_damaged_cached_copy_is_made_again(tmp_path: Path, how: str) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     directory = converted_directory(path, silent)
@@ -90,6 +90,9 @@ def test_a_damaged_cached_copy_is_made_again(tmp_path: Path, how: str) -> None:
         weights.unlink()
     elif how == "no manifest":
         (directory / MANIFEST).unlink()
+    elif how == "empty manifest":
+        (directory / MANIFEST).write_text("{}")
+        os.truncate(weights, 0)
     else:
         (directory / MANIFEST).write_text('{"model.safetensors": "00"}')
     assert converted_directory(path, silent) == directory

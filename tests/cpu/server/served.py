@@ -43,14 +43,19 @@ class Served:
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=DEADLINE_S)
 
-    def connect(self) -> socket.socket:
+    def connect(self, small_buffer: bool = False) -> socket.socket:
         host, port = self.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+        connection = socket.socket()
+        connection.settimeout(DEADLINE_S)
+        if small_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        return connection
 
-    def send(self, path: str, body: dict | bytes, headers: str = "") -> socket.socket:
+    def send(self, path: str, body: dict | bytes, headers: str = "", small_buffer: bool = False) -> socket.socket:
         """A request whose answer the caller reads, or does not."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = self.connect()
+        connection = self.connect(small_buffer)
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data)
         return connection
 

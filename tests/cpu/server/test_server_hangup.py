@@ -136,8 +136,8 @@ def test_a_server_that_does_not_watch_its_clients_is_found_out(monkeypatch: pyte
 def test_a_server_that_forgets_to_cancel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ScriptedEngine()
     monkeypatch.setattr(engine, "cancel", lambda request_id: None)
-    with serving(engine, shutdown_s=0.0) as served:
-        hang_up_mid_stream(served)
+    with serving(engine) as served:
+        hang_up_before_the_first_token(served, stream=True)
         with pytest.raises(AssertionError, match="no open request"):
             served.assert_idle(deadline_s=0.3)
 
@@ -173,7 +173,7 @@ async def _crowd(port: int, num_clients: int) -> list[str | None]:
 
 
 def test_two_hundred_clients_of_which_half_hang_up_leave_nothing_behind() -> None:
-    with serving(max_concurrent=256) as served:
+    with serving(ScriptedEngine(pace_s=0.002), max_concurrent=256) as served:
         port = int(served.url.rsplit(":", 1)[1])
         answers = asyncio.run(asyncio.wait_for(_crowd(port, 200), 120))
         stayed = [answer for answer in answers if answer is not None]
@@ -208,16 +208,8 @@ def test_more_clients_than_seats_are_answered_429_and_the_rest_is_served() -> No
 
 def test_a_slow_reader_gets_everything_in_few_large_chunks(served: Served) -> None:
     num_tokens = 30_000
-    connection = served.connect()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.close()
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host, port = served.url.removeprefix("http://").split(":")
-    connection.connect((host, int(port)))
-    connection.settimeout(DEADLINE_S)
-    body = json.dumps(completion(stream=True, max_tokens=num_tokens, seed=7)).encode()
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    body = completion(stream=True, max_tokens=num_tokens, seed=7)
+    connection = served.send("/v1/completions", body, "Connection: close\r\n", small_buffer=True)
     until(lambda: served.engine.num_open == 0 and served.engine.submitted, "the engine does not wait for the reader")
     data = b""
     while more := connection.recv(65536):
@@ -233,14 +225,10 @@ def test_a_slow_reader_gets_everything_in_few_large_chunks(served: Served) -> No
 def test_a_reader_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "SEND_TIMEOUT_S", 0.05)
     with serving() as served:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = served.url.removeprefix("http://").split(":")
-        connection.connect((host, int(port)))
         prompt = "x" * 200_000  # echoed in every choice: more than all socket buffers on the way hold
         monkeypatch.setattr(served.engine, "max_model_len", 10_000_000)
-        body = json.dumps(completion(prompt, stream=True, max_tokens=5_000_000, echo=True, n=64)).encode()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        body = completion(prompt, stream=True, max_tokens=5_000_000, echo=True, n=64)
+        connection = served.send("/v1/completions", body, small_buffer=True)
         until(lambda: len(served.engine.submitted) == 64, "the engine has the requests")
         served.assert_idle()
         connection.close()

@@ -22,7 +22,10 @@ def test_a_completion_has_text_reason_and_usage(served: Served) -> None:
     assert reply.id.startswith("cmpl-")
     assert [(c.index, c.text, c.finish_reason, c.logprobs) for c in reply.choices] == [(0, WORDS[:9], "length", None)]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (5, 9, 14)
-    assert reply.usage.model_dump(exclude_unset=True)["prompt_tokens_details"] == {"cached_tokens": 0, "kv_source": {"device": 0, "computed": 5}}
+    assert reply.usage.model_dump(exclude_unset=True)["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "kv_source": {"device": 0, "computed": 5},
+    }
     assert reply._request_id == reply.id.removeprefix("cmpl-")
 
 
@@ -209,7 +212,10 @@ def test_null_means_absent(served: Served) -> None:
 
 def test_a_chat_reply_is_an_assistants_message(served: Served) -> None:
     client = served.client()
-    turns = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]}]
+    turns = [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]},
+    ]
     reply = client.chat.completions.create(model=MODEL, messages=turns, seed=7, max_tokens=9)
     assert reply.object == "chat.completion"
     message = reply.choices[0].message
@@ -249,9 +255,7 @@ def test_chat_logprobs_have_bytes_and_rivals(served: Served) -> None:
     content = reply.choices[0].logprobs.content
     assert [(e.token, e.logprob, e.bytes) for e in content] == [("c", -0.5, [99]), ("h", -0.5, [104])]
     assert [(t.token, t.logprob, t.bytes) for t in content[0].top_logprobs] == [("d", -0.25, [100]), ("c", -0.5, [99])]
-    bare = served.client().chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=1, logprobs=True
-    )
+    bare = served.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=1, logprobs=True)
     assert bare.choices[0].logprobs.content[0].top_logprobs == []
 
 

@@ -34,6 +34,11 @@ class BlockTable:
     def num_slots(self) -> int:
         return self.hold.num_slots
 
+    @property
+    def announced(self) -> Sequence[bytes]:
+        """Keys of its prompt that it is going to seal."""
+        return () if self.prefix is None else self.prefix.keys[self.num_keyed :]
+
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
         """Read-only view of exactly ceil(num_tokens / block_tokens) slots; its content never changes."""
         self.hold.require_open()

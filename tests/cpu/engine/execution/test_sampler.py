@@ -16,7 +16,9 @@ VOCAB = 12
 DEVICE = torch.device("cpu")
 
 
-def sample_many(logits: torch.Tensor, num_draws: int, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **sampling: Any) -> torch.Tensor:
+def sample_many(
+    logits: torch.Tensor, num_draws: int, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **sampling: Any
+) -> torch.Tensor:
     """One request's next token, drawn at `num_draws` positions with everything else equal: counts by token."""
     rows, sampler = Rows(1), Sampler(1, VOCAB, DEVICE)
     start = Start(0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output)

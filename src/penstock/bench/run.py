@@ -1,0 +1,139 @@
+"""Drives an engine from the calling thread and notes when tokens come. Owns the clock of a measurement, not what is measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from penstock.config import Config
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.engine.engine import Engine
+from penstock.errors import InvariantBroken, StepFailed
+from penstock.models.progress import Progress
+
+RESET_POLL_S = 0.001
+
+
+class Results(NamedTuple):
+    """One row per size measured, and a sentence for each one that could not be."""
+
+    rows: list[dict[str, Any]]
+    skipped: list[str]
+
+
+class Column(NamedTuple):
+    title: str
+    cell: Callable[[dict[str, Any]], str]
+
+
+class Bench(Protocol):
+    """One kind of measurement: how it is taken, and how its rows are shown."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def columns(self) -> tuple[Column, ...]: ...
+
+    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results: ...
+
+    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
+        """Onto matplotlib's axes."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What all requests of a driver got since it was last cleared; counting here keeps a turn's own cost out of the measurement."""
+
+    num_tokens: int = 0
+    ended: list[TokenEvent] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """Listens to one request."""
+
+    tally: _Tally
+    submitted_s: float
+    tokens: list[int] = field(default_factory=list)
+    first_s: float | None = None
+    source: KvSource | None = None
+
+    def __call__(self, event: TokenEvent) -> None:
+        if event.tokens and self.first_s is None:
+            self.first_s = time.perf_counter()
+        if event.source is not None:
+            self.source = event.source
+        self.tokens.extend(event.tokens)
+        self.tally.num_tokens += len(event.tokens)
+        if event.finish is not None:
+            self.tally.ended.append(event)
+
+    @property
+    def ttft_s(self) -> float:
+        if self.first_s is None:
+            raise InvariantBroken("a request ended without a token")
+        return self.first_s - self.submitted_s
+
+
+class Turn(NamedTuple):
+    """What one call of `engine.step()` brought."""
+
+    end_s: float
+    num_tokens: int
+    num_finished: int
+
+
+class Driver:
+    """Steps an engine that no other thread steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._num_open = 0
+        self._tally = _Tally()
+
+    def submit(self, prompt: Sequence[int], max_tokens: int) -> Reader:
+        """Greedy, and to the full length: what the model would like does not change the work."""
+        reader = Reader(self._tally, time.perf_counter())
+        self.engine.submit(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), reader)
+        self._num_open += 1
+        return reader
+
+    def turn(self) -> Turn:
+        tally = self._tally
+        tally.num_tokens, tally.ended = 0, []
+        moved = self.engine.step()
+        end_s = time.perf_counter()
+        self._num_open -= len(tally.ended)
+        for event in tally.ended:
+            if event.finish is not FinishReason.LENGTH:
+                raise StepFailed(event.error or f"a request ended early: {event.finish}")
+        if not moved and self._num_open:
+            raise InvariantBroken(f"the engine has nothing to do, but {self._num_open} requests are open")
+        return Turn(end_s, tally.num_tokens, len(tally.ended))
+
+    def run_all(self) -> list[Turn]:
+        """Until every request has ended and the engine is idle."""
+        turns: list[Turn] = []
+        while self._num_open or self.engine.has_work():
+            turns.append(self.turn())
+        return turns
+
+    def reset_cache(self) -> int:
+        """The engine does it between steps and its caller waits, so the caller is a thread of its own."""
+        evicted: list[int] = []
+        thread = threading.Thread(target=lambda: evicted.append(self.engine.reset_cache()), name="bench-reset", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.engine.step()
+            thread.join(RESET_POLL_S)
+        if not evicted:
+            raise InvariantBroken("the cache could not be reset")
+        return evicted[0]
+
+
+def blocks_for(num_tokens: int, config: Config) -> int:
+    return -(-num_tokens // config.kv.block_tokens)

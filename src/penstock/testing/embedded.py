@@ -1,0 +1,24 @@
+"""The embedded model's real tokenizer without its weights. Owns nothing; for tests that need real text and no forward pass."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+from penstock.models.dimensions import SMOLLM2_135M
+from penstock.models.gguf_file import GgufFile
+from penstock.models.gguf_tokenizer import tokenizer_files
+from penstock.models.registry import embedded_file
+from penstock.models.tokenizer import Tokenizer
+from penstock.models.tokenizer_dir import load_tokenizer
+
+
+@functools.cache
+def embedded_tokenizer() -> Tokenizer:
+    """SmolLM2's tokenizer, from the metadata of its GGUF file; made once per process."""
+    path = embedded_file()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in tokenizer_files(GgufFile(path).metadata, str(path)).items():
+            (Path(folder) / name).write_bytes(data)
+        return load_tokenizer(Path(folder), SMOLLM2_135M)

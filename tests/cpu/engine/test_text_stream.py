@@ -1,0 +1,194 @@
+"""Incremental text: any split into pushes gives the text of the whole, stop strings never leak, and offsets point at the text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from penstock.engine import text as text_module
+from penstock.engine.text import TextStream
+from penstock.models.tokenizer import ByteTokenizer, Tokenizer
+from penstock.testing.embedded import embedded_tokenizer
+
+REAL = embedded_tokenizer()
+BYTES = ByteTokenizer(256)
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [REAL, BYTES], ids=["real", "bytes"])
+
+
+def streamed(tokenizer: Tokenizer | ByteTokenizer, pushes: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, bool]:
+    stream = TextStream(tokenizer, stop)
+    deltas = [stream.push(push) for push in pushes]
+    return "".join(delta.text for delta in deltas) + stream.finish(), any(delta.stopped for delta in deltas)
+
+
+def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    edges = sorted({0, len(ids), *(c % (len(ids) + 1) for c in cuts)})
+    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def text_before_stop(text: str, stop: tuple[str, ...]) -> str | None:
+    """Reference: the shortest prefix that ends with a stop string, less the longest one it ends with."""
+    for end in range(1, len(text) + 1):
+        ending = [s for s in stop if text[:end].endswith(s)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return None
+
+
+@given(st.lists(st.integers(0, REAL.vocab_size - 1), max_size=40), st.lists(st.integers(0, 100), max_size=8))
+def test_deltas_of_any_real_tokens_in_any_pushes_join_to_the_decoded_whole(ids: list[int], cuts: list[int]) -> None:
+    assert streamed(REAL, cut(ids, cuts)) == (REAL.decode(ids), False)
+
+
+@given(st.text(max_size=60), st.lists(st.integers(0, 100), max_size=8))
+def test_deltas_of_encoded_text_join_to_the_text(text: str, cuts: list[int]) -> None:
+    assert streamed(REAL, cut(REAL.encode(text), cuts)) == (REAL.decode(REAL.encode(text)), False)
+
+
+@given(st.lists(st.integers(0, 255), max_size=30), st.lists(st.integers(0, 100), max_size=8))
+@example([0xE2, 0x82, 0x41], [])
+@example([0xF0, 0x9F, 0xF0, 0x9F, 0x99, 0x82, 0xC0, 0x80], [1, 2, 3])
+def test_deltas_of_any_bytes_join_to_the_decoded_whole(ids: list[int], cuts: list[int]) -> None:
+    assert streamed(BYTES, cut(ids, cuts)) == (BYTES.decode(ids), False)
+
+
+@given(st.text(max_size=30))
+def test_no_delta_holds_half_a_character(text: str) -> None:
+    stream = TextStream(BYTES, ())
+    so_far = ""
+    for id in BYTES.encode(text):
+        so_far += stream.push([id]).text
+        assert text.startswith(so_far)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.lists(st.integers(0, 100), max_size=8))
+@example("abcd", ["abcd", "bc"], [])
+@example("aaab", ["aab"], [1, 2])
+def test_the_text_ends_before_the_first_stop_string_to_be_complete(text: str, stop: list[str], cuts: list[int]) -> None:
+    expected = text_before_stop(text, tuple(stop))
+    result, stopped = streamed(BYTES, cut(BYTES.encode(text), cuts), tuple(stop))
+    assert (result, stopped) == ((text, False) if expected is None else (expected, True))
+
+
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4))
+def test_what_is_emitted_never_has_to_be_taken_back(text: str, stop: list[str]) -> None:
+    """Whatever comes next, the final text starts with what was emitted so far; and no more is held back than could be a stop string."""
+    stream, so_far = TextStream(BYTES, tuple(stop)), ""
+    for n, id in enumerate(BYTES.encode(text), 1):
+        delta = stream.push([id])
+        so_far += delta.text
+        if delta.stopped:
+            return
+        held = text[len(so_far) : n]
+        assert text[:n] == so_far + held
+        assert held == "" or any(s.startswith(held) and s != held for s in stop)
+        for s in stop:
+            for overlap in range(1, len(s)):
+                assert not text[:n].endswith(s[:overlap]) or overlap <= len(held)
+
+
+def test_holding_nothing_back_would_leak_half_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that the tests above would show."""
+    assert TextStream(BYTES, ("stop",)).push(BYTES.encode("it st")).text == "it "
+    monkeypatch.setattr(text_module._StopString, "matched", property(lambda self: 0, lambda self, value: None), raising=False)
+    assert TextStream(BYTES, ("stop",)).push(BYTES.encode("it st")).text == "it st"
+
+
+@TOKENIZERS
+def test_a_stop_string_that_does_not_complete_is_given_back(tokenizer: Tokenizer | ByteTokenizer) -> None:
+    stream = TextStream(tokenizer, ("\n\nUser:",))
+    first = stream.push(tokenizer.encode("Hello\n\nUs"))
+    assert first.text == "Hello" and not first.stopped
+    assert stream.push(tokenizer.encode("ually")).text == "\n\nUsually"
+    assert stream.finish() == ""
+
+
+@TOKENIZERS
+def test_what_is_held_at_the_end_is_handed_out_by_finish_once(tokenizer: Tokenizer | ByteTokenizer) -> None:
+    stream = TextStream(tokenizer, ("stop",))
+    assert stream.push(tokenizer.encode("a sto")).text == "a "
+    assert stream.finish() == "sto"
+    assert stream.finish() == ""
+
+
+def test_an_unfinished_character_at_the_end_becomes_a_replacement_character() -> None:
+    stream = TextStream(BYTES, ())
+    assert stream.push([0x61, 0xF0, 0x9F]).text == "a"
+    assert stream.finish() == "\ufffd"
+
+
+def test_a_stop_string_may_lie_inside_one_token_or_across_many() -> None:
+    ids = REAL.encode("one two three")
+    assert len(ids) == 3
+    assert streamed(REAL, [ids], ("wo th",)) == ("one t", True)
+    assert streamed(REAL, [[id] for id in ids], ("hre",)) == ("one two t", True)
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    stream = TextStream(BYTES, ("b",))
+    assert stream.push(BYTES.encode("abc")) == ("a", True, (0, 1))
+    assert stream.push(BYTES.encode("def")) == ("", True, ())
+    assert stream.finish() == ""
+
+
+def test_special_tokens_have_no_text_but_an_offset() -> None:
+    ids = [*REAL.encode("hi"), 2, *REAL.encode(" you")]
+    assert TextStream(REAL, ()).push(ids) == ("hi you", False, (0, 2, 2))
+
+
+def test_offsets_point_at_the_character_that_a_token_starts_or_goes_on_with() -> None:
+    assert TextStream(BYTES, ()).push(BYTES.encode("é🙂x")).offsets == (0, 0, 1, 1, 1, 1, 2)
+    # 'A' and the second lead byte break off the character before them, which takes one place in the text.
+    assert TextStream(BYTES, ()).push([0xE2, 0x82, 0x41, 0xF0, 0xF0, 0x9F]) == ("\ufffdA\ufffd", False, (0, 0, 1, 2, 3, 3))
+    # A complete U+FFFD is a character like any other.
+    assert TextStream(BYTES, ()).push([*"\ufffd".encode(), 0x41]).offsets == (0, 0, 0, 1)
+
+
+@given(st.text(min_size=1, max_size=40), st.lists(st.integers(0, 100), max_size=5))
+def test_offsets_do_not_depend_on_pushes_and_locate_each_tokens_text(text: str, cuts: list[int]) -> None:
+    ids = REAL.encode(text)
+    whole = TextStream(REAL, ()).push(ids).offsets
+    stream = TextStream(REAL, ("never in here, since it is far too long for this",))
+    assert sum((stream.push(push).offsets for push in cut(ids, cuts)), ()) == whole
+    decoded = REAL.decode(ids)
+    for id, offset in zip(ids, whole, strict=True):
+        own = REAL.token_text(id)
+        if "\ufffd" not in own and not REAL.is_special(id):
+            assert decoded[offset:].startswith(own)
+
+
+def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[int] = []
+
+    class Counting:
+        def token_bytes(self, id: int) -> bytes:
+            looked_up.append(id)
+            return REAL.token_bytes(id)
+
+        def is_special(self, id: int) -> bool:
+            return False
+
+    ids = REAL.encode("The gate opens when the water is ready, and not before. " * 20)
+    stream = TextStream(Counting(), ("nothing of the kind",))
+    for id in ids:
+        stream.push([id])
+    assert looked_up == ids
+
+
+def test_a_stop_string_of_a_megabyte_costs_no_more_per_token_than_a_short_one() -> None:
+    """Counted, not timed: characters looked at per character of text stay below two on average."""
+    steps = 0
+
+    class Counting(str):
+        def __getitem__(self, index: object) -> str:
+            nonlocal steps
+            steps += 1
+            return str.__getitem__(self, index)  # type: ignore[index]
+
+    stop = text_module._StopString("a" * 1_000_000 + "b")
+    stop._text = Counting(stop._text)
+    text = ("a" * 1000 + "c") * 20
+    for character in text:
+        stop.advance(character)
+    assert steps < 4 * len(text)

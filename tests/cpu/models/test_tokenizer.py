@@ -1,0 +1,232 @@
+"""Tokenizers: bytes of tokens, special ones, chat templates, and files that cannot be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.errors import InvalidRequest, ModelError
+from penstock.models.dimensions import TINY_LLAMA
+from penstock.models.tokenizer import BYTE_OF, ByteTokenizer, Tokenizer
+from penstock.models.tokenizer_dir import load_tokenizer
+from penstock.testing.embedded import embedded_tokenizer
+from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
+
+REAL = embedded_tokenizer()
+VOCABULARY = REAL.vocab_size
+MESSAGES = [{"role": "user", "content": "What is a penstock?"}]
+
+
+def test_the_byte_alphabet_is_the_one_of_byte_level_bpe() -> None:
+    assert len(BYTE_OF) == 256 and set(BYTE_OF.values()) == set(range(256))
+    assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert BYTE_OF["Ġ"] == 0x20 and BYTE_OF["Ċ"] == 0x0A and BYTE_OF["a"] == 0x61
+
+
+@given(st.text(max_size=200))
+def test_decoding_what_was_encoded_gives_the_text_back(text: str) -> None:
+    assert REAL.decode(REAL.encode(text), skip_special=False) == text
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.booleans())
+def test_decoding_any_ids_equals_the_library(ids: list[int], skip_special: bool) -> None:
+    assert REAL.decode(ids, skip_special) == REAL._backend.decode(ids, skip_special_tokens=skip_special)
+
+
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_any_bytes_decode_as_the_library_decodes_them_also_where_they_are_no_utf8(data: list[int]) -> None:
+    character = {byte: text for text, byte in BYTE_OF.items()}
+    ids = [REAL._backend.token_to_id(character[byte]) for byte in data if REAL._backend.token_to_id(character[byte]) is not None]
+    assert REAL.decode(ids) == REAL._backend.decode(ids)
+
+
+def test_token_bytes_are_exact_also_for_a_part_of_a_character() -> None:
+    ids = REAL.encode("é日🙂")
+    assert b"".join(map(REAL.token_bytes, ids)) == "é日🙂".encode()
+    assert any("\ufffd" in REAL.token_text(id) for id in ids)
+
+
+def test_special_tokens_are_recognised_in_text_and_skipped_on_request() -> None:
+    ids = REAL.encode("<|im_start|>user\nhi<|im_end|>")
+    assert ids[0] == 1 and ids[-1] == 2
+    assert REAL.is_special(1) and not REAL.is_special(ids[1])
+    assert REAL.decode(ids) == "user\nhi"
+    assert REAL.decode(ids, skip_special=False) == "<|im_start|>user\nhi<|im_end|>"
+    assert REAL.token_bytes(2) == b"<|im_end|>"
+
+
+def test_ids_without_a_text_decode_to_nothing() -> None:
+    assert REAL.decode([VOCABULARY, 10**6, -1]) == "" and REAL.token_bytes(-1) == b""
+
+
+def test_the_embedded_model_ends_at_its_own_end_token() -> None:
+    assert REAL.eos_ids == {2} and REAL.vocab_size == 49152 and REAL.has_chat_template
+
+
+def test_digits_stand_alone_and_blanks_before_them_stay_together() -> None:
+    """The rule "smollm" splits digits first; splitting words first would make two tokens of the two blanks."""
+    assert [REAL.token_text(id) for id in REAL.encode("x  12")] == ["x", "  ", "1", "2"]
+
+
+@pytest.mark.parametrize("tokenizer", [REAL, ByteTokenizer(512)], ids=["real", "bytes"])
+def test_half_a_surrogate_pair_is_the_clients_fault(tokenizer: Tokenizer | ByteTokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="not valid Unicode at character 2"):
+        tokenizer.encode("ab\ud800")
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+@given(st.text(max_size=50))
+def test_the_byte_tokenizer_is_utf8(text: str) -> None:
+    tokenizer = ByteTokenizer(256)
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_ids_behind_the_bytes_are_visible_and_those_behind_the_vocabulary_are_nothing() -> None:
+    tokenizer = ByteTokenizer(512)
+    assert tokenizer.decode([104, 105, 300, 511, 512]) == "hi<300><511>"
+    assert not tokenizer.is_special(300) and tokenizer.eos_ids == frozenset()
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
+    with pytest.raises(ModelError, match="at least 256"):
+        ByteTokenizer(255)
+
+
+def test_a_model_without_a_tokenizer_can_still_chat() -> None:
+    assert ByteTokenizer(512).apply_chat(MESSAGES) == "user: What is a penstock?\nassistant: "
+
+
+# ---------------------------------------------------------------------------------------------------------------- chat
+
+
+def with_template(tmp_path: Path, template: Any) -> Tokenizer:
+    directory = write_tiny_model(tmp_path / "model")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return load_tokenizer(directory, TINY_LLAMA)
+
+
+def test_a_chat_is_rendered_by_the_models_own_template() -> None:
+    text = REAL.apply_chat(MESSAGES)
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
+    assert text.endswith("<|im_start|>user\nWhat is a penstock?<|im_end|>\n<|im_start|>assistant\n")
+    assert not REAL.apply_chat(MESSAGES, add_generation_prompt=False).endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": 5}], ["user"], [{}]],
+    ids=repr,
+)
+def test_messages_that_the_template_cannot_take_are_the_clients_fault(messages: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        REAL.apply_chat(messages)
+    assert caught.value.param == "messages"
+
+
+def test_a_templates_own_refusal_reaches_the_client(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        tokenizer.apply_chat(MESSAGES)
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
+    for escape in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__.__base__.__subclasses__() }}"):
+        with pytest.raises(InvalidRequest):
+            with_template(tmp_path, escape).apply_chat(MESSAGES)
+
+
+def test_special_tokens_json_and_training_marks_are_known_to_templates(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ eos_token }}{% generation %}{{ messages[0]|tojson }}{% endgeneration %}{% break %}"
+    source = template.replace("{% break %}", "{% for m in messages %}{% break %}{% endfor %}")
+    text = with_template(tmp_path, source).apply_chat([{"role": "user", "content": "<é>"}])
+    assert text == '<|endoftext|><|im_end|>{"role": "user", "content": "<é>"}'
+
+
+def test_a_template_that_does_not_parse_is_the_models_fault(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="chat template cannot be parsed"):
+        with_template(tmp_path, "{% for %}")
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}]
+    assert with_template(tmp_path, named).apply_chat(MESSAGES) == "plain"
+    assert not with_template(tmp_path, named[:1]).has_chat_template
+
+
+def test_a_template_file_comes_before_the_one_in_the_config(tmp_path: Path) -> None:
+    with_template(tmp_path, "from the config")
+    (tmp_path / "model" / "chat_template.jinja").write_text("from the file")
+    assert load_tokenizer(tmp_path / "model", TINY_LLAMA).apply_chat(MESSAGES) == "from the file"
+
+
+def test_without_a_template_chat_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
+        with_template(tmp_path, None).apply_chat(MESSAGES)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_end_ids_come_from_the_generation_config_and_the_tokenizers_own_end_token(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    assert load_tokenizer(directory, TINY_LLAMA).eos_ids == {0, 2}
+    (directory / "generation_config.json").unlink()
+    config = dataclasses.replace(TINY_LLAMA, eos_ids=(7,))
+    assert load_tokenizer(directory, config).eos_ids == {2, 7}
+    (directory / "tokenizer_config.json").unlink()
+    assert load_tokenizer(directory, config).eos_ids == {7}
+
+
+def test_the_tiny_tokenizer_fills_its_vocabulary() -> None:
+    tokenizer = Tokenizer(tiny_tokenizer())
+    assert tokenizer.vocab_size == 512
+    assert all(tokenizer.token_bytes(id) for id in range(512))
+
+
+def rewrite_json(name: str, text: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).write_text(text) and None
+
+
+def use_words(directory: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (lambda directory: (directory / "tokenizer.json").unlink(), "tokenizer.json is missing or not a tokenizer"),
+    "not JSON": (rewrite_json("tokenizer.json", "{"), "tokenizer.json is missing or not a tokenizer"),
+    "another object": (rewrite_json("tokenizer.json", '{"version": "1.0"}'), "tokenizer.json is missing or not a tokenizer"),
+    "not byte-level": (use_words, "not a byte-level BPE"),
+    "config not JSON": (rewrite_json("tokenizer_config.json", "nonsense"), "tokenizer_config.json is not valid JSON"),
+    "config not an object": (rewrite_json("generation_config.json", "[1]"), "generation_config.json must hold a JSON object"),
+    "end id not a number": (rewrite_json("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),
+    "end id outside": (rewrite_json("generation_config.json", '{"eos_token_id": 512}'), "ids up to 512, but the model's vocabulary ends at 511"),
+    "template not text": (rewrite_json("tokenizer_config.json", '{"chat_template": 5}'), "chat_template must be text"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), UNUSABLE.values(), ids=UNUSABLE)
+def test_tokenizer_files_that_cannot_be_used_are_model_errors(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    spoil(directory)
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(directory, TINY_LLAMA)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="ids up to 511, but the model's vocabulary ends at 299"):
+        load_tokenizer(write_tiny_model(tmp_path / "model"), dataclasses.replace(TINY_LLAMA, vocab=300))

@@ -1,0 +1,300 @@
+"""Whatever a client sends gets a clear 4xx in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+from served import MODEL, Served, completion, serving, until
+
+from penstock.testing.scripted_engine import EOS, ScriptedEngine
+
+DEEP = 100_000
+
+
+def chat(**fields) -> dict:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
+
+
+def said(content: object, role: str = "user") -> dict:
+    return {"model": MODEL, "messages": [{"role": role, "content": content}]}
+
+
+BAD_COMPLETIONS = {
+    "no json": (b"{", None, "valid JSON"),
+    "no body": (b"", None, "valid JSON"),
+    "not an object": (b"[]", None, "object"),
+    "trailing characters": (b'{"model":"scripted","prompt":"x"} x', None, "valid JSON"),
+    "not utf-8": (b'{"model":"scripted","prompt":"\xff"}', None, "valid UTF-8"),
+    "half a surrogate pair": (b'{"model":"scripted","prompt":"\\ud800 x"}', None, "valid JSON"),
+    "nan": (b'{"model":"scripted","prompt":"x","temperature":NaN}', None, "valid JSON"),
+    "infinity": (b'{"model":"scripted","prompt":"x","temperature":Infinity}', None, "valid JSON"),
+    "a number beyond floats": (b'{"model":"scripted","prompt":"x","temperature":1e999}', "temperature", "out of range"),
+    "deep lists": (b'{"model":"scripted","prompt":' + b"[" * DEEP, "prompt[0][0]", "expected `int`"),
+    "deep objects": (b'{"a":' * DEEP, "a", "not a field"),
+    "no model": ({"prompt": "x"}, "model", "required"),
+    "no prompt": ({"model": MODEL}, "prompt", "required"),
+    "an empty prompt": (completion(""), "prompt", "empty"),
+    "no prompts": (completion([]), "prompt", "empty"),
+    "an empty list of ids": (completion([[]]), "prompt", "empty"),
+    "mixed prompts": (completion(["a", 1]), "prompt", "mix"),
+    "a number as a prompt": (completion(5), "prompt", "expected `str | array`"),
+    "an object as a prompt": (completion({"a": 1}), "prompt", "expected"),
+    "fractional ids": (completion([1.5]), "prompt[0]", "expected"),
+    "negative ids": (completion([-1]), "prompt[0]", ">= 0"),
+    "huge ids": (completion([10**30]), "prompt[0]", "<="),
+    "an unknown field": (completion(temprature=1), "temprature", "temprature is not a field"),
+    "an unsupported field": (completion(best_of=2), "best_of", "best_of is not supported"),
+    "negative max_tokens": (completion(max_tokens=-1), "max_tokens", ">= 0"),
+    "fractional max_tokens": (completion(max_tokens=1.5), "max_tokens", "`float`"),
+    "max_tokens as text": (completion(max_tokens="5"), "max_tokens", "`str`"),
+    "max_tokens as a truth value": (completion(max_tokens=True), "max_tokens", "`bool`"),
+    "huge max_tokens": (completion(max_tokens=10**30), "max_tokens", "<="),
+    "more than the context": (completion("x" * 90_000, max_tokens=20_000), "prompt", "context"),
+    "a negative temperature": (completion(temperature=-0.1), "temperature", "at least 0"),
+    "top_p of nothing": (completion(top_p=0), "top_p", "above 0"),
+    "top_p above one": (completion(top_p=1.1), "top_p", "at most 1"),
+    "top_k below minus one": (completion(top_k=-2), "top_k", ">= -1"),
+    "a huge top_k": (completion(top_k=2**40), "top_k", "<="),
+    "min_p above one": (completion(min_p=2), "min_p", "at most 1"),
+    "penalty": (completion(presence_penalty=2.5), "presence_penalty", "at most 2"),
+    "no repetition penalty": (completion(repetition_penalty=0), "repetition_penalty", "above 0"),
+    "a huge seed": (completion(seed=2**70), "seed", "at most"),
+    "no choices": (completion(n=0), "n", ">= 1"),
+    "too many choices": (completion(n=129), "n", "<= 128"),
+    "too many logprobs": (completion(logprobs=21), "logprobs", "at most 20"),
+    "negative logprobs": (completion(logprobs=-1), "logprobs", "at least 0"),
+    "logprobs as a truth value": (completion(logprobs=True), "logprobs", "`bool`"),
+    "an empty stop": (completion(stop=""), "stop", "none of them empty"),
+    "too many stops": (completion(stop=["a"] * 17), "stop", "at most 16"),
+    "a stop of the wrong type": (completion(stop=[1]), "stop[0]", "expected `str`"),
+    "stream as text": (completion(stream="yes"), "stream", "`str`"),
+    "stream options without a stream": (completion(stream_options={"include_usage": True}), "stream_options", "stream is true"),
+    "unknown stream options": (completion(stream=True, stream_options={"x": 1}), "stream_options.x", "not a field"),
+    "a salt of the wrong type": (completion(cache_salt=1), "cache_salt", "expected `str"),
+}
+
+BAD_CHATS = {
+    "no messages": ({"model": MODEL, "messages": []}, "messages", "length >= 1"),
+    "messages of the wrong type": ({"model": MODEL, "messages": "hi"}, "messages", "expected `array`"),
+    "an unknown role": (said("x", "wizard"), "messages[0].role", "wizard"),
+    "no content": (said(None), "messages[0].content", "`null`"),
+    "a picture": (said([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type", "image_url"),
+    "an unknown field of a message": (chat(messages=[{"role": "user", "content": "x", "name": "n"}]), "messages[0].name", "not a field"),
+    "tools": (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
+    "a tool choice": (chat(tool_choice="auto"), "tool_choice", "not supported"),
+    "json mode": (chat(response_format={"type": "json_object"}), "response_format.type", "json_object"),
+    "rivals without logprobs": (chat(top_logprobs=2), "top_logprobs", "logprobs is true"),
+    "too many rivals": (chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
+    "two lengths": (chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "differ"),
+    "a prompt": (chat(prompt="x"), "prompt", "not a field"),
+    "echo": (chat(echo=True), "echo", "not a field"),
+}
+
+
+def check_refused(served: Served, path: str, body: object, param: str | None, text: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reply = served.http().post(path, content=content, headers={"content-type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert text in error["message"], error["message"]
+    assert len(error["message"]) < 500
+
+
+def test_every_bad_body_is_refused_by_name_and_nothing_is_lost(served: Served) -> None:
+    for path, table in (("/v1/completions", BAD_COMPLETIONS), ("/v1/chat/completions", BAD_CHATS)):
+        for name, (body, param, text) in table.items():
+            try:
+                check_refused(served, path, body, param, text)
+            except AssertionError as error:
+                raise AssertionError(f"{path}, {name}: {error}") from error
+            assert served.service.generations.taken == 0, name
+    assert served.engine.submitted == []
+    assert served.client().completions.create(model=MODEL, prompt="x").usage.completion_tokens == 16
+
+
+def test_a_prompt_that_fails_in_the_middle_of_many_cancels_those_before_it(served: Served) -> None:
+    served.engine.hold()
+    reply = served.http().post("/v1/completions", json=completion(["good", "x" * 200_000, "good"]))
+    assert reply.status_code == 400
+    assert len(served.engine.submitted) == 1
+    served.assert_idle()
+
+
+def test_ids_outside_the_vocabulary_have_no_text(served: Served) -> None:
+    reply = served.http().post("/detokenize", json={"tokens": [97, EOS + 1]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "x", "extra": 1}, "extra"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_tokenize_refuses_what_it_does_not_know(served: Served, body: dict, param: str) -> None:
+    check_refused(served, "/tokenize", body, param, "")
+
+
+def test_a_model_without_a_chat_template_says_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine.tokenizer, "has_chat_template", False, raising=False)
+    check_refused(served, "/v1/chat/completions", chat(), "messages", "chat template")
+
+
+# ------------------------------------------------------------------------------------------------------- size and methods
+
+
+def test_a_body_of_ten_megabytes_is_refused_whole_or_in_parts(served: Served) -> None:
+    body = json.dumps(completion("x" * 10_000_000)).encode()
+
+    def parts():
+        for start in range(0, len(body), 1 << 16):
+            yield body[start : start + (1 << 16)]
+
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for content in (body, parts()):
+            reply = served.http().post(path, content=content)
+            assert reply.status_code == 413, path
+            assert reply.json()["error"]["code"] == "body_too_large"
+    served.assert_idle()
+
+
+def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(served: Served) -> None:
+    connection = served.connect()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n")
+    assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+    connection.close()
+
+
+def test_an_endless_upload_is_refused_while_little_of_it_is_held(served: Served) -> None:
+    """The chunks never end; the answer comes all the same, and memory does not grow with what was sent."""
+    connection = served.connect()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+    tracemalloc.start()
+    try:
+        for _ in range(64):
+            connection.sendall(chunk)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+    assert peak < 5 * served.service.config.max_body_bytes
+    connection.close()
+
+
+def test_a_body_just_within_the_limit_is_taken() -> None:
+    with serving(ScriptedEngine(max_model_len=10_000), max_body_bytes=2048) as served:
+        size = len(json.dumps(completion("")))
+        assert served.http().post("/v1/completions", content=json.dumps(completion("x" * (2048 - size)))).status_code == 200
+        assert served.http().post("/v1/completions", content=json.dumps(completion("x" * (2049 - size)))).status_code == 413
+
+
+def test_a_body_that_never_comes_does_not_hold_its_seat(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.server import generate
+
+    read = generate.read_body
+    monkeypatch.setattr(generate, "read_body", lambda scope, receive, limit: read(scope, receive, limit, timeout_s=0.05))
+    connection = served.connect()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+    connection.close()
+
+
+def test_compressed_bodies_are_refused(served: Served) -> None:
+    assert served.http().post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}).status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/metrics", 405),
+        ("GET", "/cache/reset", 405),
+        ("POST", "/health", 405),
+        ("GET", "/", 404),
+        ("GET", "/v1/models/", 404),
+        ("POST", "/v1/completions/", 404),
+        ("POST", "/cache/flush", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("GET", "/v1/%ff%fe", 404),
+        ("POST", "/cache/reset?tier=host", 400),
+        ("POST", "/cache/reset?tier=device&tier=all", 400),
+        ("POST", "/cache/reset?level=1", 400),
+        ("GET", "/cache/stats?x=1", 400),
+        ("POST", "/v1/completions?x=1", 400),
+    ],
+)
+def test_paths_methods_and_queries_that_do_not_exist(served: Served, method: str, path: str, status: int) -> None:
+    reply = served.http().request(method, path)
+    assert reply.status_code == status
+    assert reply.json()["error"]["message"]
+    if status == 405:
+        assert reply.headers["allow"]
+
+
+def test_garbage_instead_of_http_is_survived(served: Served) -> None:
+    for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+        connection = served.connect()
+        connection.sendall(garbage)
+        connection.shutdown(1)
+        while connection.recv(1000):
+            pass
+        connection.close()
+    assert served.http().get("/health").status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------------------- key
+
+
+def test_the_key_guards_everything_but_the_probes() -> None:
+    with serving(api_key="secret-key-value") as served, served.http() as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/live").status_code == 200
+        for method, path in [
+            ("GET", "/metrics"),
+            ("GET", "/v1/models"),
+            ("GET", "/cache/stats"),
+            ("POST", "/cache/reset?tier=all"),
+            ("POST", "/tokenize"),
+            ("POST", "/v1/completions"),
+            ("GET", "/nowhere"),
+            ("GET", "/health/"),
+            ("GET", "/live/../metrics"),
+        ]:
+            reply = http.request(method, path)
+            assert reply.status_code == 401, path
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+        for wrong in ("", "Bearer", "Bearer ", "Bearer secret", "Basic secret-key-value", "secret-key-value", "Bearer secret-key-valuex"):
+            assert http.get("/metrics", headers={"authorization": wrong}).status_code == 401, wrong
+        assert http.get("/metrics", headers={"authorization": "bearer secret-key-value"}).status_code == 200
+
+
+def test_the_key_shows_in_no_log_and_no_error(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(0)
+    with serving(api_key="secret-key-value") as served:
+        monkeypatch.setattr(served.engine, "stats", lambda: 1 / 0)
+        answers = [served.http().get("/metrics", headers={"authorization": f"Bearer {key}"}) for key in ("secret-key-value", "wrong-value")]
+        assert [answer.status_code for answer in answers] == [500, 401]
+        until(lambda: "ZeroDivisionError" in caplog.text, "the failure is in the log")
+        for text in (caplog.text, *(answer.text for answer in answers)):
+            assert "secret-key-value" not in text
+            assert "wrong-value" not in text
+        assert "division" not in answers[0].text, "an internal error tells its details to the log only"
+
+
+def test_an_open_door_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.server.app import KeyCheck
+
+    monkeypatch.setattr(KeyCheck, "_admits", lambda self, scope: True)
+    with pytest.raises(AssertionError):
+        test_the_key_guards_everything_but_the_probes()

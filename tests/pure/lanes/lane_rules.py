@@ -1,0 +1,465 @@
+"""What every lane must do, as tests that both backends run. Owns the rules; a rig says how work is made, held and read on a backend.
+
+Work acts on cells, numbers that live where the lane's work runs. Pushing a digit shows the order of what ran: 0, then 1, then 12.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import pytest
+
+from penstock.contract import Access, Mode
+from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
+from penstock.lanes.lane import Lane, Op
+from penstock.observe import LaneObserver
+
+SOON_S = 0.005  # a deadline that is meant to pass
+READ_3 = Access("device", (3,), (0, 2), Mode.READ)
+WRITE_5 = Access("device", (5, 6), (1, 2), Mode.WRITE)
+
+
+class Heard:
+    """A lane observer that keeps what it hears, in order; how long a host thread waited is nobody's business here."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
+        self.events.append(("submitted", lane, label, tuple(accesses)))
+
+    def recorded(self, lane: str, fence: int) -> None:
+        self.events.append(("recorded", lane, fence))
+
+    def waited(self, lane: str, on_lane: str, fence: int) -> None:
+        self.events.append(("waited", lane, on_lane, fence))
+
+    def wait_ignored(self, lane: str, on_lane: str, fence: int) -> None:
+        self.events.append(("wait_ignored", lane, on_lane, fence))
+
+    def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
+        self.events.append(("host_waited", on_lane, fence))
+
+    def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
+        self.events.append(("finished", lane, type(error).__name__))
+
+    def of(self, *kinds: str) -> list[tuple[Any, ...]]:
+        return [event for event in self.events if event[0] in kinds]
+
+
+class Rig(Protocol):
+    """One backend under test."""
+
+    patience_s: float  # how long a wait that must succeed may take before the test gives up
+
+    def lane(self, name: str, observer: LaneObserver | None = None) -> Lane: ...
+
+    def cell(self) -> Any:
+        """A number, 0 at first. Made before anything is held."""
+
+    def write(self, cell: Any, value: int) -> Op: ...
+
+    def push(self, cell: Any, digit: int) -> Op: ...
+
+    def copy(self, source: Any, target: Any) -> Op: ...
+
+    def read(self, cell: Any) -> int:
+        """The number as the host sees it; the test has waited for whoever writes it."""
+
+    def hold(self, lane: Lane) -> Callable[[], None]:
+        """Keep the lane busy from here on until the returned call."""
+
+
+def fail() -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+class LaneRules:
+    """Inherited by one class per backend, which provides the fixture `rig`."""
+
+    # ---------------------------------------------------------------------------------------------------------- order
+
+    def test_work_on_one_lane_runs_in_the_order_it_was_submitted(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        release = rig.hold(lane)
+        for digit in (1, 2, 3, 4, 5):
+            lane.submit(rig.push(cell, digit), label="push")
+        release()
+        lane.drain(rig.patience_s)
+        assert rig.read(cell) == 12345
+
+    def test_submit_returns_while_earlier_work_still_runs(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        release = rig.hold(lane)
+        ticket = lane.submit(rig.write(cell, 7), label="write")
+        fence = lane.record()
+        assert not fence.passed() and not ticket.done()
+        release()
+        ticket.wait_done(rig.patience_s)
+        assert ticket.done() and ticket.error() is None and rig.read(cell) == 7
+
+    def test_a_lane_goes_on_while_another_is_held(self, rig: Rig) -> None:
+        held, free, cell = rig.lane("a"), rig.lane("b"), rig.cell()
+        release = rig.hold(held)
+        fence = held.record()
+        free.submit(rig.write(cell, 7), label="write").wait_done(rig.patience_s)
+        assert rig.read(cell) == 7 and not fence.passed()
+        release()
+
+    def test_a_wait_orders_what_follows_behind_the_other_lane(self, rig: Rig) -> None:
+        writer, reader, source, target = rig.lane("a"), rig.lane("b"), rig.cell(), rig.cell()
+        release = rig.hold(writer)
+        writer.submit(rig.write(source, 7), label="write")
+        reader.wait(writer.record())
+        reader.submit(rig.copy(source, target), label="copy")
+        release()
+        reader.drain(rig.patience_s)
+        assert rig.read(target) == 7
+
+    def test_a_wait_does_not_block_the_submitter(self, rig: Rig) -> None:
+        held, waiting = rig.lane("a"), rig.lane("b")
+        release = rig.hold(held)
+        fence = held.record()
+        waiting.wait(fence)
+        behind = waiting.record()
+        assert not fence.passed(), "the call came back only when the fence had passed"
+        assert not behind.passed()
+        release()
+        behind.wait_passed(rig.patience_s)
+
+    def test_a_wait_covers_nothing_submitted_to_the_other_lane_afterwards(self, rig: Rig) -> None:
+        first, second, cell = rig.lane("a"), rig.lane("b"), rig.cell()
+        first.submit(rig.write(cell, 7), label="write")
+        fence = first.record()
+        release = rig.hold(first)
+        second.wait(fence)
+        second.drain(rig.patience_s)
+        assert rig.read(cell) == 7 and not first.record().passed()
+        release()
+
+    def test_a_chain_of_waits_orders_three_lanes(self, rig: Rig) -> None:
+        first, second, third = rig.lane("a"), rig.lane("b"), rig.lane("c")
+        cell = rig.cell()
+        release = rig.hold(first)
+        first.submit(rig.push(cell, 1), label="push")
+        second.wait(first.record())
+        second.submit(rig.push(cell, 2), label="push")
+        third.wait(second.record())
+        third.submit(rig.push(cell, 3), label="push")
+        release()
+        third.drain(rig.patience_s)
+        assert rig.read(cell) == 123
+
+    def test_waiting_for_a_fence_of_the_same_lane_changes_nothing(self, rig: Rig) -> None:
+        heard = Heard()
+        lane, cell = rig.lane("a", heard), rig.cell()
+        lane.submit(rig.push(cell, 1), label="push")
+        lane.wait(lane.record())
+        lane.submit(rig.push(cell, 2), label="push").wait_done(rig.patience_s)
+        assert rig.read(cell) == 12 and heard.of("waited") == []
+
+    # --------------------------------------------------------------------------------------------------------- fences
+
+    def test_a_fence_passes_only_when_everything_before_it_is_over(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        empty = lane.record()
+        empty.wait_passed(rig.patience_s)
+        release = rig.hold(lane)
+        lane.submit(rig.write(cell, 7), label="write")
+        fence = lane.record()
+        assert empty.passed() and not fence.passed() and fence.lane == "a"
+        release()
+        fence.wait_passed(rig.patience_s)
+        assert fence.passed() and rig.read(cell) == 7
+
+    def test_a_deadline_ends_the_wait_and_not_the_work(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        release = rig.hold(lane)
+        ticket = lane.submit(rig.write(cell, 7), label="write")
+        fence = lane.record()
+        for wait in (fence.wait_passed, ticket.wait_done, lane.drain):
+            with pytest.raises(DeadlineExceeded, match="lane a"):
+                wait(SOON_S)
+        release()
+        fence.wait_passed(rig.patience_s)
+        assert rig.read(cell) == 7
+
+    # --------------------------------------------------------------------------------------------------------- errors
+
+    def test_an_error_surfaces_at_its_own_ticket_and_nowhere_else(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        before = lane.submit(rig.push(cell, 1), label="before")
+        failed = lane.submit(fail, label="fail")
+        after = lane.submit(rig.push(cell, 2), label="after")
+        lane.record().wait_passed(rig.patience_s)
+        before.wait_done(rig.patience_s)
+        after.wait_done(rig.patience_s)
+        lane.drain(rig.patience_s)
+        assert rig.read(cell) == 12
+        assert failed.done() and isinstance(failed.error(), ZeroDivisionError)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError, match="on purpose"):
+                failed.wait_done(rig.patience_s)
+
+    def test_work_after_a_failed_ticket_is_skipped_and_fails_the_same_way(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        first = lane.submit(fail, label="fail")
+        second = lane.submit(rig.push(cell, 1), label="second", after=first)
+        third = lane.submit(rig.push(cell, 2), label="third", after=second)
+        unrelated = lane.submit(rig.push(cell, 3), label="unrelated")
+        lane.drain(rig.patience_s)
+        assert third.error() is first.error() is second.error()
+        with pytest.raises(ZeroDivisionError):
+            third.wait_done(rig.patience_s)
+        unrelated.wait_done(rig.patience_s)
+        assert rig.read(cell) == 3
+
+    def test_a_failure_on_another_lane_skips_work_that_comes_after_it(self, rig: Rig) -> None:
+        first, second, cell = rig.lane("a"), rig.lane("b"), rig.cell()
+        release = rig.hold(first)
+        failed = first.submit(fail, label="fail")
+        second.wait(first.record())
+        skipped = second.submit(rig.push(cell, 1), label="skipped", after=failed)
+        release()
+        second.drain(rig.patience_s)
+        assert skipped.error() is failed.error() is not None
+        assert rig.read(cell) == 0
+
+    def test_work_after_a_ticket_that_succeeded_runs(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        first = lane.submit(rig.push(cell, 1), label="first")
+        lane.submit(rig.push(cell, 2), label="second", after=first).wait_done(rig.patience_s)
+        assert rig.read(cell) == 12
+
+    # ---------------------------------------------------------------------------------------------------------- close
+
+    def test_close_waits_for_all_work_and_can_be_called_again(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        release = rig.hold(lane)
+        lane.submit(rig.write(cell, 7), label="write")
+        release()
+        lane.close(rig.patience_s)
+        assert rig.read(cell) == 7
+        lane.close(rig.patience_s)
+
+    def test_nothing_is_taken_after_close_and_what_is_over_stays_known(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        ticket = lane.submit(rig.write(cell, 7), label="write")
+        fence = lane.record()
+        lane.close(rig.patience_s)
+        with pytest.raises(LaneClosed, match="late"):
+            lane.submit(rig.write(cell, 8), label="late")
+        ticket.wait_done(rig.patience_s)
+        fence.wait_passed(rig.patience_s)
+        assert rig.read(cell) == 7
+
+    def test_a_close_that_runs_out_of_time_refuses_new_work_and_loses_none(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        release = rig.hold(lane)
+        lane.submit(rig.write(cell, 7), label="write")
+        with pytest.raises(DeadlineExceeded, match="lane a"):
+            lane.close(SOON_S)
+        with pytest.raises(LaneClosed):
+            lane.submit(rig.write(cell, 8), label="late")
+        release()
+        lane.close(rig.patience_s)
+        assert rig.read(cell) == 7
+
+    def test_a_closed_lane_replays_nothing(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        with lane.capture("push") as capture:
+            lane.submit(rig.push(cell, 1), label="push")
+        lane.close(rig.patience_s)
+        with pytest.raises(LaneClosed):
+            lane.replay(capture.replay)
+        assert rig.read(cell) == 0
+
+    # -------------------------------------------------------------------------------------------------------- capture
+
+    def test_a_capture_runs_nothing(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        with lane.capture("push"):
+            lane.submit(rig.push(cell, 1), label="push")
+        lane.drain(rig.patience_s)
+        assert rig.read(cell) == 0
+
+    def test_a_replay_runs_the_recording_in_order_any_number_of_times(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        with lane.capture("pushes") as capture:
+            lane.submit(rig.push(cell, 1), label="push")
+            lane.submit(rig.push(cell, 2), label="push")
+        for expected in (12, 1212, 121212):
+            lane.replay(capture.replay).wait_done(rig.patience_s)
+            assert rig.read(cell) == expected
+
+    def test_a_replay_reads_what_is_there_when_it_runs(self, rig: Rig) -> None:
+        lane, source, target = rig.lane("a"), rig.cell(), rig.cell()
+        with lane.capture("copy") as capture:
+            lane.submit(rig.copy(source, target), label="copy")
+        for value in (7, 8, 9):
+            lane.submit(rig.write(source, value), label="write")
+            lane.replay(capture.replay).wait_done(rig.patience_s)
+            assert rig.read(target) == value
+
+    def test_a_replay_is_one_unit_between_what_was_submitted_around_it(self, rig: Rig) -> None:
+        heard = Heard()
+        lane, cell = rig.lane("a", heard), rig.cell()
+        with lane.capture("decode") as capture:
+            lane.submit(rig.push(cell, 2), [READ_3], label="inner")
+            lane.submit(rig.push(cell, 3), label="inner")
+        lane.submit(rig.push(cell, 1), label="before")
+        lane.replay(capture.replay, [READ_3, WRITE_5])
+        lane.submit(rig.push(cell, 4), label="after")
+        lane.drain(rig.patience_s)
+        assert rig.read(cell) == 1234
+        assert heard.of("submitted") == [
+            ("submitted", "a", "before", ()),
+            ("submitted", "a", "decode", (READ_3, WRITE_5)),
+            ("submitted", "a", "after", ()),
+        ]
+
+    def test_a_wait_inside_a_capture_is_reported_and_not_honoured_by_the_replay(self, rig: Rig) -> None:
+        heard = Heard()
+        writer, reader, source, target = rig.lane("a"), rig.lane("b", heard), rig.cell(), rig.cell()
+        with reader.capture("copy") as capture:
+            release = rig.hold(writer)
+            writer.submit(rig.write(source, 7), label="write")
+            fence = writer.record()
+            reader.wait(fence)
+            reader.submit(rig.copy(source, target), label="copy")
+        assert [event[:3] for event in heard.events] == [("wait_ignored", "b", "a")]
+        reader.replay(capture.replay).wait_done(rig.patience_s)
+        assert not fence.passed(), "the race needs a writer that is still held"
+        assert rig.read(target) == 0, "the reader came before the writer, and so it must look here too"
+        assert heard.of("waited") == []
+        release()
+        writer.drain(rig.patience_s)
+
+    def test_a_wait_before_a_replay_is_honoured(self, rig: Rig) -> None:
+        writer, reader, source, target = rig.lane("a"), rig.lane("b"), rig.cell(), rig.cell()
+        with reader.capture("copy") as capture:
+            reader.submit(rig.copy(source, target), label="copy")
+        release = rig.hold(writer)
+        writer.submit(rig.write(source, 7), label="write")
+        reader.wait(writer.record())
+        reader.replay(capture.replay)
+        release()
+        reader.drain(rig.patience_s)
+        assert rig.read(target) == 7
+
+    def test_a_replay_after_a_failed_ticket_is_skipped(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        with lane.capture("push") as capture:
+            lane.submit(rig.push(cell, 1), label="push")
+        failed = lane.submit(fail, label="fail")
+        skipped = lane.replay(capture.replay, after=failed)
+        lane.drain(rig.patience_s)
+        assert skipped.error() is failed.error() is not None
+        assert rig.read(cell) == 0
+
+    def test_a_capture_refuses_a_fence_and_a_second_capture(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        with lane.capture("outer") as capture:
+            lane.submit(rig.push(cell, 1), label="push")
+            with pytest.raises(InvariantBroken, match="fence"):
+                lane.record()
+            with pytest.raises(InvariantBroken, match=r"inner.*outer"), lane.capture("inner"):
+                pytest.fail("a capture opened inside another")
+            with pytest.raises(InvariantBroken, match="outer"):
+                _ = capture.replay
+        lane.replay(capture.replay).wait_done(rig.patience_s)
+        assert rig.read(cell) == 1
+
+    def test_another_thread_cannot_submit_into_a_capture(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        refused: list[BaseException] = []
+
+        def intrude() -> None:
+            try:
+                lane.submit(rig.push(cell, 9), label="intruder")
+            except BaseException as error:
+                refused.append(error)
+
+        with lane.capture("push") as capture:
+            lane.submit(rig.push(cell, 1), label="push")
+            thread = threading.Thread(target=intrude)
+            thread.start()
+            thread.join()
+        assert [type(error) for error in refused] == [InvariantBroken] and "intruder" in str(refused[0])
+        lane.replay(capture.replay).wait_done(rig.patience_s)
+        assert rig.read(cell) == 1
+
+    def test_a_capture_that_raises_leaves_no_replay_and_a_working_lane(self, rig: Rig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        with pytest.raises(ZeroDivisionError), lane.capture("half") as capture:
+            lane.submit(rig.push(cell, 1), label="push")
+            fail()
+        with pytest.raises(InvariantBroken, match="half"):
+            _ = capture.replay
+        lane.submit(rig.push(cell, 2), label="push").wait_done(rig.patience_s)
+        assert rig.read(cell) == 2
+
+    def test_a_lane_refuses_what_another_backend_captured(self, rig: Rig) -> None:
+        class Foreign:
+            label = "foreign"
+
+        with pytest.raises(InvariantBroken, match="another backend"):
+            rig.lane("a").replay(Foreign())
+
+    # ------------------------------------------------------------------------------------------------------- observer
+
+    def test_an_observer_hears_submits_records_and_waits_in_order(self, rig: Rig) -> None:
+        heard = Heard()
+        first, second, cell = rig.lane("a", heard), rig.lane("b", heard), rig.cell()
+        release = rig.hold(first)
+        first.submit(rig.push(cell, 1), [WRITE_5], label="write")
+        fence: Any = first.record()
+        second.wait(fence)
+        second.submit(rig.push(cell, 2), [READ_3, WRITE_5], label="read")
+        told = heard.of("submitted", "recorded", "waited")
+        assert told == [
+            ("submitted", "a", "hold", ()),
+            ("submitted", "a", "write", (WRITE_5,)),
+            ("recorded", "a", fence.number),
+            ("waited", "b", "a", fence.number),
+            ("submitted", "b", "read", (READ_3, WRITE_5)),
+        ]
+        assert not fence.passed(), "all of that was said before the work ran"
+        release()
+        second.drain(rig.patience_s)
+
+    def test_an_observer_hears_of_work_before_it_can_run(self, rig: Rig) -> None:
+        heard = Heard()
+        lane = rig.lane("a", heard)
+        known_then: list[tuple[Any, ...]] = []
+        lane.submit(lambda: known_then.extend(heard.events), [READ_3], label="look").wait_done(rig.patience_s)
+        assert known_then == [("submitted", "a", "look", (READ_3,))]
+
+    def test_an_observer_hears_how_work_ended_and_who_waited_for_it(self, rig: Rig) -> None:
+        heard = Heard()
+        lane, cell = rig.lane("a", heard), rig.cell()
+        release = rig.hold(lane)
+        lane.submit(fail, label="fail")
+        fence: Any = lane.record()
+        with pytest.raises(DeadlineExceeded):
+            fence.wait_passed(SOON_S)
+        assert heard.of("host_waited") == [], "a wait that ended early has seen nothing pass"
+        waiter = threading.Thread(target=fence.wait_passed, args=(rig.patience_s,))
+        waiter.start()
+        release()
+        waiter.join()
+        lane.submit(rig.push(cell, 1), label="push").wait_done(rig.patience_s)
+        assert heard.of("finished") == [("finished", "a", name) for name in ("NoneType", "ZeroDivisionError", "NoneType")]
+
+    def test_a_wait_between_lanes_is_no_wait_of_the_host(self, rig: Rig) -> None:
+        heard = Heard()
+        first, second = rig.lane("a", heard), rig.lane("b", heard)
+        release = rig.hold(first)
+        second.wait(first.record())
+        behind = second.record()
+        release()
+        while not behind.passed():
+            pass
+        assert heard.of("host_waited") == []
