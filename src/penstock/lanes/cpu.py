@@ -34,6 +34,10 @@ class CpuFence:
     def wait_passed(self, timeout_s: float | None = None) -> None:
         self._lane.wait_finished(self.number, timeout_s)
 
+    def hold_lane(self) -> None:
+        """Block the worker thread of another lane. No host thread learns anything by it, so nobody is told that one waited."""
+        self._lane.wait_finished(self.number, None, reported=False)
+
 
 class CpuTicket:
     """Done when its item has run or was skipped."""
@@ -75,12 +79,12 @@ class _Recording:
     def __init__(self, label: str) -> None:
         self.pending = CpuReplay(label)
         self.thread = threading.get_ident()
-        self.closed = False
+        self.complete = False
 
     @property
     def replay(self) -> CpuReplay:
-        if not self.closed:
-            raise InvariantBroken(f"capture {self.pending.label!r} is still open")
+        if not self.complete:
+            raise InvariantBroken(f"capture {self.pending.label!r} has no replay: it is still open, or it failed")
         return self.pending
 
 
@@ -131,7 +135,8 @@ class CpuLane:
 
     def wait(self, fence: Fence) -> None:
         number = getattr(fence, "number", 0)
-        if self._recording is not None:
+        if (recording := self._recording) is not None:
+            self._require_recorder(recording, "wait")
             if self._observer is not None:
                 self._observer.wait_ignored(self.name, fence.lane, number)
             return
@@ -147,8 +152,8 @@ class CpuLane:
             recording = self._recording = _Recording(label)
         try:
             yield recording
+            recording.complete = True
         finally:
-            recording.closed = True
             self._recording = None
 
     def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
@@ -173,7 +178,7 @@ class CpuLane:
         if self._thread.is_alive():
             raise DeadlineExceeded(f"lane {self.name} did not finish its work within {timeout_s} s")
 
-    def wait_finished(self, number: int, timeout_s: float | None) -> None:
+    def wait_finished(self, number: int, timeout_s: float | None, reported: bool = True) -> None:
         """Block until `number` items are over."""
         if self.num_finished >= number:
             return
@@ -181,26 +186,29 @@ class CpuLane:
         with self._state:
             if not self._state.wait_for(lambda: self.num_finished >= number, timeout_s):
                 raise DeadlineExceeded(f"lane {self.name}: item {number} was not over within {timeout_s} s")
-        if self._observer is not None:
+        if self._observer is not None and reported:
             self._observer.host_waited(self.name, number, time.monotonic() - started)
 
     def _record_op(self, recording: _Recording, op: Op, label: str) -> Ticket:
-        if recording.thread != threading.get_ident():
-            raise InvariantBroken(f"lane {self.name}: {label!r} was submitted by another thread during capture {recording.pending.label!r}")
+        self._require_recorder(recording, label)
         recording.pending.ops.append(op)
         return CpuTicket(self, 0, label)
+
+    def _require_recorder(self, recording: _Recording, label: str) -> None:
+        if recording.thread != threading.get_ident():
+            raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.pending.label!r}")
 
     def _enqueue(self, op: Op | None, label: str, accesses: Sequence[Access], after: Ticket | None, fence: Fence | None) -> CpuTicket:
         with self._state:
             if self._closed:
                 raise LaneClosed(f"lane {self.name} is closed; {label!r} was not submitted")
-            self._num_submitted += 1
-            ticket = CpuTicket(self, self._num_submitted, label)
+            ticket = CpuTicket(self, self._num_submitted + 1, label)
             if self._observer is not None:
                 if fence is not None:
                     self._observer.waited(self.name, fence.lane, getattr(fence, "number", 0))
                 else:
                     self._observer.submitted(self.name, ticket.number, label, accesses)
+            self._num_submitted += 1  # not before the observer agreed: a number without an item would never be over
             self._queue.append(_Item(op, ticket, after, fence))
             self._state.notify_all()
         return ticket
@@ -224,16 +232,21 @@ class CpuLane:
         error = item.after.error() if item.after is not None else None
         if error is None:
             try:
-                if item.fence is not None:
+                if isinstance(item.fence, CpuFence):
+                    item.fence.hold_lane()
+                elif item.fence is not None:
                     item.fence.wait_passed()
                 elif item.op is not None:
                     item.op()
             except BaseException as raised:
                 error = raised
+        try:
+            if self._observer is not None and item.op is not None:
+                self._observer.finished(self.name, item.ticket.number, error)
+        except BaseException as raised:  # this thread must live on: others wait for it
+            error = error or raised
         if error is not None:
             item.ticket.fail(error)
-        if self._observer is not None and item.op is not None:
-            self._observer.finished(self.name, item.ticket.number, error)
         with self._state:
             self.num_finished += 1
             self._state.notify_all()

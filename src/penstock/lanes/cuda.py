@@ -106,7 +106,7 @@ class _Recording:
     @property
     def replay(self) -> CudaReplay:
         if self.result is None:
-            raise InvariantBroken(f"capture {self.label!r} is still open")
+            raise InvariantBroken(f"capture {self.label!r} has no replay: it is still open, or it failed")
         return self.result
 
 
@@ -151,7 +151,8 @@ class CudaLane:
 
     def wait(self, fence: Fence) -> None:
         number = getattr(fence, "number", 0)
-        if self._recording is not None:
+        if (recording := self._recording) is not None:
+            self._require_recorder(recording, "wait")
             if self._observer is not None:
                 self._observer.wait_ignored(self.name, fence.lane, number)
             return
@@ -190,10 +191,9 @@ class CudaLane:
         self.record().wait_passed(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        if self._closed:
-            return
+        with self._lock:
+            self._closed = True
         self.drain(timeout_s)
-        self._closed = True
 
     def report_wait(self, number: int, seconds: float) -> None:
         if self._observer is not None:
@@ -210,11 +210,14 @@ class CudaLane:
         return number
 
     def _record_op(self, recording: _Recording, op: Op, label: str) -> Ticket:
-        if recording.thread != threading.get_ident():
-            raise InvariantBroken(f"lane {self.name}: {label!r} was submitted by another thread during capture {recording.label!r}")
+        self._require_recorder(recording, label)
         if recording.error is None:
             try:
                 op()
             except Exception as raised:
                 recording.error = raised
         return CudaTicket(self, 0, label, recording.error)
+
+    def _require_recorder(self, recording: _Recording, label: str) -> None:
+        if recording.thread != threading.get_ident():
+            raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.label!r}")

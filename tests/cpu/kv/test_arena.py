@@ -50,7 +50,7 @@ def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower
 
 
 def test_memory_that_is_gone_by_the_time_it_is_taken_is_the_same_error(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(arena_module.mmap, "mmap", refuse)

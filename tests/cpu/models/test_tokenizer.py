@@ -32,8 +32,12 @@ def test_the_byte_alphabet_is_the_one_of_byte_level_bpe() -> None:
     assert BYTE_OF["Ġ"] == 0x20 and BYTE_OF["Ċ"] == 0x0A and BYTE_OF["a"] == 0x61
 
 
-@given(st.text(max_size=200))
+KNOWN_BYTES = {byte for character, byte in BYTE_OF.items() if REAL._backend.token_to_id(character) is not None}
+
+
+@given(st.text(max_size=100).map(lambda text: "".join(c for c in text if KNOWN_BYTES.issuperset(c.encode()))))
 def test_decoding_what_was_encoded_gives_the_text_back(text: str) -> None:
+    """SmolLM2's vocabulary lacks some bytes (control characters, planes above 3); what they stand for is lost, as in `transformers`."""
     assert REAL.decode(REAL.encode(text), skip_special=False) == text
 
 

@@ -120,14 +120,15 @@ class Packer:
             np.concatenate([c.slots for c in chunks], out=tables[1:])
         kv_lens[:num] = starts + lens
         kv_lens[num:] = 1
-        table_starts[:num] = np.cumsum(table_lens) - table_lens + 1
+        table_ends = np.cumsum(table_lens)
+        table_starts[:num] = table_ends - table_lens + 1
         table_starts[num:] = 0
         rows[:num] = [c.row for c in chunks]
         rows[num:] = self._padding_row
         q_starts[0] = 0
         np.cumsum(lens, out=q_starts[1 : num + 1])
         q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1)
-        self._pack_tokens(chunks, starts, (tokens, positions, write_at))
+        self._pack_tokens(chunks, starts, tables[table_ends], (tokens, positions, write_at))
         if bucket:
             sample_at[:] = np.arange(bucket)
             sample_rows[:] = rows
@@ -139,7 +140,9 @@ class Packer:
         write_slots = write_at[: int(lens.sum())] // self._block_tokens
         return Packed(shape, ints, num_decodes, int(lens.max(initial=0)), int(kv_lens.max()), tables[1:], write_slots)
 
-    def _pack_tokens(self, chunks: tuple[Chunk, ...], starts: NDArray[np.int32], out: tuple[NDArray[np.int32], ...]) -> None:
+    def _pack_tokens(
+        self, chunks: tuple[Chunk, ...], starts: NDArray[np.int32], last_slots: NDArray[np.int32], out: tuple[NDArray[np.int32], ...]
+    ) -> None:
         tokens, positions, write_at = out
         block = self._block_tokens
         padding_at = self._padding_slot * block
@@ -148,7 +151,8 @@ class Packer:
             num += 1
         tokens[:num] = [c.tokens[0] for c in chunks[:num]]
         positions[:num] = starts[:num]
-        write_at[:num] = [int(c.slots[-1]) * block + c.start % block if c.writes else padding_at for c in chunks[:num]]
+        writes = np.fromiter((c.writes for c in chunks[:num]), bool, num)
+        write_at[:num] = np.where(writes, last_slots[:num] * block + starts[:num] % block, padding_at)
         at = num
         for chunk in chunks[num:]:
             end = at + len(chunk.tokens)

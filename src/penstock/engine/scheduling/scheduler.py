@@ -72,6 +72,7 @@ class Scheduler:
         self._free_rows = list(range(budget.max_batch))  # heap: low rows first
         self._launched: deque[_Launched] = deque()
         self._last_fence: Fence | None = None
+        self._after: dict[int, Fence] = {}  # what the next step waits for: earlier users of slots drawn for it
         self._num_promised = 0  # blocks that running requests may still draw
         self._num_retracted = 0  # of those waiting
         self._num_orders = 0
@@ -142,8 +143,8 @@ class Scheduler:
             return None
         self._num_steps += 1
         self._launched.append(_Launched(self._num_steps, tuple(self._share(c) for c in chunks)))
-        after = {id(f): f for c in chunks for f in self._running[c.request_id].held_table().take_after()}
-        return StepPlan(self._num_steps, chunks, tuple(starts), tuple(after.values()))
+        after, self._after = tuple(self._after.values()), {}
+        return StepPlan(self._num_steps, chunks, tuple(starts), after)
 
     def launched(self, fence: Fence) -> None:
         """The step planned last is on the compute lane; `fence` lies behind it and so behind every step before."""
@@ -217,6 +218,8 @@ class Scheduler:
             if victim is track:
                 return False
         self._num_promised -= wanted
+        for fence in table.take_after():
+            self._after[id(fence)] = fence
         return True
 
     def _chunk(self, track: Track, num_tokens: int) -> Chunk:
@@ -282,7 +285,6 @@ class Scheduler:
 
     def _take_tokens(self, track: Track, sampled: Sampled) -> TokenEvent:
         sampling = track.request.sampling
-        first = self._first_event(track)
         kept: list[int] = []
         finish: FinishReason | None = None
         stop_token: int | None = None
@@ -296,26 +298,19 @@ class Scheduler:
             if len(track.tokens) - track.num_prompt >= sampling.max_tokens:
                 finish = FinishReason.LENGTH
                 break
-        event = first._replace(
-            tokens=tuple(kept),
-            logprobs=None if sampled.logprobs is None else sampled.logprobs[: len(kept)],
-            stop_token=stop_token,
-        )
-        if finish is None:
-            return event
-        self._leave_for_good(track, finish)
-        return event._replace(finish=finish)
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
+        prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
+        if finish is not None:
+            self._leave_for_good(track, finish)
+        return TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source)
 
-    def _first_event(self, track: Track) -> TokenEvent:
-        """An event that carries what a request's first one must: where its prompt came from, and its prompt's logprobs."""
-        if track.started:
-            return TokenEvent(track.request.id)
+    def _first_news(self, track: Track) -> tuple[tuple[TokenLogprob | None, ...] | None, KvSource]:
+        """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's KV came from."""
         track.started = True
         source = KvSource(device=track.num_device, computed=track.num_prompt - track.num_device)
         self.counts.prompt_tokens["device"] += source.device
         self.counts.prompt_tokens["computed"] += source.computed
-        logprobs = None if track.prompt_logprobs is None else tuple(track.prompt_logprobs)
-        return TokenEvent(track.request.id, prompt_logprobs=logprobs, source=source)
+        return None if track.prompt_logprobs is None else tuple(track.prompt_logprobs), source
 
     def _fail_share(self, share: _Share, error: BaseException) -> TokenEvent | None:
         if share.track.state is State.ENDED:
@@ -325,9 +320,9 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------------------- end
 
     def _end(self, track: Track, finish: FinishReason) -> TokenEvent:
-        event = self._first_event(track) if finish is FinishReason.LENGTH else TokenEvent(track.request.id)
+        prompt_logprobs, source = (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
         self._leave_for_good(track, finish)
-        return event._replace(finish=finish)
+        return TokenEvent(track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source)
 
     def _leave_for_good(self, track: Track, finish: FinishReason) -> None:
         if track.state is State.RUNNING:

@@ -56,7 +56,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, nam
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         # An anonymous mapping is page-aligned and zero without being touched: start-up does not pay for what is never used.
-        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
     except (torch.OutOfMemoryError, MemoryError, OSError, OverflowError):
         raise _does_not_fit(name, device, num_bytes, available) from None
 
@@ -64,6 +65,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, nam
 def free_bytes(device: torch.device) -> int:
     """What can be allocated on `device` now."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later would otherwise count as taken
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 

@@ -1,0 +1,219 @@
+"""The embedded SmolLM2 against `transformers` on the same GGUF file: logits in float32 to 1e-4 of the largest, ids and chats exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+
+from penstock.config import ModelSource
+from penstock.models import gguf_convert
+from penstock.models.layers import TorchLayerOps, rope_table
+from penstock.models.progress import silent
+from penstock.models.registry import LoadedModel, embedded_file, load_model
+from penstock.testing.contiguous_kv import ContiguousKv, forward
+
+TOLERANCE = 1e-4
+
+PROMPTS = {
+    "fact": "The capital of France is Paris, and the capital of Italy is",
+    "prose": (
+        "The river had been rising since morning. By noon the lower gate was under water, and the keeper, who had seen three floods "
+        "in his time, walked up to the turbine house to read the gauges himself. What he found there made him sit down."
+    ),
+    "code": "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n\n\nprint(",
+    "unicode": "Ünïcödé, 日本語のテキスト, кириллица, emoji 🙂🚀 and mathematics: ∑ᵢ xᵢ² ≥ 0.",
+    "chat": "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",
+    "one token": "Hello",
+}
+
+TEXTS = [
+    *PROMPTS.values(),
+    "",
+    " ",
+    "\n",
+    " \t \n\n  \r\n x",
+    "trailing blanks   ",
+    "a\u00a0b\u2003c\u200bd",
+    "I'm you're he'll THEY'D it's o'clock",
+    "1234567890 3.14159 1e-5 0x7f 10,000 ²½Ⅷ٣",
+    "e\u0301 vs \u00e9, ﬁ ligature, Ω Å",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷",
+    "<|im_start|><|im_end|><|endoftext|> <repo_name> <|im_star",
+    "for(int i=0;i<n;++i){\n\tsum+=a[i]; // ümlaut\n}",
+    "\x00\x01\x1b[31m control \x7f",
+    "https://example.org/a?b=c&d=%20#e user@example.org",
+    "العربية עברית हिन्दी ไทย 한국어",
+    "word " * 50,
+]
+AFTER_BLANKS = ["x\n\n  12", "  1", "table:\n    1    22\n   333   4", "\t\t7"]
+
+CHATS: dict[str, list[dict[str, str]]] = {
+    "user": [{"role": "user", "content": "Hi"}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a penstock? "}],
+    "turns": [{"role": role, "content": f"{role} says {{{{ 'é' }}}}\n"} for role in ("user", "assistant", "user")],
+    "empty": [{"role": "user", "content": ""}],
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    module = importlib.import_module("transformers")
+    module.utils.logging.disable_progress_bar()
+    yield module
+    if before is None:
+        del os.environ["HF_HUB_OFFLINE"]
+
+
+@pytest.fixture(scope="module")
+def reference(transformers: Any) -> Any:
+    path = embedded_file()
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def reference_tokenizer(transformers: Any) -> Any:
+    path = embedded_file()
+    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def load() -> LoadedModel:
+    return load_model(ModelSource(), torch.device("cpu"), torch.float32, TorchLayerOps(), silent)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load()
+
+
+def logits_of(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    return forward(loaded.model, ContiguousKv(loaded.model.config, loaded.model.rope), ids)
+
+
+@torch.inference_mode()
+def reference_logits(reference: Any, ids: list[int]) -> torch.Tensor:
+    return reference(torch.tensor([ids])).logits[0]
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_prefill_logits_agree_with_transformers(loaded: LoadedModel, reference: Any, prompt: str) -> None:
+    ids = loaded.tokenizer.encode(prompt)
+    assert error(logits_of(loaded, ids), reference_logits(reference, ids)) < TOLERANCE
+
+
+@torch.inference_mode()
+def test_incremental_decode_agrees_with_transformers_step_by_step(loaded: LoadedModel, reference: Any) -> None:
+    ids = loaded.tokenizer.encode(PROMPTS["chat"])
+    kv = ContiguousKv(loaded.model.config, loaded.model.rope)
+    ours = forward(loaded.model, kv, ids)[-1]
+    step = reference(torch.tensor([ids]), use_cache=True)
+    output = []
+    for _ in range(12):
+        assert error(ours, step.logits[0, -1]) < TOLERANCE
+        output.append(int(ours.argmax()))
+        assert output[-1] == int(step.logits[0, -1].argmax())
+        ours = forward(loaded.model, kv, output[-1:])[-1]
+        step = reference(torch.tensor([output[-1:]]), past_key_values=step.past_key_values, use_cache=True)
+    assert "4" in loaded.tokenizer.decode(output)
+
+
+def test_prefill_in_pieces_agrees_with_transformers_in_one(loaded: LoadedModel, reference: Any) -> None:
+    ids = loaded.tokenizer.encode(PROMPTS["prose"])
+    kv = ContiguousKv(loaded.model.config, loaded.model.rope)
+    pieces = [forward(loaded.model, kv, ids[at : at + 16]) for at in range(0, len(ids), 16)]
+    assert error(torch.cat(pieces), reference_logits(reference, ids)) < TOLERANCE
+
+
+# -------------------------------------------------------------------------------------- faults that turn the above red
+
+
+def rows_left_permuted(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    monkeypatch.setattr(gguf_convert, "unpermute", lambda rows, head_dim: rows)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    return load()
+
+
+def wrong_theta(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    monkeypatch.setattr(loaded.model, "rope", rope_table(dataclasses.replace(loaded.model.config, rope_theta=1e4)))
+    return loaded
+
+
+def positions_off_by_one(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Rotary scores depend on distances only, so a shift shows just where old and new positions meet: here, at every other token."""
+    rope = loaded.model.rope.clone()
+    rope[1::2] = loaded.model.rope[::2]
+    monkeypatch.setattr(loaded.model, "rope", rope)
+    return loaded
+
+
+def wrong_eps(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    monkeypatch.setattr(loaded.model, "config", dataclasses.replace(loaded.model.config, norm_eps=1e-3))
+    return loaded
+
+
+def norm_of_the_wrong_layer(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    layers = list(loaded.model.layers)  # type: ignore[attr-defined]
+    layers[5] = layers[5]._replace(ffn_norm=layers[6].ffn_norm)
+    monkeypatch.setattr(loaded.model, "layers", layers)
+    return loaded
+
+
+@pytest.mark.parametrize("fault", [rows_left_permuted, wrong_theta, positions_off_by_one, wrong_eps, norm_of_the_wrong_layer])
+def test_parity_turns_red_with(fault: Any, loaded: LoadedModel, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = loaded.tokenizer.encode(PROMPTS["fact"])
+    faulty = fault(loaded, tmp_path, monkeypatch)
+    assert error(logits_of(faulty, ids), reference_logits(reference, ids)) > 10 * TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def test_ids_equal_those_of_transformers(loaded: LoadedModel, reference_tokenizer: Any) -> None:
+    for text in TEXTS:
+        assert loaded.tokenizer.encode(text) == reference_tokenizer(text)["input_ids"], text
+
+
+def test_ids_of_digits_after_blanks_equal_transformers_once_it_splits_digits(loaded: LoadedModel, reference_tokenizer: Any) -> None:
+    """`transformers` leaves the digit rule out when it reads a GGUF file; the vocabulary was trained with it."""
+    backend = reference_tokenizer.backend_tokenizer
+    words = backend.pre_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    try:
+        for text in [*AFTER_BLANKS, *TEXTS]:
+            assert loaded.tokenizer.encode(text) == reference_tokenizer(text)["input_ids"], text
+    finally:
+        backend.pre_tokenizer = words
+
+
+def test_decoded_text_equals_that_of_transformers(loaded: LoadedModel, reference_tokenizer: Any) -> None:
+    for text in TEXTS:
+        ids = loaded.tokenizer.encode(text)
+        for skip in (False, True):
+            assert loaded.tokenizer.decode(ids, skip) == reference_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+@pytest.mark.parametrize("prompt", [True, False], ids=["prompted", "closed"])
+def test_chats_equal_those_of_transformers(
+    loaded: LoadedModel, reference_tokenizer: Any, messages: list[dict[str, str]], prompt: bool
+) -> None:
+    theirs = reference_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    assert loaded.tokenizer.apply_chat(messages, prompt) == theirs
+
+
+def test_the_end_token_is_that_of_transformers(loaded: LoadedModel, reference_tokenizer: Any, reference: Any) -> None:
+    assert loaded.tokenizer.eos_ids == {reference_tokenizer.eos_token_id} == {reference.config.eos_token_id}

@@ -1,0 +1,316 @@
+"""The CPU lane keeps the rules of all lanes, and some that only threads have; broken lanes show that the rules can fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from lane_rules import Heard, LaneRules, Rig
+
+from penstock.contract import Access, Fence
+from penstock.errors import DeadlineExceeded, InvariantBroken
+from penstock.lanes.cpu import CpuFence, CpuLane, _Item
+from penstock.lanes.lane import Lane, Op, Ticket
+from penstock.observe import LaneObserver
+
+Cell = list[int]
+
+
+class CpuRig:
+    """Cells are lists of one number; a lane is held by an op that waits at a gate.
+
+    With `slow_release` the other lanes first do all they can: what a broken lane lets through too early has then surely come through.
+    """
+
+    def __init__(self, make: type[CpuLane] = CpuLane, patience_s: float = 10.0, slow_release: bool = False) -> None:
+        self.patience_s = patience_s
+        self._make = make
+        self._slow_release = slow_release
+        self._lanes: list[CpuLane] = []
+        self._gates: list[threading.Event] = []
+
+    def lane(self, name: str, observer: LaneObserver | None = None) -> CpuLane:
+        self._lanes.append(self._make(name, observer))
+        return self._lanes[-1]
+
+    def cell(self) -> Cell:
+        return [0]
+
+    def write(self, cell: Cell, value: int) -> Op:
+        return lambda: cell.__setitem__(0, value)
+
+    def push(self, cell: Cell, digit: int) -> Op:
+        return lambda: cell.__setitem__(0, cell[0] * 10 + digit)
+
+    def copy(self, source: Cell, target: Cell) -> Op:
+        return lambda: target.__setitem__(0, source[0])
+
+    def read(self, cell: Cell) -> int:
+        return cell[0]
+
+    def hold(self, lane: Lane) -> Callable[[], None]:
+        gate, reached = threading.Event(), threading.Event()
+        self._gates.append(gate)
+
+        def stand() -> None:
+            reached.set()
+            gate.wait()
+
+        lane.submit(stand, label="hold")
+        reached.wait(self.patience_s)
+
+        def release() -> None:
+            if self._slow_release:
+                for other in self._lanes:
+                    if other is not lane:
+                        other.drain(self.patience_s)
+            gate.set()
+
+        return release
+
+    def close(self) -> None:
+        for gate in self._gates:
+            gate.set()
+        for lane in self._lanes:
+            lane.close(10.0)
+
+
+@pytest.fixture
+def rig() -> Iterator[CpuRig]:
+    made = CpuRig()
+    yield made
+    made.close()
+
+
+class TestCpuLane(LaneRules):
+    def test_two_lanes_meet_in_the_middle_of_their_work(self, rig: CpuRig) -> None:
+        here, there = threading.Event(), threading.Event()
+        met: list[bool] = []
+
+        def meet(mine: threading.Event, other: threading.Event) -> Op:
+            def op() -> None:
+                mine.set()
+                met.append(other.wait(rig.patience_s))
+
+            return op
+
+        tickets = [rig.lane("a").submit(meet(here, there), label="a"), rig.lane("b").submit(meet(there, here), label="b")]
+        for ticket in tickets:
+            ticket.wait_done(rig.patience_s)
+        assert met == [True, True]
+
+    def test_all_work_runs_on_one_thread_inside_what_was_put_around_it(self) -> None:
+        entered: list[int] = []
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            entered.append(threading.get_ident())
+            yield
+            entered.append(-1)
+
+        ran_on: list[int] = []
+        lane = CpuLane("a", around=around)
+        for _ in range(3):
+            lane.submit(lambda: ran_on.append(threading.get_ident()), label="who")
+        lane.close(10.0)
+        assert len(set(ran_on)) == 1 and len(ran_on) == 3
+        assert entered == [ran_on[0], -1] and ran_on[0] != threading.get_ident()
+
+    def test_a_host_thread_that_blocked_is_reported_when_the_fence_has_passed(self, rig: CpuRig) -> None:
+        heard = Heard()
+        lane = rig.lane("a", heard)
+        release = rig.hold(lane)
+        fence: CpuFence = lane.record()  # type: ignore[assignment]
+
+        def release_when_somebody_waits() -> None:
+            while not lane._state._waiters:  # type: ignore[attr-defined]
+                threading.Event().wait(0.0005)
+            release()
+
+        helper = threading.Thread(target=release_when_somebody_waits)
+        helper.start()
+        fence.wait_passed(rig.patience_s)
+        helper.join()
+        assert heard.of("host_waited") == [("host_waited", "a", fence.number)]
+        fence.wait_passed(rig.patience_s)
+        assert len(heard.of("host_waited")) == 1, "a fence that has passed makes nobody wait"
+
+    def test_an_op_that_fails_inside_a_replay_fails_the_replay_and_ends_it_there(self, rig: CpuRig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        with lane.capture("broken") as capture:
+            lane.submit(rig.push(cell, 1), label="push")
+            lane.submit(lambda: cell[99], label="broken")  # type: ignore[arg-type, return-value]
+            lane.submit(rig.push(cell, 2), label="push")
+        with pytest.raises(IndexError):
+            lane.replay(capture.replay).wait_done(rig.patience_s)
+        assert cell == [1]
+
+    def test_an_exception_of_any_kind_leaves_the_thread_alive(self, rig: CpuRig) -> None:
+        def leave() -> None:
+            raise SystemExit(3)
+
+        lane, cell = rig.lane("a"), rig.cell()
+        ticket = lane.submit(leave, label="leave")
+        lane.submit(rig.push(cell, 1), label="push").wait_done(rig.patience_s)
+        with pytest.raises(SystemExit):
+            ticket.wait_done(rig.patience_s)
+
+    def test_an_observer_that_refuses_work_leaves_the_lane_as_it_was(self, rig: CpuRig) -> None:
+        class Strict(Heard):
+            def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
+                if label == "refused":
+                    raise InvariantBroken("a race")
+                super().submitted(lane, ticket, label, accesses)
+
+        lane, cell = rig.lane("a", Strict()), rig.cell()
+        with pytest.raises(InvariantBroken, match="a race"):
+            lane.submit(rig.push(cell, 9), label="refused")
+        lane.submit(rig.push(cell, 1), label="push").wait_done(rig.patience_s)
+        lane.drain(rig.patience_s)
+        assert cell == [1]
+
+    def test_an_observer_that_fails_on_the_lanes_thread_surfaces_at_the_ticket(self, rig: CpuRig) -> None:
+        class Broken(Heard):
+            def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
+                if not self.of("finished"):
+                    super().finished(lane, ticket, error)
+                    raise InvariantBroken("the observer broke")
+
+        lane, cell = rig.lane("a", Broken()), rig.cell()
+        ticket = lane.submit(rig.push(cell, 1), label="push")
+        lane.submit(rig.push(cell, 2), label="push").wait_done(rig.patience_s)
+        with pytest.raises(InvariantBroken, match="the observer broke"):
+            ticket.wait_done(rig.patience_s)
+        assert cell == [12]
+
+    def test_a_lane_without_an_observer_tells_nobody(self, rig: CpuRig) -> None:
+        heard = Heard()
+        watched, quiet, cell = rig.lane("watched", heard), rig.lane("quiet"), rig.cell()
+        quiet.submit(rig.push(cell, 1), label="push")
+        with quiet.capture("push") as capture:
+            quiet.submit(rig.push(cell, 2), label="push")
+            quiet.wait(watched.record())
+        quiet.wait(watched.record())
+        quiet.replay(capture.replay).wait_done(rig.patience_s)
+        assert cell == [12] and [event[:2] for event in heard.events] == [("recorded", "watched")] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+class DeafLane(CpuLane):
+    """Its waits do nothing."""
+
+    def wait(self, fence: Fence) -> None:
+        pass
+
+
+class ObedientLane(CpuLane):
+    """Keeps a wait inside a capture, which no captured graph can."""
+
+    def wait(self, fence: Fence) -> None:
+        if self._recording is not None:
+            self._recording.pending.ops.append(fence.wait_passed)
+        super().wait(fence)
+
+
+class HostlyLane(CpuLane):
+    """Makes the submitter wait, for as long as the broken rig is patient."""
+
+    def wait(self, fence: Fence) -> None:
+        fence.wait_passed(HASTE_S)
+
+
+class EarlyFenceLane(CpuLane):
+    """Its fences leave out the newest work."""
+
+    def record(self) -> Fence:
+        return CpuFence(self, super().record().number - 1)  # type: ignore[attr-defined]
+
+
+class BackwardsLane(CpuLane):
+    """Runs what came last first."""
+
+    def _next(self) -> _Item | None:
+        with self._state:
+            self._queue.reverse()
+            self._state.notify_all()
+        return super()._next()
+
+
+class EagerLane(CpuLane):
+    """Runs while it captures."""
+
+    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        if self._recording is not None:
+            op()
+        return super().submit(op, accesses, label=label, after=after)
+
+
+class StubbornLane(CpuLane):
+    """Runs work whose forerunner failed."""
+
+    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        return super().submit(op, accesses, label=label)
+
+
+class LateTellingLane(CpuLane):
+    """Tells the observer once the work has run."""
+
+    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        observer, self._observer = self._observer, None
+        ticket = super().submit(op, accesses, label=label, after=after)
+        ticket.wait_done(HASTE_S)
+        self._observer = observer
+        if observer is not None:
+            observer.submitted(self.name, 0, label, accesses)
+        return ticket
+
+
+class RashLane(CpuLane):
+    """Drops what is queued when it closes."""
+
+    def close(self, timeout_s: float | None = None) -> None:
+        with self._state:
+            self._queue.clear()
+        super().close(timeout_s)
+
+
+class SharedCaptureLane(CpuLane):
+    """Lets every thread into a capture."""
+
+    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        if self._recording is not None:
+            self._recording.thread = threading.get_ident()
+        return super().submit(op, accesses, label=label, after=after)
+
+
+HASTE_S = 0.05
+FAULTS: list[tuple[type[CpuLane], Callable[[LaneRules, Rig], None]]] = [
+    (DeafLane, LaneRules.test_a_wait_orders_what_follows_behind_the_other_lane),
+    (DeafLane, LaneRules.test_a_chain_of_waits_orders_three_lanes),
+    (DeafLane, LaneRules.test_a_wait_before_a_replay_is_honoured),
+    (DeafLane, LaneRules.test_a_wait_inside_a_capture_is_reported_and_not_honoured_by_the_replay),
+    (ObedientLane, LaneRules.test_a_wait_inside_a_capture_is_reported_and_not_honoured_by_the_replay),
+    (HostlyLane, LaneRules.test_a_wait_does_not_block_the_submitter),
+    (EarlyFenceLane, LaneRules.test_a_fence_passes_only_when_everything_before_it_is_over),
+    (BackwardsLane, LaneRules.test_work_on_one_lane_runs_in_the_order_it_was_submitted),
+    (EagerLane, LaneRules.test_a_capture_runs_nothing),
+    (StubbornLane, LaneRules.test_work_after_a_failed_ticket_is_skipped_and_fails_the_same_way),
+    (StubbornLane, LaneRules.test_a_failure_on_another_lane_skips_work_that_comes_after_it),
+    (LateTellingLane, LaneRules.test_an_observer_hears_of_work_before_it_can_run),
+    (RashLane, LaneRules.test_close_waits_for_all_work_and_can_be_called_again),
+    (SharedCaptureLane, LaneRules.test_another_thread_can_neither_submit_nor_wait_inside_a_capture),
+]
+
+
+@pytest.mark.parametrize(("make", "rule"), FAULTS, ids=[f"{make.__name__}-{rule.__name__}" for make, rule in FAULTS])
+def test_a_broken_lane_turns_its_rule_red(make: type[CpuLane], rule: Callable[[LaneRules, Rig], None]) -> None:
+    broken = CpuRig(make, patience_s=HASTE_S, slow_release=make is DeafLane)
+    try:
+        with pytest.raises((AssertionError, DeadlineExceeded, pytest.fail.Exception)):
+            rule(TestCpuLane(), broken)
+    finally:
+        broken.close()
