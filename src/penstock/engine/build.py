@@ -80,6 +80,7 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
             scheduler=Scheduler(cache, budget, model.config.eos_ids),
             executor=executor,
             cache=cache,
+            arena=arena,
             lanes=(lane,),
             vocab=model.config.vocab,
             max_model_len=max_model_len,

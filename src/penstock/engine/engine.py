@@ -23,6 +23,7 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S, EngineStats, Histogram
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded
 from penstock.kv.cache import KvCache
+from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
 from penstock.models.tokenizer import TextCodec
 
@@ -38,6 +39,7 @@ class EngineParts:
     scheduler: Scheduler
     executor: Executor
     cache: KvCache
+    arena: DeviceArena
     lanes: Sequence[Lane]
     vocab: int
     max_model_len: int

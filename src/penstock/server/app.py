@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, PenstockError
@@ -24,6 +25,8 @@ from penstock.server.service import Service
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.loop import EngineLoop
+
+logger = logging.getLogger("penstock.server")
 
 
 def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlette:
@@ -44,13 +47,36 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
 
     app = Starlette(
         routes=make_routes(service),
-        middleware=[] if config.api_key is None else [Middleware(KeyCheck, api_key=config.api_key)],
-        exception_handlers={PenstockError: on_error, HTTPException: on_error, Hangup: on_hangup, Exception: on_error},
+        middleware=[Middleware(LastResort), *([] if config.api_key is None else [Middleware(KeyCheck, api_key=config.api_key)])],
+        exception_handlers={PenstockError: on_error, HTTPException: on_error, Hangup: on_hangup},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # an unknown path is an error, not a hint
     app.state.service = service
     return app
+
+
+class LastResort:
+    """Turns a defect of ours into a 500 that leaves the connection usable. Once an answer has begun, only closing it can tell."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if scope["type"] != "http" or begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await error_response(error)(scope, receive, send)
 
 
 class KeyCheck:

@@ -87,19 +87,24 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.open_reading() as reading:
-            schema.check_query(Request(scope).query_params)
-            data = await read_body(scope, receive, self._service.config.max_body_bytes)
-            body = schema.decode(data, self._kind.body)
-            self._service.check_model(body.model)
-            body.check()
+            body, num_bytes = await self._read(scope, receive)
             reading.widen(body.num_prompts * body.num_choices)
 
             async def work() -> None:
-                running = await self._service.compute(lambda: self._submit(body, reading), len(data))
+                running = await self._service.compute(lambda: self._submit(body, reading), num_bytes)
                 answer = _stream if body.stream else _whole
                 await answer(running, scope, receive, send)
 
             await while_connected(receive, reading.abandon, work)
+
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[CompletionBody | ChatBody, int]:
+        """The checked body, and its size; its raw bytes are not kept while the request runs."""
+        schema.check_query(Request(scope).query_params)
+        data = await read_body(scope, receive, self._service.config.max_body_bytes)
+        body = schema.decode(data, self._kind.body)
+        self._service.check_model(body.model)
+        body.check()
+        return body, len(data)
 
     def _submit(self, body: CompletionBody | ChatBody, reading: Reading) -> Running:
         """On a worker thread where the body is large."""

@@ -67,10 +67,9 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.stop()
         await super().shutdown(sockets=sockets)
-        if self.force_exit:  # a second interrupt: give up on the readers, which cancels what they wait for
-            for task in self.server_state.tasks:
-                task.cancel()
-            await self.service.wait_stopped()
+        if self.force_exit:  # a second interrupt: nobody is waited for any longer
+            self.service.give_up()
+            await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

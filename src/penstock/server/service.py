@@ -72,6 +72,13 @@ class Service:
             self._stop = _in_thread(lambda: self.loop.close(self.config.shutdown_s), "penstock-stop")
         return self._stop
 
+    def give_up(self) -> None:
+        """End everyone's wait now; the engine is told to drop what they waited for."""
+        assert self._bridge is not None
+        for reading in list(self._bridge.readings):
+            reading.abandon()
+        self._bridge.fail_all("the server was told to stop at once")
+
     async def wait_stopped(self) -> None:
         """A loop that is wedged must not keep the process: its thread is left behind."""
         stop = self.stop()

@@ -81,7 +81,7 @@ class Reading:
         self._seats.widen(num)
 
     def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str) -> None:
-        """From any thread. Looks for a hang-up before and after, so that one that comes in between is not lost."""
+        """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end, if not before."""
         if self._abandoned:
             raise Hangup
         request_id = f"{self.id}-{index}"
@@ -92,8 +92,6 @@ class Reading:
         except BaseException:
             self._live.pop(index, None)
             raise
-        if self._abandoned:
-            self._engine.cancel(request_id)
 
     async def next_events(self) -> dict[int, list[TokenEvent]]:
         """Everything that has come since the last call, by choice; waits for at least one event."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, KvSource
+from penstock.contract import FinishReason, KvSource, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.testing.driving import generate, run_all, submit
@@ -79,7 +79,7 @@ def test_damage_to_a_cached_block_shows_in_the_tokens(make_engine: MakeEngine, p
     engine = make_engine()
     prompt = prompts(50)
     cold = generate(engine, prompt)
-    engine._parts.executor._forward._attention._rows.fill_(0.5)  # type: ignore[attr-defined]
+    engine._parts.arena.tensor.fill_(0.5)
     assert generate(engine, prompt).tokens != cold.tokens
 
 
@@ -87,13 +87,12 @@ def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing
     engine = make_engine()
     prompt = prompts(48)
     cold = generate(engine, prompt, max_tokens=1)
-    rows = engine._parts.executor._forward._attention._rows  # type: ignore[attr-defined]
-    padding = 2 * engine._parts.executor._geometry.block_tokens * 4
-    before = rows[:-padding].clone()
+    blocks = engine._parts.arena.tensor[:-1]  # all but the padding block
+    before = blocks.clone()
     warm = generate(engine, prompt, max_tokens=1)
     assert warm.tokens == cold.tokens
     assert warm.source == KvSource(device=47, computed=1)
-    assert bool((rows[:-padding] == before).all())
+    assert bool((blocks == before).all())
 
 
 def test_tokens_that_continue_a_conversation_reuse_generated_blocks(make_engine: MakeEngine, prompts: Prompts) -> None:
@@ -231,8 +230,6 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
 
 
 def test_a_listener_that_raises_does_not_disturb_the_engine(make_engine: MakeEngine, prompts: Prompts) -> None:
-    from penstock.contract import SamplingParams
-
     engine = make_engine()
 
     def listener(event: object) -> None:

@@ -36,12 +36,10 @@ class Served:
         self.server = server
         self.service = server.service
         self.url = server.url
+        self.http = httpx.Client(base_url=self.url, timeout=DEADLINE_S, verify=False)
 
-    def client(self, api_key: str = "none", max_retries: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries, timeout=DEADLINE_S)
-
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=DEADLINE_S)
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=DEADLINE_S)
 
     def connect(self, small_buffer: bool = False) -> socket.socket:
         host, port = self.url.removeprefix("http://").split(":")
@@ -75,10 +73,12 @@ def serving(engine: ScriptedEngine | None = None, **settings) -> Iterator[Served
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started, "the server is up")
+    running = Served(engine, loop, server)
     try:
-        yield Served(engine, loop, server)
+        yield running
     finally:
         engine.release()
+        running.http.close()
         server.should_exit = True
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), "the server did not stop"

@@ -24,7 +24,7 @@ def hang_up_mid_stream(served: Served) -> None:
 
 def hang_up_before_the_first_token(served: Served, stream: bool) -> None:
     served.engine.hold()
-    connection = served.send("/v1/completions", completion(stream=stream, max_tokens=LONG, n=3))
+    connection = served.send("/v1/completions", completion(stream=stream, max_tokens=50, n=3))
     until(lambda: served.engine.num_open == 3, "the engine has the requests")
     connection.close()
 
@@ -192,7 +192,7 @@ def test_more_clients_than_seats_are_answered_429_and_the_rest_is_served() -> No
         waiting = [served.send("/v1/completions", completion(max_tokens=3)) for _ in range(8)]
         until(lambda: served.engine.num_open == 8, "all seats are taken")
         for _ in range(20):
-            refused = served.http().post("/v1/completions", json=completion())
+            refused = served.http.post("/v1/completions", json=completion())
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["type"] == "rate_limit_error"
         assert len(served.engine.submitted) == 8

@@ -58,7 +58,7 @@ def test_a_stream_has_the_text_of_the_whole(served: Served) -> None:
 
 def test_a_stream_ends_with_usage_where_it_was_asked_for_and_then_done(served: Served) -> None:
     body = completion(stream=True, max_tokens=5, seed=7, stream_options={"include_usage": True})
-    lines = [line for line in served.http().post("/v1/completions", json=body).text.split("\n\n") if line]
+    lines = [line for line in served.http.post("/v1/completions", json=body).text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     assert all(line.startswith("data: {") for line in lines[:-1])
     stream = served.client().completions.create(**body)
@@ -203,7 +203,7 @@ def test_sampling_fields_reach_the_engine(served: Served) -> None:
 
 def test_null_means_absent(served: Served) -> None:
     fields = ("n", "stream", "stop", "seed", "temperature", "top_p", "logprobs", "echo", "logit_bias", "stream_options", "user")
-    reply = served.http().post("/v1/completions", json=completion(max_tokens=1) | dict.fromkeys(fields))
+    reply = served.http.post("/v1/completions", json=completion(max_tokens=1) | dict.fromkeys(fields))
     assert reply.status_code == 200
 
 
@@ -335,12 +335,11 @@ def test_a_failed_step_is_an_internal_server_error_or_an_event_of_the_stream() -
         with pytest.raises(openai.InternalServerError, match="on fire"):
             served.client().completions.create(model=MODEL, prompt="x")
         stream = served.client().completions.create(model=MODEL, prompt="x", stream=True)
-        seen = ""
+        seen: list[str] = []
         with pytest.raises(openai.APIError, match="on fire"):
-            for chunk in stream:
-                seen += chunk.choices[0].text
-        assert seen == "ab"
-        raw = served.http().post("/v1/completions", json=completion(stream=True)).text
+            seen.extend(chunk.choices[0].text for chunk in stream)
+        assert "".join(seen) == "ab"
+        raw = served.http.post("/v1/completions", json=completion(stream=True)).text
         assert '"error"' in raw.split("\n\n")[-2]
         assert "[DONE]" not in raw
         served.assert_idle()

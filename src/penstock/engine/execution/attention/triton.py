@@ -51,7 +51,7 @@ class RotateTile(NamedTuple):
 # By bytes per value: 2 is bfloat16 (and float16), 4 is float32, whose exact products run outside the tensor cores.
 TILES = {
     2: Tiles(decode=Tile(16, 64, 4, 3), short=Tile(64, 64, 4, 3), long=Tile(128, 64, 8, 3)),
-    4: Tiles(decode=Tile(16, 32, 4, 2), short=Tile(32, 32, 4, 2), long=Tile(64, 32, 4, 2)),
+    4: Tiles(decode=Tile(16, 32, 8, 2), short=Tile(32, 16, 8, 2), long=Tile(32, 16, 8, 2)),
 }
 ROTATE_FEW = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
 ROTATE_MANY = RotateTile(tokens=8, heads=8, warps=4)

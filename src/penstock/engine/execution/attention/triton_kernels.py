@@ -103,17 +103,24 @@ def _cached_tile(cache_ptr, rows, dims, valid, DIMS_PADDED: tl.constexpr, HEAD_D
 
 
 @triton.jit
+def _slots_of(table_ptr, begin, end, BLOCK_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Slot of each key of the tile from `begin`; entries behind the last key's are not read."""
+    keys = begin + tl.arange(0, TILE_KEYS)
+    return tl.load(table_ptr + keys // BLOCK_TOKENS, mask=keys < end, other=0)
+
+
+@triton.jit
 def _attend_tile(
     acc,
     largest,
     total,
     q,
     last_visible,  # [rows] position of the last key that a row sees
+    slots,  # [keys] that hold the tile's keys
     begin,
     end,
     k_cache_ptr,  # of this KV head
     v_cache_ptr,
-    table_ptr,
     scale_log2,
     SLOT_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -128,10 +135,6 @@ def _attend_tile(
     keys = begin + tl.arange(0, TILE_KEYS)
     dims = tl.arange(0, DIMS_PADDED)
     exists = keys < end
-    if MASKED:
-        slots = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=exists, other=0)
-    else:
-        slots = tl.load(table_ptr + keys // BLOCK_TOKENS)
     rows = slots.to(tl.int64) * SLOT_STRIDE + (keys % BLOCK_TOKENS) * TOKEN_STRIDE
     k = _cached_tile(k_cache_ptr, rows, dims, exists, DIMS_PADDED, HEAD_DIM, MASKED)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
@@ -225,17 +228,23 @@ def paged_attention_kernel(
     acc = tl.zeros([TILE_ROWS, DIMS_PADDED], tl.float32)
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
+    # The table is read one tile ahead and carried, so that the pipeline of key loads never waits for it.
+    slots = _slots_of(table_ptr, begin, end, BLOCK_TOKENS, TILE_KEYS)
     # fmt: off
     for start in range(begin, middle, TILE_KEYS):
+        next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
-            acc, largest, total, q, last_visible, start, end, keys_ptr, values_ptr, table_ptr, scale_log2,
+            acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
             SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, PRECISION,
         )
+        slots = next_slots
     for start in range(middle, end, TILE_KEYS):
+        next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
-            acc, largest, total, q, last_visible, start, end, keys_ptr, values_ptr, table_ptr, scale_log2,
+            acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
             SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, PRECISION,
         )
+        slots = next_slots
     # fmt: on
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + out_rows[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)

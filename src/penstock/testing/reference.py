@@ -1,0 +1,48 @@
+"""The embedded model as `transformers` runs it: the reference of parity tests. Owns how it is loaded in bearable time, changes no number."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from penstock.models.registry import embedded_file
+
+
+@functools.cache
+def reference_model() -> Any:
+    """SmolLM2 in float32, from the same GGUF file; loaded once per process."""
+    path = embedded_file()
+    with _read_once():
+        loader = _transformers().AutoModelForCausalLM
+        return loader.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@functools.cache
+def reference_tokenizer() -> Any:
+    path = embedded_file()
+    with _read_once():
+        return _transformers().AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _transformers() -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at its import; the file is here, and a test asks no server
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """It parses the file's header for each of its parts and builds the same map of names per module: both once are enough."""
+    import gguf
+
+    reader, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)
+    with mock.patch.object(gguf, "GGUFReader", reader), mock.patch.object(gguf, "get_tensor_name_map", names):
+        yield

@@ -1,0 +1,265 @@
+"""Probes, metrics, cache routes, tokenising, and how the server ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from served import DEADLINE_S, MODEL, Served, completion, serving, until
+
+from penstock.config import ServerConfig
+from penstock.errors import ConfigError
+from penstock.server.run import HttpServer
+from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+
+
+def scrape(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    reply = served.http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(reply.text)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_prompt_and_generated_tokens_are_conserved_between_usage_and_metrics(served: Served) -> None:
+    client = served.client()
+    prompt_tokens, generated, cached = 0, 0, 0
+    for prompt, count in [("p" * 40, 3), ("p" * 40, 5), ("q" * 17, 1), ("p" * 40, 2)]:
+        usage = client.completions.create(model=MODEL, prompt=prompt, max_tokens=count).usage
+        prompt_tokens += usage.prompt_tokens
+        generated += usage.completion_tokens
+        cached += usage.prompt_tokens_details.cached_tokens
+    seen = scrape(served)
+    by_source = {labels[0][1]: value for (name, labels), value in seen.items() if name == "penstock_prompt_tokens_total"}
+    assert sum(by_source.values()) == prompt_tokens
+    assert by_source["device"] == cached == 64
+    assert seen["penstock_generated_tokens_total", ()] == generated == 11
+    assert seen["penstock_steps_total", ()] >= 11
+
+
+def test_metrics_show_states_blocks_and_cumulative_histograms(served: Served) -> None:
+    served.engine.hold()
+    connection = served.send("/v1/completions", completion("x" * 33))
+    until(lambda: served.engine.num_open == 1, "the engine has the request")
+    seen = scrape(served)
+    assert seen["penstock_requests", (("state", "waiting"),)] == 1
+    assert seen["penstock_kv_blocks", (("state", "active"), ("tier", "device"))] == 3
+    assert seen["penstock_engine_blocked_seconds_total", (("where", "result"),)] == 0.5
+    assert seen["penstock_retractions_total", ()] == 0
+    buckets = [value for (name, _), value in seen.items() if name == "penstock_ttft_seconds_bucket"]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == seen["penstock_ttft_seconds_count", ()] == 13
+    assert seen["penstock_ttft_seconds_sum", ()] == 42.0
+    connection.close()
+
+
+def test_a_live_loop_is_ready_and_a_silent_one_is_not(served: Served) -> None:
+    assert served.http.get("/health").json() == {"status": "ready"}
+    assert served.http.get("/live").json() == {"status": "live"}
+    served.loop.age_s = 60.0
+    for path in ("/health", "/live"):
+        reply = served.http.get(path)
+        assert reply.status_code == 503
+        assert "60.0 seconds" in reply.json()["reason"]
+    served.loop.age_s = None
+    assert served.http.get("/live").status_code == 200
+
+
+def test_a_dead_loop_ends_everyones_wait() -> None:
+    with serving() as served:
+        served.engine.hold()
+        client = served.client()
+        stream = client.completions.create(model=MODEL, prompt="x", stream=True)
+        outcome: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                client.completions.create(model=MODEL, prompt="x")
+            except openai.APIError as error:
+                outcome.append(error)
+
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        until(lambda: served.engine.num_open == 2, "the engine has both")
+        served.loop.fail(RuntimeError("out of order"))
+        waiting.join(DEADLINE_S)
+        assert isinstance(outcome[0], openai.InternalServerError)
+        with pytest.raises(openai.APIError, match="engine has failed"):
+            list(stream)
+        until(lambda: served.service.generations.taken == 0, "the seats are free")
+        for path in ("/health", "/live"):
+            assert served.http.get(path).status_code == 503
+
+
+def test_text_goes_to_tokens_and_back(served: Served) -> None:
+    reply = served.http.post("/tokenize", json={"prompt": "né", "model": MODEL}).json()
+    assert reply == {"tokens": [110, 195, 169], "count": 3, "max_model_len": served.engine.max_model_len}
+    assert served.http.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": "né"}
+    chat = served.http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert bytes(chat["tokens"]).decode() == "user: hi\nassistant: "
+    assert served.http.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
+    large = "x" * 100_000
+    assert served.http.post("/tokenize", json={"prompt": large}).json()["count"] == len(large)
+
+
+def test_a_large_prompt_is_tokenised_off_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stuck on large prompts keep nobody with a small one waiting."""
+    entered, leave = threading.Semaphore(0), threading.Event()
+    encode = served.engine.tokenizer.encode
+
+    def slow_encode(text: str, add_special: bool = True) -> list[int]:
+        if len(text) > 1000:
+            entered.release()
+            assert leave.wait(DEADLINE_S)
+        return encode(text, add_special)
+
+    monkeypatch.setattr(served.engine.tokenizer, "encode", slow_encode)
+    stuck = [served.send("/v1/completions", completion("x" * 50_000, max_tokens=1)) for _ in range(4)]
+    for _ in range(2):
+        assert entered.acquire(timeout=DEADLINE_S)
+    assert served.client().completions.create(model=MODEL, prompt="small", max_tokens=1).usage.prompt_tokens == 5
+    assert not entered.acquire(blocking=False), "more threads than were allowed"
+    stuck.pop().close()
+    stuck.pop().close()
+    until(lambda: served.service.generations.taken == 2, "those who waited for a thread and left are gone")
+    leave.set()
+    for connection in stuck:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.close()
+    assert len(served.engine.submitted) == 3
+
+
+def test_the_cache_can_be_reset_and_looked_at(served: Served) -> None:
+    client = served.client()
+    for _ in range(2):
+        last = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1)
+    assert last.usage.prompt_tokens_details.cached_tokens == 32
+    assert served.http.post("/cache/reset?tier=device").json() == {"tier": "device", "evicted_blocks": 2}
+    assert served.http.post("/cache/reset").json() == {"tier": "all", "evicted_blocks": 0}
+    assert client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1).usage.prompt_tokens_details.cached_tokens == 0
+    stats = served.http.get("/cache/stats").json()
+    assert stats["prompt_tokens"] == {"device": 32, "computed": 88}
+    device = stats["kv_blocks"]["device"]
+    assert device["total"] == device["free"] + device["active"]
+
+
+def test_only_one_reset_waits_for_the_engine_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck_reset() -> int:
+        entered.set()
+        assert leave.wait(DEADLINE_S)
+        return 3
+
+    monkeypatch.setattr(served.engine, "reset_cache", stuck_reset)
+    first = served.send("/cache/reset?tier=all", b"")
+    assert entered.wait(DEADLINE_S)
+    assert served.http.post("/cache/reset?tier=all").status_code == 429
+    leave.set()
+    assert b'"evicted_blocks":3' in first.recv(1000)
+    first.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- shutdown
+
+
+def test_a_shutdown_lets_running_requests_end() -> None:
+    with serving() as served:
+        served.engine.hold()
+        stream = served.client().completions.create(model=MODEL, prompt="x", max_tokens=5, stream=True)
+        until(lambda: served.engine.num_open == 1, "the engine has the request")
+        served.server.should_exit = True
+        until(lambda: served.service.stopping, "the server is stopping")
+        served.engine.release()
+        assert sum(len(chunk.choices[0].text) for chunk in stream) == 5
+
+
+def test_a_shutdown_that_has_waited_long_enough_tells_the_readers() -> None:
+    with serving(shutdown_s=0.1) as served:
+        served.engine.hold()
+        stream = served.client().completions.create(model=MODEL, prompt="x", max_tokens=5, stream=True)
+        until(lambda: served.engine.num_open == 1, "the engine has the request")
+        served.server.should_exit = True
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        until(lambda: served.service.generations.taken == 0, "the seat is free")
+
+
+def test_a_wedged_engine_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.service.CLOSE_GRACE_S", 0.1)
+    never = threading.Event()
+    engine = ScriptedEngine()
+    loop = ScriptedLoop(engine)
+    monkeypatch.setattr(loop, "close", lambda deadline_s: never.wait())
+    server = HttpServer(engine, loop, ServerConfig(port=0, shutdown_s=0.1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started, "the server is up")
+    server.should_exit = True
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    never.set()
+
+
+def test_a_port_that_is_taken_is_a_configuration_error(served: Served) -> None:
+    port = int(served.url.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=f"port {port}"):
+        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=port))
+    with pytest.raises(ConfigError, match="not an address"):
+        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(host="no.such.host.invalid", port=0))
+    with pytest.raises(ConfigError, match="api-key is empty"):
+        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=""))
+
+
+PROGRAM = """
+from penstock.config import ServerConfig
+from penstock.server.run import serve
+from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+engine = ScriptedEngine()
+engine.hold()
+serve(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0))
+print("clean end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_says_where_it_listens_and_ends_on_a_signal(number: signal.Signals) -> None:
+    with process() as (running, url):
+        assert openai.OpenAI(base_url=f"{url}/v1", api_key="x").models.list().data[0].id == MODEL
+        running.send_signal(number)
+        assert running.wait(DEADLINE_S) == 0
+        assert running.stdout.read() == "clean end\n"
+
+
+def test_a_second_interrupt_gives_up_on_a_request_that_would_never_end() -> None:
+    with process() as (running, url):
+        stream = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0).completions.create(model=MODEL, prompt="x", stream=True)
+        running.send_signal(signal.SIGINT)
+        address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        until(lambda: socket.socket().connect_ex(address) != 0, "the first interrupt has closed the door")
+        assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        assert running.wait(DEADLINE_S) == 0
+        assert running.stdout.read() == "clean end\n"
+        with pytest.raises(openai.APIError, match="stop at once"):
+            list(stream)
+
+
+@contextlib.contextmanager
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    running = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    try:
+        line = running.stdout.readline()
+        assert line.startswith("Penstock is ready on http://127.0.0.1:")
+        yield running, line.split()[-1]
+    finally:
+        running.kill()
+        running.wait()
+        running.stdout.close()

@@ -1,0 +1,230 @@
+"""The hand-over from the engine's thread, the seats, and a choice's text, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
+from penstock.server.limits import Gate
+from penstock.server.replies import CompletionReply, heading, usage_of
+from penstock.server.schema import nth_seed
+from penstock.server.stream import Bridge, Reading
+from penstock.server.text import ChoiceText, Piece, Prompt, ScoredToken, prompt_offsets
+from penstock.testing.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
+
+
+class CountingLoop:
+    """An event loop that runs nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list = []
+
+    def call_soon_threadsafe(self, callback) -> None:
+        self.calls.append(callback)
+
+    def run(self) -> None:
+        calls, self.calls = self.calls, []
+        for callback in calls:
+            callback()
+
+
+def a_reading(engine: ScriptedEngine, bridge: Bridge, num: int, gate: Gate) -> Reading:
+    reading = Reading(engine, bridge, gate.take(num))
+    for index in range(num):
+        reading.submit(index, [1], SamplingParams(max_tokens=10), "")
+    return reading
+
+
+def test_one_wake_up_carries_all_events_that_have_gathered() -> None:
+    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(100, "things")
+    bridge = Bridge(loop)
+    with a_reading(engine, bridge, 3, gate) as first, a_reading(engine, bridge, 2, gate) as second:
+        for _ in range(4):
+            engine.step(0.0)
+        assert len(loop.calls) == 1
+        loop.run()
+        assert {index: len(events) for index, events in asyncio.run(first.next_events()).items()} == {0: 4, 1: 4, 2: 4}
+        assert {index: len(events) for index, events in asyncio.run(second.next_events()).items()} == {0: 4, 1: 4}
+        engine.step(0.0)
+        assert len(loop.calls) == 1
+
+
+def test_an_event_that_comes_during_the_delivery_is_not_lost() -> None:
+    """The window: the inbox was read, the wake-up is not yet over. A post in it must arm the bridge again."""
+    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(100, "things")
+    bridge = Bridge(loop)
+    with a_reading(engine, bridge, 1, gate) as reading:
+        engine.step(0.0)
+        deliver = reading.deliver
+
+        def deliver_and_step(index: int, event: TokenEvent) -> None:
+            deliver(index, event)
+            if not loop.calls:
+                engine.step(0.0)
+
+        reading.deliver = deliver_and_step
+        loop.run()
+        assert len(loop.calls) == 1
+        del reading.deliver
+        loop.run()
+        assert sum(len(events) for events in asyncio.run(reading.next_events()).values()) == 2
+
+
+def test_events_of_many_threads_keep_their_order() -> None:
+    async def scenario() -> None:
+        bridge, engine, gate = Bridge(asyncio.get_running_loop()), ScriptedEngine(), Gate(8, "things")
+        with a_reading(engine, bridge, 8, gate) as reading:
+
+            def post(index: int) -> None:
+                for number in range(500):
+                    bridge.post(reading, index, TokenEvent("x", (number,)))
+
+            threads = [threading.Thread(target=post, args=(index,)) for index in range(8)]
+            for thread in threads:
+                thread.start()
+            seen: dict[int, list[int]] = {index: [] for index in range(8)}
+            while sum(map(len, seen.values())) < 8 * 500:
+                for index, events in (await asyncio.wait_for(reading.next_events(), 30)).items():
+                    seen[index] += [event.tokens[0] for event in events]
+            assert all(numbers == list(range(500)) for numbers in seen.values())
+            for thread in threads:
+                thread.join()
+
+    asyncio.run(scenario())
+
+
+def test_a_seat_is_free_only_when_the_engine_has_ended_the_request_too() -> None:
+    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
+    bridge = Bridge(loop)
+    with a_reading(engine, bridge, 3, gate):
+        assert gate.taken == 3
+    assert gate.taken == 3, "the engine still runs them"
+    engine.step(0.0)
+    loop.run()
+    assert gate.taken == 0
+    assert not bridge.readings
+    assert engine.num_open == 0
+
+
+def test_a_late_or_second_last_event_gives_no_seat_back_twice() -> None:
+    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
+    bridge = Bridge(loop)
+    with a_reading(engine, bridge, 2, gate) as reading:
+        bridge.fail_all("gone")
+        assert all(events[-1].finish is FinishReason.ERROR for events in asyncio.run(reading.next_events()).values())
+        for index in (0, 1, 1):
+            bridge.post(reading, index, TokenEvent("x", finish=FinishReason.CANCELLED))
+    loop.run()
+    assert gate.taken == 0
+    with gate.take(5):
+        assert gate.taken == 5
+
+
+def test_a_failed_submit_holds_nothing() -> None:
+    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
+    bridge = Bridge(loop)
+    with pytest.raises(InvalidRequest), Reading(engine, bridge, gate.take(2)) as reading:
+        reading.submit(0, [], SamplingParams(max_tokens=1), "")
+    assert (gate.taken, bridge.readings, engine.num_open) == (0, set(), 0)
+
+
+def test_a_gate_takes_all_or_none() -> None:
+    gate = Gate(3, "things")
+    seats = gate.take(1)
+    with pytest.raises(Overloaded, match="3 concurrent things"):
+        gate.take(3)
+    assert gate.taken == 1
+    seats.widen(3)
+    with pytest.raises(InvalidRequest):
+        seats.widen(4)
+    with seats:
+        assert gate.taken == 3
+    assert gate.taken == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- choices' text
+
+
+def score(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -1.0, 1, ())
+
+
+def event(text: str | bytes, **fields) -> TokenEvent:
+    tokens = tuple(text.encode() if isinstance(text, str) else text)
+    return TokenEvent("x", tokens, tuple(map(score, tokens)), **fields)
+
+
+def a_choice(echo: Prompt | None = None, **fields) -> ChoiceText:
+    return ChoiceText(ScriptedTokenizer(), SamplingParams(max_tokens=100, **fields), echo)
+
+
+def test_scores_wait_until_their_text_is_certain() -> None:
+    choice = a_choice(stop=("END",), logprobs=0)
+    assert choice.feed([event("aE")]) == Piece("a", (ScoredToken(97, score(97), 0),), None)
+    assert choice.feed([event("N")]) == Piece("", (), None)
+    piece = choice.feed([event("b")])
+    assert (piece.text, [token.offset for token in piece.tokens]) == ("ENb", [1, 2, 3])
+    piece = choice.feed([event("cENDx"), event("more")])
+    assert (piece.text, [token.token for token in piece.tokens], piece.finish) == ("c", [99], "stop")
+    assert choice.num_tokens == len("aENbcEND")
+
+
+def test_what_was_held_back_comes_out_at_the_end() -> None:
+    choice = a_choice(stop=("END",), logprobs=0)
+    choice.feed([event("aEN")])
+    piece = choice.feed([event("", finish=FinishReason.STOP, stop_token=EOS)])
+    assert (piece.text, len(piece.tokens), piece.finish) == ("EN", 2, "stop")
+    assert choice.num_tokens == 4
+
+
+def test_a_torn_character_at_the_end_keeps_its_scores() -> None:
+    choice = a_choice(logprobs=0)
+    piece = choice.feed([event("é".encode()[:1], finish=FinishReason.LENGTH)])
+    assert (piece.text, len(piece.tokens), piece.finish) == ("\ufffd", 1, "length")
+
+
+@pytest.mark.parametrize(("finish", "kind"), [(FinishReason.ERROR, StepFailed), (FinishReason.CANCELLED, EngineClosed)])
+def test_what_came_before_a_failure_is_said_first(finish: FinishReason, kind: type) -> None:
+    choice = a_choice()
+    assert choice.feed([event("ab"), event("c", finish=finish, error="broken")]) == Piece("abc", (), None)
+    assert isinstance(choice.failure, kind)
+    assert choice.finish is None
+
+
+def test_special_tokens_before_a_prompt_do_not_shift_its_offsets() -> None:
+    tokenizer = ScriptedTokenizer()
+    assert prompt_offsets(tokenizer, Prompt(list("aéb".encode()), "aéb")) == [0, 1, 2, 2]
+    assert prompt_offsets(tokenizer, Prompt([EOS, *b"ab"], "ab")) == [0, 0, 1]
+    assert prompt_offsets(tokenizer, Prompt([97, EOS, 98], "a<256>b")) == [0, 1, 6]
+
+
+def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
+    prompts = [Prompt([1] * 20), Prompt([1] * 7)]
+    choices = [a_choice() for _ in range(4)]
+    sources = [KvSource(device=16, computed=4), KvSource(device=16, computed=4), KvSource(computed=7), KvSource(computed=7)]
+    for choice, source in zip(choices, sources, strict=True):
+        choice.feed([event("abc", source=source, finish=FinishReason.LENGTH)])
+    usage = usage_of(prompts, choices, 2)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (27, 12, 39)
+    details = usage["prompt_tokens_details"]
+    assert details == {"cached_tokens": 16, "kv_source": {"device": 16, "computed": 11}}
+    assert sum(details["kv_source"].values()) == usage["prompt_tokens"]
+
+
+def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
+    reply = CompletionReply(ScriptedTokenizer(), heading("cmpl", "x", "m", False), 1)
+    never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
+    scores = reply.chunk(0, Piece("a", (ScoredToken(97, never, 0),), None))["choices"][0]["logprobs"]
+    assert scores["token_logprobs"] == [-9999.0]
+    assert scores["top_logprobs"] == [{"b": 0.0, "a": -9999.0}]
+
+
+def test_seeds_of_choices_follow_each_other_and_wrap() -> None:
+    assert [nth_seed(5, i) for i in range(3)] == [5, 6, 7]
+    assert nth_seed(None, 3) is None
+    assert nth_seed(MAX_SEED, 1) == -MAX_SEED
+    assert nth_seed(-MAX_SEED, 0) == -MAX_SEED

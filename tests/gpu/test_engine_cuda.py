@@ -1,0 +1,108 @@
+"""The engine's whole suite once more on CUDA, and its agreement with the CPU and with `transformers` on the same weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu.engine.conftest import prompts
+from cpu.engine.test_engine import *  # noqa: F403
+from cpu.engine.test_engine import MakeEngine, Prompts
+
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.testing.driving import generate, run_all, submit, tiny_config
+from penstock.testing.logits import Logits, largest_error
+from penstock.testing.tiny_models import write_tiny_model
+from penstock.models.dimensions import BUILT_IN
+
+pytestmark = pytest.mark.gpu
+__all__ = ["prompts"]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(model: str = "tiny-qwen3", **settings: Any) -> Engine:
+        engines.append(build(tiny_config(model, **{"device": "cuda", **settings})))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close(timeout_s=20.0)
+
+
+def real(directory: Path, device: str, dtype: str = "float32") -> Engine:
+    source = ModelSource(model=str(directory), device=device, dtype=dtype)  # type: ignore[arg-type]
+    return build(Config(source, KvConfig(device_blocks=512), EngineConfig(max_batch=8, prefill_chunk=48)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_cuda_and_transformers_agree_on_a_random_tiny_model(architecture: str, tmp_path: Path, prompts: Prompts, monkeypatch: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = write_tiny_model(tmp_path / architecture, BUILT_IN[f"tiny-{architecture}"])
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    engine = real(directory, "cuda")
+    logits = Logits(engine, monkeypatch)
+    given = [prompts(n, seed=n) for n in (3, 16, 50, 120)]
+    found = [submit(engine, prompt, max_tokens=8) for prompt in given]
+    run_all(engine)
+    assert largest_error(reference, logits, given, found) < 1e-4
+    engine.close(timeout_s=20.0)
+
+
+def test_cuda_and_transformers_agree_on_smollm2(monkeypatch: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = os.environ.get("PENSTOCK_SMOLLM2")
+    if directory is None:
+        pytest.skip("PENSTOCK_SMOLLM2 does not name a directory with the converted weights of SmolLM2")
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    engine = real(Path(directory), "cuda")
+    logits = Logits(engine, monkeypatch)
+    texts = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return", "A long road. " * 60]
+    given = [engine.tokenizer.encode(text) for text in texts]
+    found = [submit(engine, prompt, max_tokens=12) for prompt in given]
+    run_all(engine)
+    assert largest_error(reference, logits, given, found) < 1e-4
+    assert "Paris" in engine.tokenizer.decode(found[0].tokens)
+    engine.close(timeout_s=20.0)
+
+
+def test_bfloat16_stays_close_to_float32(tmp_path: Path, prompts: Prompts, monkeypatch: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = write_tiny_model(tmp_path / "qwen3", BUILT_IN["tiny-qwen3"])
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    engine = real(directory, "cuda", "bfloat16")
+    logits = Logits(engine, monkeypatch)
+    given = [prompts(n, seed=n) for n in (3, 50, 120)]
+    found = [submit(engine, prompt, max_tokens=8) for prompt in given]
+    run_all(engine)
+    assert largest_error(reference, logits, given, found, same_tokens=False) < 3e-2
+    engine.close(timeout_s=20.0)
+
+
+def test_sampled_tokens_are_those_of_the_cpu(tmp_path: Path, prompts: Prompts) -> None:
+    directory = write_tiny_model(tmp_path / "llama", BUILT_IN["tiny-llama"])
+    hot: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "frequency_penalty": 0.5, "seed": 3, "max_tokens": 24}
+    engines = [real(directory, device) for device in ("cpu", "cuda")]
+    runs = [generate(engine, prompts(30), **hot).tokens for engine in engines]
+    assert runs[0] == runs[1]
+    for engine in engines:
+        engine.close(timeout_s=20.0)
+
+
+def test_a_replay_pads_to_its_bucket_without_touching_anything_else(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    found = [submit(engine, prompts(20, seed), max_tokens=12) for seed in range(3)]  # runs in a bucket of four
+    run_all(engine)
+    alone = make_engine(prefix_cache=False, capture=False)
+    assert [c.tokens for c in found] == [generate(alone, prompts(20, seed), max_tokens=12).tokens for seed in range(3)]

@@ -1,0 +1,245 @@
+"""The CUDA lane keeps the same rules as the CPU lane, and some that only streams and graphs have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="NOT TESTED: the CUDA lane needs torch")
+if not torch.cuda.is_available():
+    pytest.skip("NOT TESTED: the CUDA lane needs an NVIDIA GPU, and there is none here", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pure" / "lanes"))
+from lane_rules import Heard, LaneRules, Rig, fail  # noqa: E402
+
+from penstock.contract import Fence  # noqa: E402
+from penstock.errors import DeadlineExceeded, InvariantBroken  # noqa: E402
+from penstock.lanes.cpu import CpuLane  # noqa: E402
+from penstock.lanes.cuda import CudaLane  # noqa: E402
+from penstock.lanes.lane import Lane, Op, Ticket  # noqa: E402
+from penstock.observe import LaneObserver  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+HOLD_CYCLES = 500_000_000  # about a quarter of a second: far longer than what a test does meanwhile
+DEVICE = torch.device("cuda")
+
+
+class CudaRig:
+    """Cells are device numbers; a lane is held by a kernel that spins. Nothing can release it early, so releasing is waiting."""
+
+    def __init__(self, make: type[CudaLane] = CudaLane) -> None:
+        self.patience_s = 20.0
+        self._make = make
+        self._lanes: list[CudaLane] = []
+
+    def lane(self, name: str, observer: LaneObserver | None = None) -> CudaLane:
+        self._lanes.append(self._make(name, DEVICE, observer))
+        return self._lanes[-1]
+
+    def cell(self) -> Any:
+        cell = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        torch.cuda.synchronize()
+        return cell
+
+    def write(self, cell: Any, value: int) -> Op:
+        return lambda: cell.fill_(value)
+
+    def push(self, cell: Any, digit: int) -> Op:
+        return lambda: cell.mul_(10).add_(digit)
+
+    def copy(self, source: Any, target: Any) -> Op:
+        return lambda: target.copy_(source)
+
+    def read(self, cell: Any) -> int:
+        return int(cell.item())
+
+    def hold(self, lane: Lane) -> Callable[[], None]:
+        lane.submit(lambda: torch.cuda._sleep(HOLD_CYCLES), label="hold")
+        return lambda: None
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        for lane in self._lanes:
+            lane.close(self.patience_s)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels_are_loaded() -> None:
+    """A kernel's first launch loads its code, which a capture does not like."""
+    rig = CudaRig()
+    lane, cell, other = rig.lane("warm"), rig.cell(), rig.cell()
+    for op in (rig.write(cell, 1), rig.push(cell, 1), rig.copy(cell, other), lambda: torch.cuda._sleep(1000)):
+        lane.submit(op, label="warm")
+    rig.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[CudaRig]:
+    made = CudaRig()
+    yield made
+    made.close()
+
+
+class TestCudaLane(LaneRules):
+    def test_a_replay_of_real_kernels_equals_the_eager_run_for_every_input(self, rig: CudaRig) -> None:
+        lane = rig.lane("a")
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        weights = torch.randn(64, 64, device=DEVICE, generator=generator)
+        inputs = torch.zeros(8, 64, device=DEVICE)
+        eager: list[Any] = []
+        captured: list[Any] = []
+
+        def run(into: list[Any]) -> Op:
+            return lambda: into.append(torch.softmax(torch.relu(inputs @ weights) @ weights.T, dim=-1))
+
+        torch.cuda.synchronize()
+        lane.submit(run(eager), label="warm").wait_done(rig.patience_s)
+        with lane.capture("layers") as capture:
+            lane.submit(run(captured), label="layers")
+        for seed in range(3):
+            values = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).pin_memory()
+            lane.submit(lambda values=values: inputs.copy_(values, non_blocking=True), label="upload")  # type: ignore[misc]
+            lane.submit(run(eager), label="eager")
+            lane.replay(capture.replay).wait_done(rig.patience_s)
+            assert torch.equal(captured[0], eager[-1]) and float(eager[-1].sum()) == pytest.approx(8.0, rel=1e-3)
+        assert len(captured) == 1, "a replay runs no Python"
+
+    def test_captures_of_one_lane_keep_their_results_apart_in_shared_memory(self, rig: CudaRig) -> None:
+        lane, sources = rig.lane("a"), [rig.cell(), rig.cell()]
+        results: list[Any] = []
+        replays = []
+        for source in sources:
+            with lane.capture("double") as capture:
+                lane.submit(lambda source=source: results.append(source * 2), label="double")  # type: ignore[misc]
+            replays.append(capture.replay)
+        for value, source, replay, result in zip((3, 4), sources, replays, results, strict=True):
+            lane.submit(rig.write(source, value), label="write")
+            lane.replay(replay).wait_done(rig.patience_s)
+            assert rig.read(result) == 2 * value
+
+    def test_an_op_that_fails_inside_a_capture_fails_the_capture(self, rig: CudaRig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        captures: list[Any] = []
+
+        def capture_what_fails() -> None:
+            with lane.capture("broken") as capture:
+                captures.append(capture)
+                lane.submit(rig.push(cell, 1), label="push")
+                lane.submit(fail, label="fail")
+                lane.submit(rig.push(cell, 2), label="push")
+
+        with pytest.raises(ZeroDivisionError):
+            capture_what_fails()
+        with pytest.raises(InvariantBroken, match="broken"):
+            _ = captures[0].replay
+        lane.submit(rig.push(cell, 3), label="push").wait_done(rig.patience_s)
+        assert rig.read(cell) == 3
+
+    def test_another_lane_can_be_given_work_while_one_captures(self, rig: CudaRig) -> None:
+        capturing, other, first, second = rig.lane("a"), rig.lane("b"), rig.cell(), rig.cell()
+        with capturing.capture("push") as capture:
+            capturing.submit(rig.push(first, 1), label="push")
+            ticket = other.submit(rig.push(second, 2), label="push")
+        ticket.wait_done(rig.patience_s)
+        assert (rig.read(first), rig.read(second)) == (0, 2)
+        capturing.replay(capture.replay).wait_done(rig.patience_s)
+        assert (rig.read(first), rig.read(second)) == (1, 2)
+
+    def test_submitting_leaves_the_callers_stream_and_mode_alone(self, rig: CudaRig) -> None:
+        lane = rig.lane("a")
+        seen: list[Any] = []
+        before = torch.cuda.current_stream()
+        lane.submit(lambda: seen.extend((torch.cuda.current_stream(), torch.is_inference_mode_enabled())), label="look")
+        assert seen == [lane.stream, True] and lane.stream != before
+        assert torch.cuda.current_stream() == before and not torch.is_inference_mode_enabled()
+
+    def test_a_host_thread_that_blocked_is_reported(self, rig: CudaRig) -> None:
+        heard = Heard()
+        lane = rig.lane("a", heard)
+        for wait in (lambda f: f.wait_passed(), lambda f: f.wait_passed(rig.patience_s)):
+            rig.hold(lane)
+            fence: Any = lane.record()
+            wait(fence)
+            assert heard.of("host_waited")[-1] == ("host_waited", "a", fence.number)
+            wait(fence)
+        assert len(heard.of("host_waited")) == 2, "a fence that has passed makes nobody wait"
+
+    def test_the_device_cannot_wait_for_a_thread_but_a_thread_can_wait_for_the_device(self, rig: CudaRig) -> None:
+        thread, device, cell = CpuLane("thread"), rig.lane("device"), rig.cell()
+        with pytest.raises(InvariantBroken, match="thread"):
+            device.wait(thread.record())
+        seen: list[bool] = []
+        rig.hold(device)
+        device.submit(rig.write(cell, 7), label="write")
+        fence = device.record()
+        thread.wait(fence)
+        thread.submit(lambda: seen.append(fence.passed()), label="look").wait_done(rig.patience_s)
+        thread.close(rig.patience_s)
+        assert seen == [True] and rig.read(cell) == 7
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+class DeafLane(CudaLane):
+    """Its waits do nothing."""
+
+    def wait(self, fence: Fence) -> None:
+        pass
+
+
+class EarlyFenceLane(CudaLane):
+    """Its fences leave out the newest work."""
+
+    def submit(self, op: Op, accesses: Any = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        if self._recording is None:
+            self._early = super().record()
+        return super().submit(op, accesses, label=label, after=after)
+
+    def record(self) -> Fence:
+        return getattr(self, "_early", None) or super().record()
+
+
+class HostlyLane(CudaLane):
+    """Makes the submitter wait."""
+
+    def wait(self, fence: Fence) -> None:
+        fence.wait_passed()
+
+
+class CallersStreamLane(CudaLane):
+    """Launches where its caller happens to be."""
+
+    def submit(self, op: Op, accesses: Any = (), *, label: str, after: Ticket | None = None) -> Ticket:
+        caller = torch.cuda.current_stream()
+
+        def elsewhere() -> None:
+            with torch.cuda.stream(caller):
+                op()
+
+        return super().submit(elsewhere, accesses, label=label, after=after)
+
+
+FAULTS: list[tuple[type[CudaLane], Callable[[Any, Rig], None]]] = [
+    (DeafLane, LaneRules.test_a_wait_orders_what_follows_behind_the_other_lane),
+    (DeafLane, LaneRules.test_a_chain_of_waits_orders_three_lanes),
+    (DeafLane, LaneRules.test_a_wait_before_a_replay_is_honoured),
+    (EarlyFenceLane, LaneRules.test_a_fence_passes_only_when_everything_before_it_is_over),
+    (HostlyLane, LaneRules.test_a_wait_does_not_block_the_submitter),
+    (CallersStreamLane, LaneRules.test_a_lane_goes_on_while_another_is_held),
+]
+
+
+@pytest.mark.parametrize(("make", "rule"), FAULTS, ids=[f"{make.__name__}-{rule.__name__}" for make, rule in FAULTS])
+def test_a_broken_lane_turns_its_rule_red(make: type[CudaLane], rule: Callable[[Any, Rig], None]) -> None:
+    broken = CudaRig(make)
+    try:
+        with pytest.raises((AssertionError, DeadlineExceeded, pytest.fail.Exception)):
+            rule(TestCudaLane(), broken)
+    finally:
+        broken.close()

@@ -1,0 +1,140 @@
+"""The scheduler in any order of submit, plan, commit, cancel, failure and finish; and faults that this must notice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from scheduler_faults import FAULTS
+from scheduler_world import BLOCK, EOS, World
+
+from penstock.engine.scheduling.scheduler import Scheduler
+
+# The first two share two blocks and part inside the third.
+STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
+KINDS = [{}, {}, {"ignore_eos": True}, {"prompt_logprobs": 0}, {"logprobs": 1}, {"stop_token_ids": (2, 3)}]
+BOUNDED = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+
+index = st.integers(0, 1000)
+max_tokens = st.sampled_from([0, 1, 1, 2, 5, 9, 9])
+kind = st.sampled_from(KINDS)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    make: ClassVar[type[Scheduler]] = Scheduler
+    seen: ClassVar[Counter[str]] = Counter()
+    world: World
+
+    @initialize(
+        num_slots=st.integers(4, 10),
+        max_batch=st.sampled_from([1, 2, 4, 4]),
+        prefill_chunk=st.sampled_from([1, 3, 4, 5, 8, 64]),
+        overcommit=st.sampled_from([1.0, 2.0]),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+    )
+    def begin(self, num_slots: int, max_batch: int, prefill_chunk: int, overcommit: float, prefix_cache: bool) -> None:
+        self.world = World(num_slots, max_batch, prefill_chunk, overcommit, prefix_cache, make=self.make)
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def _submit(self, prompt: list[int], max_tokens: int, kind: dict[str, object]) -> None:
+        room = self.world.cache.num_blocks * BLOCK
+        self.world.submit(prompt[: room - max_tokens], max_tokens, **kind)
+
+    @rule(stem=st.sampled_from(STEMS), length=st.integers(1, 15), max_tokens=max_tokens, kind=kind)
+    def submit(self, stem: list[int], length: int, max_tokens: int, kind: dict[str, object]) -> None:
+        self._submit(stem[:length], max_tokens, kind)
+
+    @rule(stem=st.sampled_from(STEMS), blocks=st.integers(1, 3), max_tokens=max_tokens)
+    def submit_full_blocks(self, stem: list[int], blocks: int, max_tokens: int) -> None:
+        self._submit(stem[: blocks * BLOCK], max_tokens, {})
+
+    @precondition(lambda self: self.world.asked)
+    @rule(of=index, more=st.integers(0, 3), max_tokens=max_tokens)
+    def continue_a_conversation(self, of: int, more: int, max_tokens: int) -> None:
+        """A later turn: its prompt is an earlier one with what that had generated so far."""
+        asked = list(self.world.asked.values())[of % len(self.world.asked)]
+        self._submit([*asked.known, *STEMS[2][:more]], max_tokens, {})
+
+    @precondition(lambda self: self.world.asked)
+    @rule(of=index, fails=st.sampled_from([False, False, True]))
+    def end(self, of: int, fails: bool) -> None:
+        request_id = list(self.world.asked)[of % len(self.world.asked)]
+        (self.world.fail if fails else self.world.cancel)(request_id)
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    @rule(turns=st.integers(1, 4))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            while len(self.world.in_flight) > 1:
+                self.world.commit()
+            self.world.step()
+
+    @precondition(lambda self: len(self.world.in_flight) < 2)
+    @rule()
+    def plan(self) -> None:
+        self.world.plan()
+
+    @precondition(lambda self: self.world.in_flight)
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def commit(self, fails: bool) -> None:
+        self.world.commit(RuntimeError("device lost") if fails else None)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            while len(self.world.in_flight) > 1:
+                self.world.commit()
+            self.world.close()
+            type(self).seen.update(self.world.seen)
+
+
+def run(make: type[Scheduler], bounds: settings) -> Counter[str]:
+    machine = type("Machine", (SchedulerMachine,), {"make": make, "seen": Counter()})
+    run_state_machine_as_test(machine, settings=bounds)
+    return machine.seen  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_scheduler_keeps_its_promises_in_any_order_of_events() -> None:
+    seen = run(Scheduler, BOUNDED)
+    wanted = (
+        "retraction",
+        "resume with tokens",
+        "resume inside the prompt",
+        "full match",
+        "partial match",
+        "slot reused under a fence",
+        "failed step",
+        "cancelled with a step in flight",
+    )
+    assert [name for name in wanted if not seen[name]] == [], "the events did not meet what this test is about"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_broken_scheduler_is_noticed(fault: type[Scheduler]) -> None:
+    hasty = settings(BOUNDED, max_examples=200, phases=[Phase.generate], print_blob=False)
+    with pytest.raises(BaseException) as noticed:  # whatever notices first: a check of the world, or the books themselves
+        run(fault, hasty)
+    assert not isinstance(noticed.value, KeyboardInterrupt)
+
+
+def test_the_token_that_ends_a_generation_is_in_the_vocabulary() -> None:
+    world = World(num_slots=10)
+    ended = [world.asked[world.submit(stem[:n], 9)].stop_token for stem in STEMS for n in range(1, 12)]
+    assert EOS in ended and None in ended
