@@ -1,0 +1,46 @@
+"""A real server process with the embedded model, shared by all end-to-end tests of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+
+READY = "Penstock is ready on "
+EMBEDDED = ("--device", "cpu", "--max-model-len", "2048", "--device-kv-blocks", "512")
+
+
+@contextlib.contextmanager
+def started_server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`penstock serve` with `flags` on a free port; yields the process and its address. What it logs is shown if it never gets ready."""
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            line = next((line for line in process.stdout if line.startswith(READY)), None)
+            if line is None:
+                log.seek(0)
+                pytest.fail(f"the server ended with {process.wait()} before it was ready:\n{log.read()[-4000:]}")
+            yield process, line.removeprefix(READY).strip()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    with started_server(*EMBEDDED) as (_, url):
+        yield url
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """For tests that need flags or an end of their own."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(started_server(*flags))

@@ -1,0 +1,235 @@
+"""The embedded model behind HTTP, through the `openai` client: text, scores, reuse, cancellation, bad input, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+DEADLINE_S = 120.0
+MODEL = "smollm2-135m"
+FRANCE = "The capital of France is"
+STORY = "Once upon a time, in a village by the sea, there lived a clockmaker who had never been late. " * 4
+
+
+@pytest.fixture
+def client(server_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def http(server_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server_url, timeout=DEADLINE_S) as session:
+        yield session
+
+
+def samples(http: httpx.Client, name: str) -> dict[str, float]:
+    """One metric by the values of its last label."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return {"".join(list(s.labels.values())[-1:]): s.value for family in families for s in family.samples if s.name == name}
+
+
+def wait_idle(http: httpx.Client) -> None:
+    """No open request and no block in use: polled, because a cancelled request ends at the engine's next step."""
+    by_s = time.monotonic() + DEADLINE_S
+    while True:
+        busy = sum(count for state, count in samples(http, "penstock_requests").items() if state in ("waiting", "running"))
+        blocks = samples(http, "penstock_kv_blocks")
+        held = sum(count for state, count in blocks.items() if state not in ("free", "idle"))
+        if not busy and not held:
+            return
+        assert time.monotonic() < by_s, f"still busy: {busy} requests, blocks {blocks}"
+        time.sleep(0.02)
+
+
+def test_a_greedy_completion_is_the_same_whole_streamed_and_again(client: openai.OpenAI) -> None:
+    ask = {"model": MODEL, "prompt": FRANCE, "temperature": 0, "max_tokens": 12}
+    whole = client.completions.create(**ask)
+    assert "Paris" in whole.choices[0].text
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 12)
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)) == whole.choices[0].text
+    assert client.completions.create(**ask).choices[0].text == whole.choices[0].text
+
+
+def test_a_chat_answers_and_ends_by_itself(client: openai.OpenAI) -> None:
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France? One sentence."}], "temperature": 0}
+    whole = client.chat.completions.create(**ask, max_tokens=60)
+    choice = whole.choices[0]
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+    assert "Paris" in choice.message.content
+    assert "<|im_end|>" not in choice.message.content
+    chunks = list(client.chat.completions.create(**ask, max_tokens=60, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == choice.message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert http.post("/cache/reset?tier=device").status_code == 200
+    ask = {"model": MODEL, "prompt": STORY, "temperature": 0, "max_tokens": 8}
+    cold, warm = client.completions.create(**ask), client.completions.create(**ask)
+    assert warm.choices[0].text == cold.choices[0].text
+    for reply, cached in ((cold, False), (warm, True)):
+        details = reply.usage.model_dump()["prompt_tokens_details"]
+        assert (details["cached_tokens"] > 0) == cached
+        assert sum(details["kv_source"].values()) == reply.usage.prompt_tokens
+        assert details["kv_source"]["device"] == details["cached_tokens"]
+    assert warm.usage.prompt_tokens_details.cached_tokens >= warm.usage.prompt_tokens - 16
+    other = client.completions.create(**ask, extra_body={"cache_salt": "someone else"})
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+    assert http.post("/cache/reset?tier=all").json()["evicted_blocks"] > 0
+    assert client.completions.create(**ask).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_echo_scores_the_prompt_as_generation_scored_it(client: openai.OpenAI) -> None:
+    """What greedy decoding chose, scored as a prompt: the same tokens, nearly the same log-probabilities."""
+    made = client.completions.create(model=MODEL, prompt=FRANCE, temperature=0, max_tokens=6, logprobs=3)
+    text = FRANCE + made.choices[0].text
+    read = client.completions.create(model=MODEL, prompt=text, temperature=0, max_tokens=0, echo=True, logprobs=3).choices[0]
+    assert read.text == text
+    scores = read.logprobs
+    assert "".join(scores.tokens) == text
+    assert scores.token_logprobs[0] is None
+    assert scores.top_logprobs[0] is None
+    assert [text[at : at + len(token)] for at, token in zip(scores.text_offset, scores.tokens, strict=True)] == scores.tokens
+    assert all(value <= 0 and math.isfinite(value) for value in scores.token_logprobs[1:])
+    assert scores.tokens[-6:] == made.choices[0].logprobs.tokens
+    assert scores.token_logprobs[-6:] == pytest.approx(made.choices[0].logprobs.token_logprobs, abs=2e-3)
+    assert all(
+        max(top.values()) == pytest.approx(value) for top, value in zip(scores.top_logprobs[-6:], scores.token_logprobs[-6:], strict=True)
+    )
+
+
+def test_seeds_make_choices_repeatable_and_different(client: openai.OpenAI) -> None:
+    ask = {"model": MODEL, "prompt": "My favourite animal is", "temperature": 1.5, "max_tokens": 8, "n": 3, "seed": 11}
+    first = [choice.text for choice in client.completions.create(**ask).choices]
+    assert [choice.text for choice in client.completions.create(**ask).choices] == first
+    assert len(set(first)) > 1
+    second = client.completions.create(**{**ask, "n": 1, "seed": 12}).choices[0].text
+    assert second == first[1]
+
+
+def test_a_stop_string_ends_a_choice(client: openai.OpenAI) -> None:
+    ask = {"model": MODEL, "prompt": FRANCE, "temperature": 0, "max_tokens": 40}
+    free = client.completions.create(**ask).choices[0].text
+    stop = free[10:14]
+    stopped = client.completions.create(**ask, stop=[stop]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (free[: free.index(stop)], "stop")
+
+
+def test_text_survives_tokenising_and_back(http: httpx.Client) -> None:
+    text = "<|im_start|>user\nnaïve 東京 🙂<|im_end|>"
+    tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == text
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert "<|im_start|>assistant" in http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+
+
+def test_tokens_are_conserved_between_usage_and_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
+    wait_idle(http)
+    before = samples(http, "penstock_prompt_tokens_total"), samples(http, "penstock_generated_tokens_total")[""]
+    usages = [
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=5, temperature=0, extra_body={"ignore_eos": True}).usage
+        for prompt in (STORY, STORY, "something else")
+    ]
+    wait_idle(http)
+    after = samples(http, "penstock_prompt_tokens_total"), samples(http, "penstock_generated_tokens_total")[""]
+    grown = {source: value - before[0].get(source, 0) for source, value in after[0].items()}
+    assert sum(grown.values()) == sum(usage.prompt_tokens for usage in usages)
+    assert grown["device"] == sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
+    assert after[1] - before[1] == sum(usage.completion_tokens for usage in usages) == 15
+    assert samples(http, "penstock_ttft_seconds_count")[""] >= 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_hang_up_frees_blocks_and_rows(server_url: str, http: httpx.Client, stream: bool) -> None:
+    async def leave() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server_url.rsplit(":", 1)[1]))
+        body = json.dumps({"model": MODEL, "prompt": STORY, "max_tokens": 1500, "ignore_eos": True, "stream": stream}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        if stream:
+            await reader.readuntil(b"data: {")
+        writer.close()
+
+    generated = samples(http, "penstock_generated_tokens_total")[""]
+    asyncio.run(leave())
+    wait_idle(http)
+    assert samples(http, "penstock_generated_tokens_total")[""] - generated < 1000
+
+
+def test_two_hundred_clients_of_which_half_hang_up(server_url: str, http: httpx.Client) -> None:
+    port = int(server_url.rsplit(":", 1)[1])
+
+    async def one(number: int) -> int | None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        leaves = number % 2 == 1
+        length = 1000 if leaves else 3
+        body = json.dumps({"model": MODEL, "prompt": f"Number {number} is", "max_tokens": length, "stream": number % 4 < 2}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        if leaves:
+            if number % 4 == 1:
+                await reader.readline()
+            writer.close()
+            return None
+        answer = await reader.read()
+        writer.close()
+        return int(answer.split()[1])
+
+    async def all_of_them() -> list[int | None]:
+        return await asyncio.wait_for(asyncio.gather(*map(one, range(200))), DEADLINE_S * 3)
+
+    statuses = [status for status in asyncio.run(all_of_them()) if status is not None]
+    assert statuses == [200] * 100
+    wait_idle(http)
+    assert http.get("/health").status_code == 200
+
+
+def test_bad_input_is_refused_and_the_server_goes_on(client: openai.OpenAI, http: httpx.Client) -> None:
+    for fields, param in [
+        ({"prompt": STORY * 40}, "prompt"),
+        ({"prompt": "x", "max_tokens": 100_000}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [49152]}, "prompt"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "nonsense": 1}, "nonsense"),
+    ]:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.post("/completions", body={"model": MODEL, **fields}, cast_to=object)
+        assert refused.value.param == param
+    assert http.post("/v1/completions", content=b"{").status_code == 400
+    assert http.post("/v1/completions", content=b'"' + b"x" * 10_000_000).status_code == 413
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-4", prompt="x")
+    wait_idle(http)
+    assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage.completion_tokens == 1
+
+
+def test_probes_and_cache_statistics(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ready"}
+    assert http.get("/live").json() == {"status": "live"}
+    device = http.get("/cache/stats").json()["kv_blocks"]["device"]
+    assert device["total"] == 512 == sum(count for state, count in device.items() if state != "total")
+
+
+def test_a_signal_lets_a_stream_end_and_the_process_with_it(start_server: Callable[..., tuple]) -> None:
+    process, url = start_server("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--api-key", "k")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0, timeout=DEADLINE_S)
+    name = client.models.list().data[0].id
+    stream = client.completions.create(model=name, prompt="x", max_tokens=100, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    process.send_signal(signal.SIGTERM)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert process.wait(DEADLINE_S) == 0
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
