@@ -123,6 +123,14 @@ def test_prefill_in_pieces_agrees_with_transformers_in_one(loaded: LoadedModel, 
     assert error(torch.cat(pieces), reference_logits(reference, ids)) < TOLERANCE
 
 
+@torch.inference_mode()
+def test_rotary_angles_equal_those_of_transformers_at_every_position(loaded: LoadedModel, reference: Any) -> None:
+    cos, sin = reference.model.rotary_emb(torch.zeros(1), torch.arange(loaded.model.config.max_position)[None])
+    half = loaded.model.config.head_dim // 2
+    ours = loaded.model.rope
+    assert torch.equal(ours[:, :half], cos[0, :, :half]) and torch.equal(ours[:, half:], sin[0, :, :half])
+
+
 # -------------------------------------------------------------------------------------- faults that turn the above red
 
 
@@ -193,9 +201,7 @@ def test_decoded_text_equals_that_of_transformers(loaded: LoadedModel, their_tok
 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompted", "closed"])
-def test_chats_equal_those_of_transformers(
-    loaded: LoadedModel, their_tokenizer: Any, messages: list[dict[str, str]], prompt: bool
-) -> None:
+def test_chats_equal_those_of_transformers(loaded: LoadedModel, their_tokenizer: Any, messages: list[dict[str, str]], prompt: bool) -> None:
     theirs = their_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     assert loaded.tokenizer.apply_chat(messages, prompt) == theirs
 

@@ -34,12 +34,24 @@ def load(directory: Path) -> Model:
 
 def their_model(architecture: str, tied: bool) -> Any:
     """Random weights made and initialised by `transformers`; norms are moved off one, so that leaving one out shows."""
-    sizes = dict(hidden_size=96, intermediate_size=160, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, head_dim=32)
-    common = dict(vocab_size=512, max_position_embeddings=2048, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=2, pad_token_id=0)
     name = {"llama": "Llama", "qwen3": "Qwen3"}[architecture]
-    rope = {"rope_type": "default", "rope_theta": 50_000.0}
+    config = getattr(TRANSFORMERS, f"{name}Config")(
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
-    model = getattr(TRANSFORMERS, f"{name}ForCausalLM")(getattr(TRANSFORMERS, f"{name}Config")(**sizes, **common, rope_parameters=rope))
+    model = getattr(TRANSFORMERS, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

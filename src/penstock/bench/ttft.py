@@ -77,6 +77,8 @@ class TtftBench:
             bars = axes.bar(places, [row["ttft_ms"][case]["median"] for row in rows], width, label=name)
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
         axes.set_xlabel("prompt tokens")
         axes.set_ylabel("ms to first token")

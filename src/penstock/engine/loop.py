@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -12,6 +13,12 @@ from penstock.errors import DeadlineExceeded
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.5  # an idle loop comes round this often, so that its heartbeat stays fresh
+
+
+def settle_garbage() -> None:
+    """What exists now lives as long as the process: keep the collector from walking it again, which costs a step tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 class EngineLoop:
@@ -25,6 +32,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        settle_garbage()
         self._thread.start()
 
     def beat_age_s(self) -> float:

@@ -10,6 +10,9 @@ from penstock.errors import ModelError
 from penstock.models.model import ModelConfig
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+# A damaged number must not become a loop over a billion layers or a table of terabytes.
+_MAX_LAYERS = 4096
+_MAX_POSITION = 1 << 22
 
 SMOLLM2_135M = ModelConfig(
     architecture="llama",
@@ -100,14 +103,14 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     hidden = fields.count("hidden_size")
     config = ModelConfig(
         architecture=architecture,
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=fields.count("num_hidden_layers", most=_MAX_LAYERS),
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=fields.count("num_key_value_heads", heads),
         head_dim=fields.count("head_dim", hidden // heads if architecture == "llama" else None),
         ffn=fields.count("intermediate_size"),
         vocab=fields.count("vocab_size"),
-        max_position=fields.count("max_position_embeddings"),
+        max_position=fields.count("max_position_embeddings", most=_MAX_POSITION),
         rope_theta=_rope_theta(raw, where),
         norm_eps=fields.positive("rms_norm_eps"),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
@@ -134,10 +137,12 @@ class _Fields:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self._raw, self._where = raw, where
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, most: int = 1 << 24) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"{self._where}: {name} must be a positive whole number, got {value!r}")
+        if value > most:
+            raise ModelError(f"{self._where}: {name} is {value}; more than {most} cannot be right")
         return value
 
     def positive(self, name: str) -> float:

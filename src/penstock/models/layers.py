@@ -53,7 +53,7 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def split_norm_rotate(
-    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, positions: Tensor, rope: Tensor, config: ModelConfig
+    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, positions: Tensor, rope: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qkv` [T, qkv_width] to q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: q and k normalised per head where
     weights are given, then rotated by position. The results are views with one row stride; q and k do not share memory with `qkv`."""
@@ -61,9 +61,9 @@ def split_norm_rotate(
     parts = qkv.view(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
     q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
     if q_norm is not None:
-        q = _LAYER_OPS.rms_norm(q, q_norm, eps)
+        q = _LAYER_OPS.rms_norm(q, q_norm, config.norm_eps)
     if k_norm is not None:
-        k = _LAYER_OPS.rms_norm(k, k_norm, eps)
+        k = _LAYER_OPS.rms_norm(k, k_norm, config.norm_eps)
     # Where nothing was normalised, q and k still lie side by side and need no copy.
     qk = parts[:, : heads + kv_heads] if q_norm is None and k_norm is None else torch.cat((q, k), dim=1)
     turned = rotate(qk, rope.index_select(0, positions))

@@ -48,7 +48,9 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, op
         digest = directory_digest(directory, config, dtype, progress)
         weights = load_directory(directory, config, device, dtype, progress)
         return LoadedModel(_build(config, weights, ops, digest), tokenizer, name)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
+            raise
         raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
 
 

@@ -30,8 +30,7 @@ class ContiguousKv:
         self.num_tokens += len(positions)
 
     def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        config = self._config
-        q, k, v = split_norm_rotate(qkv, q_norm, k_norm, config.norm_eps, self._positions, self._rope, config)
+        q, k, v = split_norm_rotate(qkv, q_norm, k_norm, self._positions, self._rope, self._config)
         self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k
         self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v
         return q, k, v

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import StepInputs
 from penstock.models.model import ModelConfig
 
@@ -54,9 +55,8 @@ class RaggedStep:
         return _random((self.num_tokens, width), self.arena.dtype, self.arena.device, self.seed * 1000 + layer)
 
 
-def tiny_config(
-    num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 32, num_layers: int = 2, max_position: int = 4096
-) -> ModelConfig:
+def ragged_config(num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 32, num_layers: int = 2) -> ModelConfig:
+    """Only what attention looks at matters."""
     return ModelConfig(
         architecture="qwen3",
         num_layers=num_layers,
@@ -66,7 +66,7 @@ def tiny_config(
         head_dim=head_dim,
         ffn=64,
         vocab=64,
-        max_position=max_position,
+        max_position=4096,
         rope_theta=10000.0,
         norm_eps=1e-6,
         tied_embeddings=True,
@@ -86,17 +86,18 @@ def ragged_step(
     *,
     block_tokens: int = 16,
     shared_blocks: int = 0,
+    spare_slots: int = 2,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> RaggedStep:
     """A step of `spans`, which must be ordered with single tokens first. Requests share the first `shared_blocks` blocks as far as their
-    prefixes reach. Behind every table, and behind the last one, stands an entry that belongs to nobody and points at NaN."""
+    prefixes reach. Behind every table stands an entry that belongs to nobody and points at NaN."""
     spans = tuple(spans)
     device = torch.device(device)
     lengths = [-(-span.kv_len // block_tokens) for span in spans]
     shared = [min(shared_blocks, span.prefix_len // block_tokens) for span in spans]
-    num_slots = max(shared, default=0) + sum(lengths) - sum(shared) + 3
+    num_slots = max(shared, default=0) + sum(lengths) - sum(shared) + 1 + spare_slots
     order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
     common = [order.pop() for _ in range(max(shared, default=0))]
     nobody = order.pop()
@@ -104,17 +105,35 @@ def ragged_step(
 
     shape = (num_slots + 1, config.num_layers, 2, block_tokens, config.num_kv_heads, config.head_dim)
     arena = torch.full(shape, float("nan"), dtype=dtype, device=device)
-    values = _random(shape, dtype, device, seed + 1)
     write_at: list[int] = []
-    for table, span in zip(tables, spans, strict=True):
-        for position in range(span.prefix_len if span.writes else span.kv_len):
-            place = (table[position // block_tokens], slice(None), slice(None), position % block_tokens)
-            arena[place] = values[place]
+    for number, (table, span) in enumerate(zip(tables, spans, strict=True)):
+        _fill(arena, table, span.prefix_len if span.writes else span.kv_len, seed * 100 + number)
         for position in range(span.prefix_len, span.kv_len):
             slot = table[position // block_tokens] if span.writes else num_slots
             write_at.append(slot * block_tokens + position % block_tokens)
     inputs = _inputs(spans, [[*table, nobody] for table in tables], write_at, device)
     return RaggedStep(config, arena, rope_table(config, device), inputs, spans, seed)
+
+
+def _fill(arena: Tensor, table: Sequence[int], num_tokens: int, seed: int) -> None:
+    """Random KV in the first `num_tokens` tokens of a table."""
+    block_tokens = arena.shape[3]
+    positions = torch.arange(num_tokens, device=arena.device)
+    slots = torch.tensor(table, dtype=torch.int64, device=arena.device)[positions // block_tokens]
+    values = _random((num_tokens, arena.shape[1], 2, *arena.shape[4:]), arena.dtype, arena.device, seed)
+    arena[slots, :, :, positions % block_tokens] = values
+
+
+def outputs(backend: Attention, step: RaggedStep, *, norms: bool = True) -> list[Tensor]:
+    """What a backend over the step's own arena makes of it: q, k, v and attention of every layer, then the arena without its padding
+    block, which may hold anything."""
+    dim, dtype, device = step.config.head_dim, step.arena.dtype, step.arena.device
+    q_norm, k_norm = (_random((2, dim), dtype, device, step.seed + 7) * 0.2 + 1.0) if norms else (None, None)
+    made: list[Tensor] = []
+    for layer in range(step.config.num_layers):
+        q, k, v = backend.rotate_and_write(layer, step.qkv(layer), q_norm, k_norm, step.inputs)
+        made += [q, k, v, backend.attend(layer, q, k, v, step.inputs)]
+    return [*made, step.arena[:-1]]
 
 
 def _inputs(spans: tuple[Span, ...], tables: list[list[int]], write_at: list[int], device: torch.device) -> StepInputs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def streamed(tokenizer: Tokenizer | ByteTokenizer, pushes: list[list[int]], stop
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = sorted({0, len(ids), *(c % (len(ids) + 1) for c in cuts)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def text_before_stop(text: str, stop: tuple[str, ...]) -> str | None:
@@ -62,7 +64,11 @@ def test_no_delta_holds_half_a_character(text: str) -> None:
         assert text.startswith(so_far)
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.lists(st.integers(0, 100), max_size=8))
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.integers(0, 100), max_size=8),
+)
 @example("abcd", ["abcd", "bc"], [])
 @example("aaab", ["aab"], [1, 2])
 def test_the_text_ends_before_the_first_stop_string_to_be_complete(text: str, stop: list[str], cuts: list[int]) -> None:

@@ -33,9 +33,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
     "quantization": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
-    "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM"),
+    "unknown architecture": (
+        {"architectures": ["MambaForCausalLM"]},
+        "MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM",
+    ),
     "no architecture": ({"architectures": None}, "does not name its architecture"),
     "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
+    "absurd layers": ({"num_hidden_layers": 10**9}, "more than 4096 cannot be right"),
+    "absurd context": ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
     "textual width": ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
     "boolean count": ({"vocab_size": True}, "vocab_size"),
     "missing ffn": ({"intermediate_size": None}, "has no intermediate_size"),
@@ -57,12 +62,20 @@ def test_what_would_change_the_mathematics_or_is_malformed_is_refused_by_name(ch
 def test_plain_rope_may_be_spelled_in_both_ways() -> None:
     plain = config_json(TINY_LLAMA)
     del plain["rope_theta"]
-    for rope in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5, "rope_scaling": None}):
+    for rope in (
+        {"rope_theta": 5e5},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": 5e5, "rope_scaling": None},
+    ):
         assert parse_config({**plain, **rope}, "config.json").rope_theta == 5e5
 
 
 def test_a_qwen3_config_may_name_a_window_that_it_does_not_use() -> None:
-    for unused in ({"sliding_window": 4096, "use_sliding_window": False}, {"sliding_window": 4096}, {"layer_types": ["full_attention"] * 3}):
+    for unused in (
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": 4096},
+        {"layer_types": ["full_attention"] * 3},
+    ):
         assert parse_config({**config_json(TINY_QWEN3), **unused}, "config.json").architecture == "qwen3"
 
 

@@ -121,7 +121,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, own_cache
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf_convert, "sync_directory", full)
-    with pytest.raises(ModelError, match="cannot be written to .*No space left on device; set PENSTOCK_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot be written to .*No space left on device; set PENSTOCK_CACHE"):
         converted_directory(write_tiny_gguf(tmp_path / "tiny.gguf"), silent)
     assert list((own_cache / "gguf").iterdir()) == []
 
@@ -211,7 +211,9 @@ def test_a_foreign_file_is_refused_by_name(tmp_path: Path, metadata: dict[str, s
 def test_tensors_that_do_not_fit_the_metadata_are_named(tmp_path: Path, pristine: bytes) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(pristine.replace(b"blk.1.ffn_down.weight", b"blk.1.ffn_Xown.weight"))
-    with pytest.raises(ModelError, match=r"missing tensors: model\.layers\.1\.mlp\.down_proj\.weight; unexpected tensors: blk\.1\.ffn_Xown\.weight"):
+    with pytest.raises(
+        ModelError, match=r"missing tensors: model\.layers\.1\.mlp\.down_proj\.weight; unexpected tensors: blk\.1\.ffn_Xown\.weight"
+    ):
         converted_directory(path, silent)
 
 

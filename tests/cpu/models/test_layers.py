@@ -78,7 +78,7 @@ def test_split_norm_rotate_agrees_with_head_by_head_arithmetic(normed: bool) -> 
     config, table = TINY_QWEN3, rope_table(TINY_QWEN3)
     qkv, positions = torch.randn(6, config.qkv_width), torch.tensor([3, 4, 5, 900, 901, 0], dtype=torch.int32)
     q_norm, k_norm = (torch.rand(config.head_dim), torch.rand(config.head_dim)) if normed else (None, None)
-    q, k, v = split_norm_rotate(qkv, q_norm, k_norm, config.norm_eps, positions, table, config)
+    q, k, v = split_norm_rotate(qkv, q_norm, k_norm, positions, table, config)
     heads = qkv.view(6, -1, config.head_dim)
     half = config.head_dim // 2
     for out, first, num, weight in ((q, 0, config.num_heads, q_norm), (k, config.num_heads, config.num_kv_heads, k_norm)):
@@ -95,9 +95,9 @@ def test_split_norm_rotate_agrees_with_head_by_head_arithmetic(normed: bool) -> 
 def test_one_norm_may_be_given_without_the_other() -> None:
     config, table, positions = TINY_QWEN3, rope_table(TINY_QWEN3), torch.arange(2, dtype=torch.int32)
     qkv, weight = torch.randn(2, config.qkv_width), torch.rand(config.head_dim)
-    both = split_norm_rotate(qkv, weight, weight, config.norm_eps, positions, table, config)
-    neither = split_norm_rotate(qkv, None, None, config.norm_eps, positions, table, config)
-    q, k, _ = split_norm_rotate(qkv, weight, None, config.norm_eps, positions, table, config)
+    both = split_norm_rotate(qkv, weight, weight, positions, table, config)
+    neither = split_norm_rotate(qkv, None, None, positions, table, config)
+    q, k, _ = split_norm_rotate(qkv, weight, None, positions, table, config)
     assert torch.equal(q, both[0]) and torch.equal(k, neither[1])
 
 

@@ -11,6 +11,7 @@ import torch
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
+from penstock.models import registry
 from penstock.models.layers import TorchLayerOps
 from penstock.models.progress import silent
 from penstock.models.registry import LoadedModel, load_model
@@ -72,7 +73,8 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", TINY_QWEN3)
     ids = list(range(40))
     exact, rounded = (
-        forward(m.model, ContiguousKv(m.model.config, m.model.rope), ids).float() for m in (load(directory), load(directory, dtype=torch.bfloat16))
+        forward(m.model, ContiguousKv(m.model.config, m.model.rope), ids).float()
+        for m in (load(directory), load(directory, dtype=torch.bfloat16))
     )
     assert 0 < (exact - rounded).abs().max() / exact.abs().max() < 0.05
 
@@ -113,7 +115,7 @@ def test_the_embedded_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
 
 def test_a_wrong_path_lists_the_built_in_names(tmp_path: Path) -> None:
     for dummy in (False, True):
-        with pytest.raises(ModelError, match="neither a path that exists nor a built-in name .*smollm2-135m, qwen3-4b"):
+        with pytest.raises(ModelError, match=r"neither a path that exists nor a built-in name .*smollm2-135m, qwen3-4b"):
             load(tmp_path / "nowhere", dummy=dummy)
 
 
@@ -123,7 +125,7 @@ def test_a_directory_without_a_config_is_refused_and_a_gguf_inside_is_pointed_at
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ModelError, match=f"give {path}"):
         load(tmp_path)
-    with pytest.raises(ModelError, match="built-in name .* or a directory"):
+    with pytest.raises(ModelError, match=r"built-in name .* or a directory"):
         load(path, dummy=True)
 
 
@@ -137,7 +139,10 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Qwen3ForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3' is not supported"),
         ({"attention_bias": True}, "attention_bias"),
     ],
@@ -168,12 +173,24 @@ def test_a_failed_load_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
-def test_weights_that_do_not_fit_into_memory_are_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.models import registry
-
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("tried to allocate 16 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 16 GiB")],
+    ids=["device", "host"],
+)
+def test_weights_that_do_not_fit_into_memory_are_a_model_error(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
     def exhausted(*_: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 16 GiB")
+        raise error
 
     monkeypatch.setattr(registry, "dummy_weights", exhausted)
-    with pytest.raises(ModelError, match="tiny-llama do not fit into the memory of cpu: tried to allocate 16 GiB"):
+    with pytest.raises(ModelError, match=r"tiny-llama do not fit into the memory of cpu: .*16 GiB"):
+        load("tiny-llama", dummy=True)
+
+
+def test_a_defect_of_our_own_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(registry, "dummy_weights", defect)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
         load("tiny-llama", dummy=True)

@@ -138,7 +138,7 @@ def test_a_flipped_bit_in_a_tensor_name_is_a_missing_and_an_unexpected_tensor(tm
 
 
 def test_a_directory_without_weights_says_what_it_wants(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="must hold model.safetensors"):
+    with pytest.raises(ModelError, match=r"must hold model\.safetensors"):
         load(tmp_path)
 
 

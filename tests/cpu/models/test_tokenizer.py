@@ -218,7 +218,10 @@ UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "config not JSON": (rewrite_json("tokenizer_config.json", "nonsense"), "tokenizer_config.json is not valid JSON"),
     "config not an object": (rewrite_json("generation_config.json", "[1]"), "generation_config.json must hold a JSON object"),
     "end id not a number": (rewrite_json("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),
-    "end id outside": (rewrite_json("generation_config.json", '{"eos_token_id": 512}'), "ids up to 512, but the model's vocabulary ends at 511"),
+    "end id outside": (
+        rewrite_json("generation_config.json", '{"eos_token_id": 512}'),
+        "ids up to 512, but the model's vocabulary ends at 511",
+    ),
     "template not text": (rewrite_json("tokenizer_config.json", '{"chat_template": 5}'), "chat_template must be text"),
 }
 

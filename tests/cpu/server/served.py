@@ -84,5 +84,14 @@ def serving(engine: ScriptedEngine | None = None, **settings) -> Iterator[Served
         assert not thread.is_alive(), "the server did not stop"
 
 
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    data = b""
+    while mark not in data:
+        more = connection.recv(65536)
+        assert more, f"the connection ended without {mark!r}: {data[-200:]!r}"
+        data += more
+    return data
+
+
 def completion(prompt: object = "hello", **fields) -> dict:
     return {"model": MODEL, "prompt": prompt, **fields}

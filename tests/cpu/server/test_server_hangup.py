@@ -8,7 +8,7 @@ import socket
 import threading
 
 import pytest
-from served import DEADLINE_S, Served, completion, serving, until
+from served import DEADLINE_S, Served, completion, read_until, serving, until
 
 from penstock.server import generate
 from penstock.testing.scripted_engine import ScriptedEngine
@@ -29,15 +29,6 @@ def hang_up_before_the_first_token(served: Served, stream: bool) -> None:
     connection.close()
 
 
-def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    data = b""
-    while mark not in data:
-        more = connection.recv(65536)
-        assert more, f"the connection ended without {mark!r}: {data[-200:]!r}"
-        data += more
-    return data
-
-
 def test_a_hang_up_mid_stream_cancels(served: Served) -> None:
     hang_up_mid_stream(served)
     served.assert_idle()
@@ -55,6 +46,19 @@ def test_a_hang_up_cancels_a_reply_that_is_being_gathered(served: Served) -> Non
     connection.close()
     served.assert_idle()
     assert served.engine.stats().generated_tokens < LONG
+
+
+def test_a_choice_that_met_its_stop_string_is_cancelled_while_others_go_on(served: Served) -> None:
+    served.engine.hold()
+    body = completion(stream=True, n=2, seed=7, stop=["choice 7"], max_tokens=50)
+    connection = served.send("/v1/completions", body, "Connection: close\r\n")
+    until(lambda: served.engine.num_open == 2, "the engine has both")
+    served.engine.permit(8)
+    read_until(connection, b'"finish_reason":"stop"')
+    until(lambda: served.engine.num_open == 1, "the first choice is cancelled")
+    served.engine.release()
+    read_until(connection, b"[DONE]")
+    connection.close()
 
 
 def test_a_reset_connection_cancels_too(served: Served) -> None:

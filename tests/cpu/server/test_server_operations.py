@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import DEADLINE_S, MODEL, Served, completion, serving, until
+from served import DEADLINE_S, MODEL, Served, completion, read_until, serving, until
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
@@ -163,7 +163,7 @@ def test_only_one_reset_waits_for_the_engine_at_a_time(served: Served, monkeypat
     assert entered.wait(DEADLINE_S)
     assert served.http.post("/cache/reset?tier=all").status_code == 429
     leave.set()
-    assert b'"evicted_blocks":3' in first.recv(1000)
+    read_until(first, b'"evicted_blocks":3')
     first.close()
 
 

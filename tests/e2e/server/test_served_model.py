@@ -41,7 +41,7 @@ def wait_idle(http: httpx.Client) -> None:
     """No open request and no block in use: polled, because a cancelled request ends at the engine's next step."""
     by_s = time.monotonic() + DEADLINE_S
     while True:
-        busy = sum(count for state, count in samples(http, "penstock_requests").items() if state in ("waiting", "running"))
+        busy = sum(samples(http, "penstock_requests").values())
         blocks = samples(http, "penstock_kv_blocks")
         held = sum(count for state, count in blocks.items() if state not in ("free", "idle"))
         if not busy and not held:
@@ -158,6 +158,8 @@ def test_a_hang_up_frees_blocks_and_rows(server_url: str, http: httpx.Client, st
         await writer.drain()
         if stream:
             await reader.readuntil(b"data: {")
+        while not sum(samples(http, "penstock_requests").values()):
+            await asyncio.sleep(0.01)
         writer.close()
 
     generated = samples(http, "penstock_generated_tokens_total")[""]

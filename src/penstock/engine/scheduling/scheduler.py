@@ -50,6 +50,7 @@ class _Share(NamedTuple):
 
     track: Track
     epoch: int
+    start: int
     end: int  # tokens computed once the step is over
     samples: bool
 
@@ -200,7 +201,7 @@ class Scheduler:
         # At least one token is always computed: on a full match the last one, whose KV is there already and is not written again.
         track.num_cached = matched
         track.num_planned = track.num_committed = min(matched, len(track.tokens) - 1)
-        if not track.started:
+        if track.epoch == 0:  # what it finds after a retraction it has computed itself
             track.num_device = track.num_planned
         self._running[track.request.id] = track
         self._num_promised += blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - match.num_blocks
@@ -234,7 +235,7 @@ class Scheduler:
 
     def _share(self, chunk: Chunk) -> _Share:
         track = self._running[chunk.request_id]
-        return _Share(track, track.epoch, chunk.kv_len, chunk.samples)
+        return _Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.samples)
 
     def _retract(self, track: Track) -> None:
         planned_now = track.num_in_flight - sum(s.samples for step in self._launched for s in step.shares if s.track is track)
@@ -270,10 +271,11 @@ class Scheduler:
 
     def _commit_share(self, share: _Share, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None) -> TokenEvent | None:
         track = share.track
+        if track.prompt_logprobs is not None and prompt_logprobs is not None:
+            # They hold in any life of the request, and a later one computes again what an earlier one had: keep only what is new.
+            track.prompt_logprobs += prompt_logprobs[len(track.prompt_logprobs) - share.start - 1 :]
         if track.epoch == share.epoch:
             track.num_committed = share.end
-            if track.prompt_logprobs is not None and prompt_logprobs is not None and not track.started:
-                track.prompt_logprobs += prompt_logprobs
             self._ledger.seal(track.held_table(), track.tokens, share.end)
         if not share.samples:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt

@@ -296,6 +296,8 @@ class World:
         assert plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
         for start in plan.starts:
             self._check_start(start)
+        rows = [self.asked[owner].lives[-1].row for owner in self.cache.tables]
+        assert len(set(rows)) == len(rows), "two requests run on one row"
         started = {start.request.id for start in plan.starts}
         assert started <= set(ids), "a request that starts computes something at once"
         for chunk in plan.chunks:
@@ -309,9 +311,6 @@ class World:
         assert list(start.output) == asked.got, "it resumes with other tokens than it has sent"
         self.seen["resume with tokens"] += bool(asked.got)
         self.seen["resume inside the prompt"] += bool(asked.lives and not asked.got)
-        for other in self.asked.values():
-            if other is not asked and other.request.id in self.cache.tables:
-                assert other.lives[-1].row != start.row, "two requests run on one row"
         asked.lives.append(Life(start.row))
 
     def _check_chunk(self, chunk: Chunk, starts: bool) -> None:

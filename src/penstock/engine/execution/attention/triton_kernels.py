@@ -1,4 +1,5 @@
 # ruff: noqa: N803, N806, SIM102
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Triton kernels over one layer of the block-major arena. Own the arithmetic; which runs with what tiles is decided in `triton.py`.
 
 A value is found at slot * SLOT_STRIDE + token in block * TOKEN_STRIDE + kv head * HEAD_STRIDE + value, counted from the layer's keys
@@ -272,7 +273,7 @@ def merge_splits_kernel(
     dims = tl.arange(0, DIMS_PADDED)
     at = (splits * num_rows + row) * NUM_HEADS + head
     lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=float("-inf"))
-    has_keys = lse > float("-inf")
+    has_keys = lse != float("-inf")  # a NaN counts, so that it is seen
     largest = tl.max(lse, 0)
     weights = tl.where(has_keys, tl.exp2(lse - tl.where(largest > float("-inf"), largest, 0.0)), 0.0)
     partial = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)

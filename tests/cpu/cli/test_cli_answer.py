@@ -1,0 +1,98 @@
+"""One answer: its text, its figures, and its end by stop string, interrupt or failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.commands.answer import Answer, Figures
+from penstock.commands.progress import ProgressBar
+from penstock.commands.session import running_engine
+from penstock.config import Config, KvConfig, ModelSource
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.errors import EngineClosed, StepFailed
+from penstock.models.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))) as engine:
+        yield engine
+
+
+def _greedy(max_tokens: int, *stop: str) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)
+
+
+def test_pieces_are_the_text_of_all_tokens(engine):
+    answer = Answer(engine, list(b"hello"), _greedy(9))
+    text = "".join(answer.pieces())
+    figures = answer.figures()
+    assert text and (figures.prompt_tokens, figures.generated_tokens, figures.finish) == (5, 9, "length")
+    assert 0 < figures.first_token_s < figures.total_s and figures.decode_tokens_per_s > 0
+
+
+def test_an_interrupt_ends_the_request_and_leaves_no_block_behind(engine):
+    answer = Answer(engine, list(b"a long story"), _greedy(2000))
+    pieces = answer.pieces()
+    assert next(pieces)
+    for _ in range(3):  # however often it is pressed
+        answer.interrupt()
+    assert sum(1 for _ in pieces) < 1000
+    assert answer.figures().finish == "cancelled"
+    blocks = engine.stats().kv_blocks
+    assert blocks["active"] == blocks["reserved"] == 0
+
+
+def test_an_interrupt_before_the_submit_is_not_lost(engine):
+    answer = Answer(engine, list(b"never mind"), _greedy(2000))
+    answer.interrupt()
+    assert len("".join(answer.pieces())) < 1000
+    assert answer.figures().finish == "cancelled"
+
+
+def test_a_stop_string_cancels_what_is_left(engine):
+    whole = "".join(Answer(engine, list(b"hello"), _greedy(200)).pieces())
+    stop = whole[6:9]
+    answer = Answer(engine, list(b"hello"), _greedy(200, stop))
+    assert "".join(answer.pieces()) == whole[: whole.index(stop)]
+    assert answer.figures().finish == "stop" and answer.figures().generated_tokens < 200
+
+
+class _Failing:
+    """An engine whose request fails."""
+
+    tokenizer = ByteTokenizer(256)
+
+    def submit(self, prompt, sampling, listener):
+        listener(TokenEvent("r", tokens=(65,), source=KvSource(computed=len(prompt))))
+        listener(TokenEvent("r", finish=FinishReason.ERROR, error="the step broke"))
+        return "r"
+
+
+def test_a_failed_request_raises_after_the_text_it_had():
+    pieces = Answer(_Failing(), [1], _greedy(5)).pieces()
+    assert next(pieces) == "A"
+    with pytest.raises(StepFailed, match="the step broke"):
+        next(pieces)
+
+
+def test_leaving_a_session_closes_its_engine():
+    with running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))) as engine:
+        next(Answer(engine, [1, 2], _greedy(200)).pieces())  # still running when the block is left
+    with pytest.raises(EngineClosed):
+        engine.submit([1], _greedy(1), print)
+
+
+@pytest.mark.parametrize(("num", "said"), [(0, "0 tokens, first"), (1, "1 token, first"), (3, "3 tokens at 2.0 tok/s, first")])
+def test_figures_read_well_for_any_number_of_tokens(num, said):
+    assert said in Figures(10, KvSource(8, 2), num, 1.0, 2.0, "stop").line()
+
+
+def test_without_a_terminal_only_long_stages_are_spoken_of(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("penstock.commands.progress.time.monotonic", lambda: now[0])
+    with ProgressBar() as bar:
+        for seconds, stage, done in ((0, "short", 0), (0.5, "short", 9), (0.6, "long", 0), (2, "long", 5), (3, "long", 6), (13, "long", 8)):
+            now[0] = seconds
+            bar(stage, done, 10)
+    assert capsys.readouterr().err.splitlines() == ["long: 50 %", "long: 80 %"]

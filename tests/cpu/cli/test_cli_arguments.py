@@ -1,0 +1,184 @@
+"""Arguments to config: every wrong one is refused by name, before anything is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock import cli
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource
+from penstock.errors import IllegalTransition, Overloaded
+
+COMMANDS = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"), ("doctor",))
+
+BAD = [
+    ((), "COMMAND"),
+    (("brew",), "brew"),
+    (("bench",), "WHAT"),
+    (("bench", "compare"), "compare"),
+    (("generate",), "PROMPT"),
+    (("generate", "x", "--mod", "y"), "--mod"),
+    (("generate", "x", "--kv-offload"), "--kv-offload"),
+    (("generate", "x", "--load-format", "gguf"), "--load-format"),
+    (("generate", "x", "--device", "tpu"), "--device"),
+    (("generate", "x", "--dtype", "int8"), "--dtype"),
+    (("generate", "x", "--block-tokens", "17"), "--block-tokens"),
+    (("generate", "x", "--device-kv-gib", "0"), "--device-kv-gib"),
+    (("generate", "x", "--device-kv-gib", "lots"), "--device-kv-gib"),
+    (("generate", "x", "--device-kv-blocks", "1"), "--device-kv-blocks"),
+    (("generate", "x", "--device-kv-blocks", "9", "--device-kv-gib", "1"), "not both"),
+    (("generate", "x", "--max-model-len", "1"), "--max-model-len"),
+    (("generate", "x", "--max-batch", "0"), "--max-batch"),
+    (("generate", "x", "--prefill-chunk", "-1"), "--prefill-chunk"),
+    (("generate", "x", "--overcommit", "0.5"), "--overcommit"),
+    (("generate", "x", "--seed", "1.5"), "--seed"),
+    (("generate", "x", "--max-tokens", "-1"), "--max-tokens"),
+    (("generate", "x", "--temperature", "-0.1"), "--temperature"),
+    (("generate", "x", "--temperature", "nan"), "--temperature"),
+    (("generate", "x", "--top-p", "0"), "--top-p"),
+    (("generate", "x", "--top-k", "-2"), "--top-k"),
+    (("generate", "x", "--min-p", "1.5"), "--min-p"),
+    (("generate", "x", "--stop", ""), "--stop"),
+    (("generate", "x", "--json", "/no/such/folder/x.json"), "--json"),
+    (("generate", "x", "--json", "/"), "--json"),
+    (("chat", "--ignore-eos"), "--ignore-eos"),
+    (("serve", "--port", "70000"), "--port"),
+    (("serve", "--port", "http"), "--port"),
+    (("serve", "--api-key", ""), "--api-key"),
+    (("serve", "--max-body-bytes", "1"), "--max-body-bytes"),
+    (("serve", "--max-concurrent", "0"), "--max-concurrent"),
+    (("serve", "--shutdown-s", "-1"), "--shutdown-s"),
+    (("serve", "--log-level", "loud"), "--log-level"),
+    (("bench", "decode", "--batch", "1,,2"), "--batch"),
+    (("bench", "decode", "--batch", "0"), "--batch"),
+    (("bench", "decode", "--tokens", "1,2"), "--tokens"),
+    (("bench", "decode", "--repeat", "0"), "--repeat"),
+    (("bench", "ttft", "--tokens", "many"), "--tokens"),
+    (("bench", "ttft", "--plot", "x.txt"), "--plot"),
+    (("bench", "ttft", "--no-prefix-cache"), "--no-prefix-cache"),
+    (("doctor", "--device", "tpu"), "--device"),
+]
+
+
+@pytest.mark.parametrize(("argv", "named"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_a_wrong_argument_is_refused_by_name_in_one_line(penstock, argv, named):
+    ran = penstock(*argv)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("penstock: error: ") and ran.err.count("\n") == 1
+    assert named in ran.err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself_and_each_of_its_flags(penstock, command):
+    ran = penstock(*command, "--help")
+    assert ran.code == 0
+    assert "--help" in ran.out and " ".join(command) in ran.out
+    if command != ("doctor",):
+        for flag in ("--model", "--load-format", "--block-tokens", "--device-kv-gib", "--max-batch", "--no-capture"):
+            assert flag in ran.out
+
+
+def _unexplained(parser) -> list[str]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            found += [name for child in action.choices.values() for name in _unexplained(child)]
+        elif not action.help:
+            found.append("/".join(action.option_strings) or action.dest)
+    return found
+
+
+def test_no_flag_is_without_a_help_text():
+    parser = cli.make_parser()
+    assert _unexplained(parser) == []
+    parser.add_argument("--mystery")
+    assert _unexplained(parser) == ["--mystery"]
+
+
+def test_version_is_told(penstock):
+    assert penstock("--version").out.startswith("penstock ")
+
+
+def test_defaults_are_those_of_the_config():
+    assert cli._config(cli.make_parser().parse_args(["chat"])) == Config()
+
+
+def test_every_engine_flag_reaches_the_config():
+    argv = (
+        "serve --model m --load-format dummy --device cpu --dtype bfloat16 --seed 7 --block-tokens 32 --device-kv-gib 0.5 "
+        "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --overcommit 2 --no-capture"
+    )
+    assert cli._config(cli.make_parser().parse_args(argv.split())) == Config(
+        ModelSource("m", "dummy", "cpu", "bfloat16", 7), KvConfig(32, 0.5, None, False), EngineConfig(100, 3, 64, 2.0, False, 7)
+    )
+    assert cli._config(cli.make_parser().parse_args(["chat", "--device-kv-blocks", "9"])).kv.device_blocks == 9
+
+
+def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults():
+    parser = cli.make_parser()
+    given = "generate x --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --stop a --stop b --ignore-eos"
+    sampling = cli._sampling(parser.parse_args(given.split()))
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.5, 0.9, 4)
+    assert (sampling.min_p, sampling.stop, sampling.ignore_eos) == (0.1, ("a", "b"), True)
+    assert cli._sampling(parser.parse_args(["generate", "x"])).temperature == 0.0
+    assert cli._sampling(parser.parse_args(["chat"])).temperature == 0.7
+    assert cli._sampling(parser.parse_args(["generate", "x"])).stop == ()
+
+
+@pytest.mark.parametrize(("given", "variable", "key"), [(None, "fromenv", "fromenv"), ("flag", "fromenv", "flag"), (None, None, None)])
+def test_the_api_key_comes_from_its_flag_or_the_environment(monkeypatch, given, variable, key):
+    seen = []
+    monkeypatch.setattr("penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0)
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PENSTOCK_API_KEY", variable)
+    assert cli.main(["serve", "--port", "0", *(["--api-key", given] if given else [])]) == 0
+    assert (seen[0][0].api_key, seen[0][0].port, seen[0][1]) == (key, 0, "info")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (Overloaded("too\nmany"), 1, "penstock: error: too many\n"),
+        (IllegalTransition("slot", "free", "seal"), 1, "penstock: error: slot: seal is not legal in state free\n"),
+        (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
+        (ModuleNotFoundError("x", name="psutil"), 1, "penstock: error: this command needs the package psutil, which is not installed\n"),
+    ],
+)
+def test_what_a_command_raises_becomes_a_line_and_an_exit_code(penstock, monkeypatch, error, code, said):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr("penstock.commands.doctor.doctor", fail)
+    ran = penstock("doctor")
+    assert (ran.code, ran.err) == (code, said)
+
+
+def test_a_defect_in_penstock_itself_is_not_hidden(monkeypatch):
+    def fail(*args):
+        raise ModuleNotFoundError("x", name="penstock.nowhere")
+
+    monkeypatch.setattr("penstock.commands.doctor.doctor", fail)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["doctor"])
+
+
+def test_help_and_argument_errors_need_no_torch():
+    script = (
+        "import sys; from penstock.cli import main; assert main(['generate', 'x', '--top-p', '2']) == 2\n"
+        "try: main(['serve', '--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'uvicorn' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_serving_without_its_packages_says_what_to_install(penstock, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("penstock.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    ran = penstock("serve", "--model", "tiny-llama", "--load-format", "dummy")
+    assert ran.code == 2
+    assert "uvicorn" in ran.err and "pip install 'penstock[server]'" in ran.err

@@ -1,0 +1,160 @@
+"""The CPU backend agrees with the reference on random ragged batches, reads nothing that it must not, and ties what it keeps to a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.execution.attention import Attention, cpu
+from penstock.engine.execution.attention.cpu import SHORT_TOKENS, CpuAttention
+from penstock.engine.execution.attention.reference import ReferenceAttention
+from penstock.errors import InvariantBroken
+from penstock.models.model import ModelConfig
+from penstock.testing.mutation import mutated
+from penstock.testing.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
+
+Backend = type[CpuAttention]
+
+# One of each: decodes of several lengths, a full match, short and long chunks, with and without a prefix, aligned and not.
+SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(300, 1), Span(5, 4), Span(64, 4), Span(0, 40), Span(16, 32), Span(21, 23))
+
+
+def assert_agrees(step: RaggedStep, backend: Backend = CpuAttention, atol: float = 1e-5) -> None:
+    theirs, ours = step.with_own_arena(), step.with_own_arena()
+    expected = outputs(ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), theirs)
+    made = outputs(backend(ours.arena, step.config, step.rope), ours)
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=atol, equal_nan=want is expected[-1])
+
+
+def mixed_step(seed: int = 0, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32) -> RaggedStep:
+    return ragged_step(config or ragged_config(), SPANS, shared_blocks=1, seed=seed, dtype=dtype)
+
+
+spans = st.lists(
+    st.one_of(
+        st.builds(Span, st.integers(0, 90), st.just(1), st.booleans()),
+        st.builds(Span, st.integers(0, 90), st.integers(2, 3 * SHORT_TOKENS), st.just(True)),
+    ),
+    min_size=1,
+    max_size=9,
+).map(lambda some: sorted(some, key=lambda span: span.q_len != 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(spans=spans, groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (8, 2)]), block=st.sampled_from([8, 16, 32]), shared=st.integers(0, 3))
+def test_any_ragged_batch_agrees_with_the_reference(spans: list[Span], groups: tuple[int, int], block: int, shared: int) -> None:
+    config = ragged_config(num_heads=groups[0], num_kv_heads=groups[1], head_dim=16)
+    assert_agrees(ragged_step(config, spans, block_tokens=block, shared_blocks=shared, seed=len(spans)))
+
+
+@pytest.mark.parametrize(
+    "config", [ragged_config(9, 3, 64), ragged_config(4, 4, 128), ragged_config(16, 2, 16)], ids=["3x64", "1x128", "8x16"]
+)
+def test_a_mixed_step_agrees_with_the_reference(config: ModelConfig) -> None:
+    assert_agrees(mixed_step(1, config))
+
+
+def test_bfloat16_agrees_within_its_precision() -> None:
+    assert_agrees(mixed_step(2, dtype=torch.bfloat16), atol=3e-2)
+
+
+def test_decodes_of_very_different_lengths_and_many_of_one_length_agree() -> None:
+    assert_agrees(ragged_step(ragged_config(), [Span(n, 1) for n in (0, 3, 900, 17, 400, 880)] + [Span(50, 1)] * 12, seed=3))
+
+
+def test_small_groups_agree_with_one_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = ragged_step(ragged_config(), [Span(n, 1) for n in range(40, 60)], seed=4)
+    assert_agrees(step)
+    monkeypatch.setattr(cpu, "GROUP_BYTES", 1)
+    assert_agrees(step)
+
+
+def test_a_chunk_without_keys_gives_zeros() -> None:
+    """A captured step's rows that stand for nobody may say that their sequence is empty."""
+    step = ragged_step(ragged_config(), [Span(20, 1), Span(7, 1)], seed=5)
+    step.inputs.kv_lens[1] = 0
+    attention = CpuAttention(step.arena, step.config, step.rope)
+    q, k, v = attention.rotate_and_write(0, step.qkv(), None, None, step.inputs)
+    out = attention.attend(0, q, k, v, step.inputs)
+    assert out[1].eq(0).all() and out[0].isfinite().all()
+
+
+def test_a_replay_sees_inputs_that_were_refilled_in_place() -> None:
+    """The second step has other lengths, slots and positions in the very same tensors."""
+    first = ragged_step(ragged_config(), [Span(40, 1), Span(9, 1)], seed=6)
+    second = ragged_step(ragged_config(), [Span(12, 1), Span(36, 1)], seed=7)
+    assert first.arena.shape == second.arena.shape and first.inputs.tables.shape == second.inputs.tables.shape
+    attention = CpuAttention(first.arena, first.config, first.rope)
+    outputs(attention, first)
+    expected = outputs(CpuAttention(second.arena.clone(), second.config, second.rope), second)[:-1]
+    first.arena.copy_(second.arena)
+    for field in ("positions", "write_at", "kv_lens", "table_starts", "tables"):
+        getattr(first.inputs, field).copy_(getattr(second.inputs, field))
+    replayed = outputs(attention, replace(second, arena=first.arena, inputs=first.inputs))[:-1]
+    for got, want in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_keeping_the_first_steps_indices_through_a_replay_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mutated(cpu, "if layer == 0 or self._step is None", "if self._step is None", tmp_path) as mutant:
+        monkeypatch.setitem(globals(), "CpuAttention", mutant.CpuAttention)
+        with pytest.raises(AssertionError):
+            test_a_replay_sees_inputs_that_were_refilled_in_place()
+
+
+def test_attention_of_a_step_that_was_never_written_is_refused() -> None:
+    step = mixed_step()
+    q = torch.zeros(step.num_tokens, 6, 32)
+    with pytest.raises(InvariantBroken):
+        CpuAttention(step.arena, step.config, step.rope).attend(0, q, q[:, :2], q[:, :2], step.inputs)
+
+
+def test_a_table_that_is_too_short_is_refused() -> None:
+    step = ragged_step(ragged_config(), [Span(40, 1)])
+    short = replace(step.inputs, tables=step.inputs.tables[:2])
+    with pytest.raises(InvariantBroken, match="table of 2 blocks"):
+        CpuAttention(step.arena, step.config, step.rope).rotate_and_write(0, step.qkv(), None, None, short)
+
+
+def test_an_arena_with_gaps_is_refused() -> None:
+    step = ragged_step(ragged_config(), [Span(40, 1)])
+    with pytest.raises(InvariantBroken, match="contiguous"):
+        CpuAttention(step.arena[::2], step.config, step.rope)
+
+
+FAULTS = {
+    "a causal mask off by one": ("- q_len + torch.arange(q_len)", "- q_len - 1 + torch.arange(q_len)"),
+    "no mask behind a shorter sequence": ("if q_len > 1 or group[-1].kv_len != longest:", "if q_len > 1:"),
+    "padding that reads behind the end": ("keys[span.kv_len :] = rows[0]", "keys[span.kv_len :] = rows[-1] + 1"),
+    "one token too many of the prefix": ("prefix_len = span.kv_len - span.q_len", "prefix_len = span.kv_len - span.q_len + 1"),
+    "a prefix and its chunk joined the wrong way round": ("torch.sigmoid(before_lse", "torch.sigmoid(-before_lse"),
+    "values in place of keys": ("first + sizes.block_tokens :].index_copy_", "first:].index_copy_"),
+    "the layer before": ("first = 2 * layer * sizes.block_tokens", "first = 0"),
+    "sine and cosine confused": ("_rotate(self._normalise(heads[:, :num_rotated], q_norm, k_norm), step.cos, step.sin)",
+                                 "_rotate(self._normalise(heads[:, :num_rotated], q_norm, k_norm), step.sin, step.cos)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
+    with mutated(cpu, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
+        assert_agrees(mixed_step(8), mutant.CpuAttention)
+
+
+def test_an_output_that_nobody_writes_would_be_nan_here() -> None:
+    assert torch.empty(8).isnan().all()
+
+
+def test_both_backends_are_attention() -> None:
+    step = mixed_step()
+    backends: list[Attention] = [
+        CpuAttention(step.arena, step.config, step.rope),
+        ReferenceAttention(step.arena, step.config, step.rope),
+    ]
+    assert all(callable(backend.attend) for backend in backends)

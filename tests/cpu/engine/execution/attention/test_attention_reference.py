@@ -1,0 +1,104 @@
+"""The reference agrees with attention over plain contiguous tensors, and refuses what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.execution.attention import reference
+from penstock.engine.execution.attention.reference import ReferenceAttention
+from penstock.errors import InvariantBroken
+from penstock.testing.mutation import mutated
+from penstock.testing.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step, rope_table
+
+SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(0, 19), Span(16, 16), Span(5, 30))
+
+
+def dense(step: RaggedStep, layer: int, q: Tensor) -> Tensor:
+    """Attention by one softmax over a full score matrix per chunk, from KV collected token by token out of the arena."""
+    size, out, begin = step.arena.shape[3], [], 0
+    for chunk, span in enumerate(step.spans):
+        table = step.inputs.tables[int(step.inputs.table_starts[chunk]) :].tolist()
+        kv = torch.stack([step.arena[table[p // size], layer, :, p % size] for p in range(span.kv_len)]).double()
+        keys, values = (kv[:, i].repeat_interleave(q.shape[1] // kv.shape[2], dim=1).transpose(0, 1) for i in range(2))
+        queries = q[begin : begin + span.q_len].double().transpose(0, 1)
+        seen = torch.ones(span.q_len, span.kv_len).tril(span.prefix_len).bool()
+        scores = (queries @ keys.transpose(1, 2) / queries.shape[-1] ** 0.5).masked_fill(~seen, float("-inf"))
+        out.append((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
+        begin += span.q_len
+    return torch.cat(out).float()
+
+
+def assert_dense(step: RaggedStep, attention: ReferenceAttention) -> None:
+    for layer in range(step.config.num_layers):
+        q, k, v = attention.rotate_and_write(layer, step.qkv(layer), None, None, step.inputs)
+        torch.testing.assert_close(attention.attend(layer, q, k, v, step.inputs), dense(step, layer, q), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16])
+def test_the_reference_agrees_with_a_dense_softmax(block_tokens: int) -> None:
+    step = ragged_step(ragged_config(), SPANS, block_tokens=block_tokens, shared_blocks=1, seed=1)
+    assert_dense(step, ReferenceAttention(step.arena, step.config, step.rope))
+
+
+def test_a_causal_mask_off_by_one_is_noticed(tmp_path: object) -> None:
+    step = ragged_step(ragged_config(), SPANS, seed=2)
+    with (
+        mutated(reference, "kv_len - (end - 1 - token)", "kv_len - (end - token)", tmp_path) as mutant,  # type: ignore[arg-type]
+        pytest.raises(AssertionError),
+    ):
+        assert_dense(step, mutant.ReferenceAttention(step.arena, step.config, step.rope))
+
+
+def test_rotation_turns_pairs_of_half_the_head_apart() -> None:
+    config = ragged_config(num_heads=1, num_kv_heads=1, head_dim=4, num_layers=1)
+    step = ragged_step(config, [Span(3, 1)], seed=3)
+    qkv = torch.arange(1.0, 13.0).view(1, 12)
+    q, k, v = ReferenceAttention(step.arena, config, step.rope).rotate_and_write(0, qkv, None, None, step.inputs)
+    angles = torch.tensor([3.0, 3.0 / 100.0])
+    turned = torch.polar(torch.ones(2), angles) * torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+    torch.testing.assert_close(q.flatten(), torch.cat([turned.real, turned.imag]))
+    turned = torch.polar(torch.ones(2), angles) * torch.complex(torch.tensor([5.0, 6.0]), torch.tensor([7.0, 8.0]))
+    torch.testing.assert_close(k.flatten(), torch.cat([turned.real, turned.imag]))
+    assert v.flatten().tolist() == [9.0, 10.0, 11.0, 12.0]
+
+
+def test_norm_weights_apply_per_head_before_the_rotation() -> None:
+    step = ragged_step(ragged_config(), [Span(0, 3)], seed=4)
+    weight = torch.full((step.config.head_dim,), 2.0)
+    q, k, _ = ReferenceAttention(step.arena, step.config, step.rope).rotate_and_write(0, step.qkv(), weight, weight, step.inputs)
+    for heads in (q, k):
+        torch.testing.assert_close(heads.square().mean(-1), torch.full(heads.shape[:2], 4.0), rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_that_must_not_be_written_changes_only_the_padding_block() -> None:
+    step = ragged_step(ragged_config(), [Span(31, 1, writes=False)], seed=5)
+    before = step.arena.clone()
+    outputs(ReferenceAttention(step.arena, step.config, step.rope), step)
+    torch.testing.assert_close(step.arena[:-1], before[:-1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_table_that_is_too_short_is_refused() -> None:
+    step = ragged_step(ragged_config(), [Span(15, 1), Span(40, 1)], seed=6)
+    attention = ReferenceAttention(step.arena, step.config, step.rope)
+    q, k, v = attention.rotate_and_write(0, step.qkv(), None, None, step.inputs)
+    longer = replace(step.inputs, kv_lens=step.inputs.kv_lens + torch.tensor([33, 0], dtype=torch.int32))
+    with pytest.raises(InvariantBroken, match="chunk 0: 49 tokens need 4 blocks, its table has 2"):
+        attention.attend(0, q, k, v, longer)
+
+
+def test_dimensions_that_do_not_fit_are_refused_at_construction() -> None:
+    step = ragged_step(ragged_config(), [Span(0, 1)])
+    with pytest.raises(InvariantBroken, match="arena"):
+        ReferenceAttention(step.arena[:, :1], step.config, step.rope)
+    with pytest.raises(InvariantBroken, match="arena"):
+        ReferenceAttention(step.arena.flatten(4), step.config, step.rope)
+    with pytest.raises(InvariantBroken, match="rope"):
+        ReferenceAttention(step.arena, step.config, step.rope[:, 1:])
+    with pytest.raises(InvariantBroken, match="5 heads over 2"):
+        ReferenceAttention(step.arena, ragged_config(num_heads=5), step.rope)
+    with pytest.raises(InvariantBroken, match="adjacent"):
+        ReferenceAttention(step.arena.transpose(4, 5).contiguous().transpose(4, 5), step.config, rope_table(step.config))

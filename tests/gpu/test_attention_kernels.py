@@ -1,0 +1,299 @@
+"""The Triton backend agrees with the reference in float64, reads nothing that it must not, and writes everything that it must.
+
+With TRITON_INTERPRET=1 the same tests run on CPU tensors, with smaller batches, in float32 and float16.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="NOT TESTED: the attention kernels need torch")
+pytest.importorskip("triton", reason="NOT TESTED: the attention kernels need triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("NOT TESTED: the attention kernels need an NVIDIA GPU, and there is none here", allow_module_level=True)
+
+from penstock.engine.execution.attention import triton as backend  # noqa: E402
+from penstock.engine.execution.attention import triton_kernels  # noqa: E402
+from penstock.engine.execution.attention.reference import ReferenceAttention  # noqa: E402
+from penstock.engine.execution.attention.triton import TritonAttention  # noqa: E402
+from penstock.errors import ConfigError  # noqa: E402
+from penstock.models.model import ModelConfig  # noqa: E402
+from penstock.testing.mutation import mutated  # noqa: E402
+from penstock.testing.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+on_gpu = pytest.mark.skipif(INTERPRETED, reason="NOT TESTED: needs the device itself")
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # products of bfloat16 are wrong in the interpreter
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+DECODES = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(95, 1))
+CHUNKS = (Span(0, 21), Span(16, 3), Span(21, 37))
+MIXED = DECODES[:3] + CHUNKS
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if INTERPRETED:
+        torch.set_num_threads(1)
+        monkeypatch.setattr(backend, "ROTATE_MANY_FROM", 2)  # one program per head and token takes the interpreter minutes
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(8, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_step(spans: tuple[Span, ...], config: ModelConfig | None = None, **how: Any) -> RaggedStep:
+    config = config or ragged_config(num_heads=3, num_kv_heads=1, num_layers=1)
+    return ragged_step(config, spans, device=DEVICE, **{"shared_blocks": 1, **how})
+
+
+def assert_agrees(step: RaggedStep, kind: type[TritonAttention] = TritonAttention, norms: bool = True, **how: Any) -> None:
+    theirs, ours = step.with_own_arena(), step.with_own_arena()
+    expected = outputs(ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), theirs, norms=norms)
+    made = outputs(kind(ours.arena, step.config, step.rope, **how), ours, norms=norms)
+    tolerance = TOLERANCE[step.arena.dtype]
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=want is expected[-1])
+
+
+def with_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    monkeypatch.setattr(TritonAttention, "num_splits", lambda *_: splits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["single", "half"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_mixed_step_agrees_with_the_reference(dtype: Any, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_splits(monkeypatch, splits)
+    assert_agrees(make_step(MIXED, dtype=dtype, seed=splits))
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_every_group_size_and_head_size_agrees(group: int, head_dim: int) -> None:
+    if INTERPRETED and (group, head_dim) not in {(1, 16), (5, 80), (8, 128)}:
+        pytest.skip("NOT TESTED: left to the device, the interpreter is slow")
+    config = ragged_config(num_heads=group, num_kv_heads=1, head_dim=head_dim, num_layers=1)
+    assert_agrees(make_step((Span(21, 1), Span(9, 20)), config, dtype=HALF, seed=group))
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16, 32, 128])
+def test_every_block_size_agrees(block_tokens: int) -> None:
+    assert_agrees(make_step((Span(130, 1), Span(70, 5)), block_tokens=block_tokens, seed=block_tokens))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "plain"])
+def test_few_and_many_tokens_rotate_alike(num_tokens: int, norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "ROTATE_MANY_FROM", 5)
+    config = ragged_config(num_heads=4, num_kv_heads=2, num_layers=2)
+    assert_agrees(make_step((Span(30, num_tokens),), config), norms=norms)
+
+
+def test_every_number_of_splits_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shares than tiles of keys, too: those without keys must not count."""
+    for splits in (2, 7, 64) if not INTERPRETED else (2, 7):
+        with_splits(monkeypatch, splits)
+        assert_agrees(make_step((Span(300, 1), Span(0, 1), Span(64, 1), Span(100, 30)), shared_blocks=3, seed=splits))
+
+
+def test_a_captured_step_does_not_know_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(MIXED)
+    assert_agrees(replace(step, inputs=replace(step.inputs, max_q_len=0, max_kv_len=0)))
+
+
+def test_a_chunk_without_keys_gives_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    for splits in (1, 4):
+        with_splits(monkeypatch, splits)
+        step = make_step((Span(20, 1), Span(7, 1)))
+        step.inputs.kv_lens[1] = 0
+        out = outputs(TritonAttention(step.arena, step.config, step.rope), step)[3]
+        assert out[1].eq(0).all() and out[0].isfinite().all()
+
+
+def test_a_length_one_too_long_is_noticed() -> None:
+    """The value behind the end is NaN, so nothing that reads it passes."""
+    step = make_step((Span(37, 1), Span(40, 1)))
+    step.inputs.kv_lens.add_(1)
+    assert outputs(TritonAttention(step.arena, step.config, step.rope), step)[3].isnan().any()
+
+
+def test_splits_fill_the_device_and_depend_on_the_shape_alone() -> None:
+    step = make_step(DECODES)
+    attention = TritonAttention(step.arena, step.config, step.rope)
+    splits = [attention.num_splits(chunks, 1) for chunks in (1, 4, 64, 4096)]
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] > 1 and splits[-1] == 1
+    assert max(splits) <= backend.MAX_SPLITS
+
+
+def test_unknown_choices_are_refused() -> None:
+    step = make_step(DECODES)
+    with pytest.raises(ConfigError):
+        TritonAttention(step.arena, step.config, step.rope, prefill="fast")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- PyTorch's fused attention
+
+
+def plain_attention(self: TritonAttention, q: Any, k: Any, v: Any, *, causal: bool, with_lse: bool) -> tuple[Any, Any]:
+    """What the fused operators return, from their definition."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[1:], device=q.device).tril().bool(), float("-inf"))
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out.to(q.dtype).contiguous(), scores.logsumexp(-1).float().contiguous()
+
+
+@pytest.mark.parametrize("span", [Span(0, 40), Span(37, 24), Span(64, 32)], ids=str)
+def test_a_gathered_prefix_joins_the_chunk(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "_fused_attention", plain_attention)
+    config = ragged_config(num_heads=4, num_kv_heads=2, num_layers=1)
+    assert_agrees(make_step((span,), config, dtype=HALF), prefill="sdpa")
+
+
+def test_gathered_tokens_are_those_of_the_table() -> None:
+    config = ragged_config(num_heads=4, num_kv_heads=2, num_layers=2)
+    step = make_step((Span(53, 20),), config)
+    attention = TritonAttention(step.arena, step.config, step.rope)
+    for num_tokens in (1, 32, 53):
+        gathered = attention.gathered(1, num_tokens, step.inputs)
+        slots = step.inputs.tables[:4].long()
+        expected = step.arena[slots, 1].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+        for got, want in zip(gathered, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@on_gpu
+@pytest.mark.parametrize("fused", ["cudnn", "flash"])
+@pytest.mark.parametrize("span", [Span(0, 256), Span(0, 777), Span(512, 256), Span(333, 100)], ids=str)
+def test_fused_attention_agrees_with_the_reference(fused: Any, span: Span) -> None:
+    config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=128, num_layers=2)
+    assert_agrees(make_step((span,), config, dtype=HALF), prefill="sdpa", fused=fused)
+
+
+@on_gpu
+def test_automatic_choice_takes_only_shapes_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    original = TritonAttention._attend_fused
+    monkeypatch.setattr(TritonAttention, "_attend_fused", lambda self, *args: taken.append(True) or original(self, *args))
+    monkeypatch.setattr(backend, "FUSED_FROM", 64)
+    step = make_step((Span(128, 64),), ragged_config(num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1), dtype=HALF)
+    attention = TritonAttention(step.arena, step.config, step.rope)
+    outputs(attention, step)
+    assert not taken
+    attention.plan(64, 128)
+    outputs(attention, step)
+    assert taken
+
+
+# -------------------------------------------------------------------------------------------------- only on the device
+
+
+@on_gpu
+def test_a_replayed_capture_equals_an_eager_step_to_the_bit() -> None:
+    """Captured over one set of lengths and slots, replayed over another that was written into the same tensors."""
+    config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=128, num_layers=2)
+    first = make_step((Span(40, 1), Span(9, 1), Span(200, 1)), config, dtype=HALF, seed=1)
+    second = make_step((Span(12, 1), Span(203, 1), Span(36, 1)), config, dtype=HALF, seed=2)
+    assert first.arena.shape == second.arena.shape
+    expected = outputs(TritonAttention(second.arena.clone(), config, second.rope), second)[:-1]
+    held = replace(second, arena=first.arena, inputs=replace(first.inputs, max_q_len=0, max_kv_len=0))
+    attention = TritonAttention(first.arena, config, first.rope)
+    outputs(attention, held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = outputs(attention, held)[:-1]
+    first.arena.copy_(second.arena)
+    for field in ("positions", "write_at", "kv_lens", "table_starts", "tables"):
+        getattr(held.inputs, field).copy_(getattr(second.inputs, field))
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@on_gpu
+def test_slots_beyond_what_32_bits_count_are_reached() -> None:
+    config = ragged_config(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=36)
+    slots = 3 * 2**31 // (36 * 2 * 16 * 8 * 128) // 2
+    if torch.cuda.mem_get_info()[0] < 4 * slots * 36 * 2 * 16 * 8 * 128 * 2:
+        pytest.skip("NOT TESTED: 64-bit offsets need 26 GB of free device memory")
+    step = make_step((Span(300, 1), Span(100, 64)), config, dtype=HALF, spare_slots=slots)
+    assert step.inputs.tables.max().item() * step.arena.stride(0) > 2**31
+    assert_agrees(step)
+    assert_agrees(make_step((Span(256, 128),), config, dtype=HALF, spare_slots=slots), prefill="sdpa")
+
+
+@on_gpu
+def test_many_random_batches_agree() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    for seed in range(20):
+        decodes = [Span(draw(0, 900), 1, bool(draw(0, 2))) for _ in range(draw(0, 12))]
+        chunks = [Span(draw(0, 400), draw(2, 300)) for _ in range(draw(0, 4))]
+        config = ragged_config(num_heads=8, num_kv_heads=(1, 2, 4, 8)[draw(0, 4)], head_dim=(64, 128)[draw(0, 2)], num_layers=1)
+        spans = (*decodes, *chunks) or (Span(5, 1),)
+        assert_agrees(make_step(spans, config, dtype=HALF, shared_blocks=draw(0, 5), seed=seed))
+
+
+@on_gpu
+def test_no_step_compiles_anything_after_the_first_of_its_kind() -> None:
+    config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=1)
+
+    def run(*spans: Span) -> None:
+        step = make_step(spans, config, dtype=HALF)
+        # An offset of one moves the index tensors off their 16-byte alignment, as views into one packed tensor are.
+        for field in ("positions", "write_at", "q_starts", "kv_lens", "table_starts", "tables"):
+            whole = getattr(step.inputs, field)
+            setattr(step.inputs, field, torch.cat([whole[:1], whole])[1:] if len(spans) % 2 else whole)
+        outputs(TritonAttention(step.arena, config, step.rope), step)
+
+    def compiled() -> int:
+        known = (triton_kernels.paged_attention_kernel, triton_kernels.merge_splits_kernel, triton_kernels.rotate_and_write_kernel)
+        return sum(len(cache[0]) for kernel in known for cache in kernel.device_caches.values())
+
+    for spans in ((Span(20, 1),), (Span(5, 1),) * 300, (Span(0, 600),), (Span(0, 10),), (Span(0, 600),) * 5, (Span(0, 10),) * 300):
+        run(*spans)
+    before = compiled()
+    for spans in ((Span(21, 1),) * 3, (Span(7, 1),) * 16, (Span(40, 1),) * 32, (Span(3, 599),), (Span(16, 15), Span(0, 16)), (Span(1, 1),)):
+        run(*spans)
+    assert compiled() == before
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+FAULTS = {
+    "a causal mask off by one": ("keys[None, :] <= last_visible", "keys[None, :] < last_visible"),
+    "a causal mask open by one": ("keys[None, :] <= last_visible", "keys[None, :] <= 1 + last_visible"),
+    "an entry behind the table is read": ("exists = keys < end", "exists = keys < end + 1"),
+    "shares merged without their weights": ("tl.exp2(lse - tl.where(largest > float(\"-inf\"), largest, 0.0))", "lse * 0.0 + 1.0"),
+    "a share of keys left out": ("end = tl.minimum(begin + share, key_end)", "end = tl.minimum(begin + share - TILE_KEYS, key_end)"),
+    "empty shares counted": ("has_keys = lse != float(\"-inf\")", "has_keys = splits < num_splits"),
+    "every token written to its block's start": ("(at % BLOCK_TOKENS) * TOKEN_STRIDE", "(at % 1) * TOKEN_STRIDE"),
+    "rotation the other way": ("first = (x * cos - y * sin)", "first = (x * cos + y * sin)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_splits(monkeypatch, 5)
+    step = make_step((Span(90, 1), Span(40, 1), Span(21, 20)), shared_blocks=2)
+    assert_agrees(step)
+    with mutated(triton_kernels, *FAULTS[fault], tmp_path) as mutant:
+        monkeypatch.setattr(backend, "kernels", mutant)
+        with pytest.raises(AssertionError):
+            assert_agrees(step)
