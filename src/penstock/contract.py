@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import InvalidRequest
 
@@ -25,7 +28,7 @@ class Access(NamedTuple):
     """The bytes that one piece of work touches: `slots` of `arena`, layers `[layers[0], layers[1])`."""
 
     arena: str
-    slots: Sequence[int]
+    slots: Sequence[int] | NDArray[np.int32]
     layers: tuple[int, int]
     mode: Mode
 
@@ -169,7 +172,7 @@ class Chunk(NamedTuple):
     row: int  # fixed while the request runs; device state of the request lives under it
     start: int
     tokens: Sequence[int]  # len(tokens) == num_tokens; may hold TOKEN_IN_FLIGHT where it is a decode
-    slots: Any  # numpy int32, exactly ceil((start + num_tokens) / block_tokens) slots, in token order
+    slots: NDArray[np.int32]  # exactly ceil((start + num_tokens) / block_tokens) slots, in token order
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
     samples: bool  # True: the last token's logits are wanted
 
@@ -236,8 +239,8 @@ class Table(Protocol):
     @property
     def num_slots(self) -> int: ...
 
-    def slots(self, num_tokens: int) -> Any:
-        """numpy int32 view of exactly ceil(num_tokens / block_tokens) slots."""
+    def slots(self, num_tokens: int) -> NDArray[np.int32]:
+        """View of exactly ceil(num_tokens / block_tokens) slots."""
 
     def take_after(self) -> tuple[Fence, ...]:
         """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""

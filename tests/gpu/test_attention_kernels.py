@@ -36,7 +36,7 @@ HALF = torch.float16 if INTERPRETED else torch.bfloat16  # products of bfloat16 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 DECODES = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(95, 1))
-CHUNKS = (Span(0, 21), Span(16, 3), Span(21, 37))
+CHUNKS = (Span(0, 11), Span(16, 3), Span(21, 17))
 MIXED = DECODES[:3] + CHUNKS
 
 
@@ -100,9 +100,9 @@ def test_few_and_many_tokens_rotate_alike(num_tokens: int, norms: bool, monkeypa
 
 def test_every_number_of_splits_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """More shares than tiles of keys, too: those without keys must not count."""
-    for splits in (2, 7, 64) if not INTERPRETED else (2, 7):
+    for splits in (2, 7, 64) if not INTERPRETED else (7,):
         with_splits(monkeypatch, splits)
-        assert_agrees(make_step((Span(300, 1), Span(0, 1), Span(64, 1), Span(100, 30)), shared_blocks=3, seed=splits))
+        assert_agrees(make_step((Span(300, 1), Span(0, 1), Span(64, 1), Span(100, 10)), shared_blocks=3, seed=splits))
 
 
 def test_a_captured_step_does_not_know_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,11 +288,19 @@ FAULTS = {
 }  # fmt: skip
 
 
+SMALL = ragged_config(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1)
+FAULTY = (Span(60, 1), Span(35, 1), Span(7, 12))
+
+
+def test_without_a_fault_the_comparison_is_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_splits(monkeypatch, 4)
+    assert_agrees(make_step(FAULTY, SMALL))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_splits(monkeypatch, 5)
-    step = make_step((Span(90, 1), Span(40, 1), Span(21, 20)), shared_blocks=2)
-    assert_agrees(step)
+    with_splits(monkeypatch, 4)
+    step = make_step(FAULTY, SMALL)
     with mutated(triton_kernels, *FAULTS[fault], tmp_path) as mutant:
         monkeypatch.setattr(backend, "kernels", mutant)
         with pytest.raises(AssertionError):

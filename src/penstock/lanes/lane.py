@@ -20,7 +20,7 @@ from typing import Protocol
 
 from penstock.contract import Access, Fence
 
-Op = Callable[[], None]
+Op = Callable[[], object]  # what it returns is dropped
 
 
 class Ticket(Protocol):

@@ -16,7 +16,7 @@ from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_counts
 from penstock.engine.execution.sampler import SampleOutput, Sampler, token_logprobs
-from penstock.engine.execution.staging import Readback, StagingRing
+from penstock.engine.execution.staging import StagingRing, to_host
 from penstock.lanes.lane import Lane, Op, Ticket
 
 _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
@@ -64,7 +64,7 @@ class Executor:
         self._rows = Rows(geometry.max_batch)
         self._packer = Packer(geometry.block_tokens, geometry.padding_slot, geometry.max_batch)
         self._staging = StagingRing(geometry.staging_ints, pinned=device.type == "cuda")
-        self._readback = Readback(pinned=device.type == "cuda")
+        self._results = StagingRing(geometry.max_batch, pinned=device.type == "cuda")
         inputs = torch.zeros(geometry.staging_ints, dtype=torch.int32, device=device)
         self._replays = Replays(lane, forward, self._packer, inputs, buckets)
 
@@ -96,11 +96,13 @@ class Executor:
         outputs = Outputs()
         if not bucket:
             self._submit_prompt_logprobs(chain, plan, flow, outputs)
+        tokens = self._results.next()[0][: packed.shape.num_samples]
         if packed.shape.num_samples:
-            chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs), "sample")
+            chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs, tokens), "sample")
         assert chain.last is not None
         fence = self._lane.record()
         self._staging.used_until(fence)
+        self._results.used_until(fence)
         chunks = plan.chunks if bucket else [c for c in plan.chunks if c.samples]
         return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence)
 
@@ -145,14 +147,14 @@ class Executor:
             used += plan.params.size
         return plan, used
 
-    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs) -> None:
+    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs, tokens: Tensor) -> None:
         assert flow.logits is not None
         inputs = flow.bound_inputs()
         params = None
         if plan.params is not None:
             params = ints[params_at : params_at + plan.params.size].view(plan.params.shape)
         output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params)
-        outputs.sampled = self._to_host(output)
+        outputs.sampled = _on_host(output, tokens.copy_(output.tokens, non_blocking=True))
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
@@ -173,11 +175,12 @@ class Executor:
         assert flow.hidden is not None and flow.residual is not None
         rows = slice(at, at + len(targets))
         logits = self._forward.model.head(flow.hidden[rows], flow.residual[rows])
-        return self._to_host(token_logprobs(logits, targets.to(self._device, non_blocking=True), num_top))
+        return _on_host(token_logprobs(logits, targets.to(self._device, non_blocking=True), num_top), targets)
 
-    def _to_host(self, output: SampleOutput) -> SampleOutput:
-        parts = (output.tokens, output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
-        return SampleOutput(*(None if p is None else self._readback.copy(p) for p in parts))  # type: ignore[arg-type]
+
+def _on_host(output: SampleOutput, tokens: Tensor) -> SampleOutput:
+    parts = (output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
+    return SampleOutput(tokens, *(None if part is None else to_host(part) for part in parts))
 
 
 def _prompt_part(executor: Executor, flow: Flow, part: tuple[str, int, Tensor, int], outputs: Outputs) -> Op:

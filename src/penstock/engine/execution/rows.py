@@ -54,7 +54,7 @@ class Rows:
 
     def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> SamplePlan:
         """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch."""
-        random, penalties, filters = (bool(flag) for flag in self._flags[:, rows].any(axis=1))
+        random, penalties, filters = (bool(flags.any()) for flags in self._flags[:, rows])
         greedy = not (random or penalties)
         params = None
         if not greedy:

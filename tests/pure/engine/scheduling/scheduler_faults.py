@@ -1,5 +1,174 @@
 """Schedulers with one defect each, to show that the tests see it."""
+
 from __future__ import annotations
 
-from penstock.engine.scheduling.scheduler import Scheduler
-FAULTS: list[type[Scheduler]] = []
+from penstock.contract import Chunk, FinishReason, Match, Sampled, Start, StepResult, TokenEvent, TokenLogprob
+from penstock.engine.scheduling.scheduler import Scheduler, _Share
+from penstock.engine.scheduling.track import State, Track
+
+
+class ForgetsThatPromisesAreDrawn(Scheduler):
+    def _draw(self, track: Track, num_tokens: int) -> bool:
+        promised, retractions = self._num_promised, self.counts.retractions
+        drawn = super()._draw(track, num_tokens)
+        if self.counts.retractions == retractions:
+            self._num_promised = promised
+        return drawn
+
+
+class CountsIdleBlocksTwice(Scheduler):
+    """Restored blocks are credited, and still counted as room for others."""
+
+    def _fits(self, track: Track, match: Match) -> bool:
+        return super()._fits(track, match._replace(num_idle=0))
+
+
+class WritesOnAFullMatch(Scheduler):
+    def _chunk(self, track: Track, num_tokens: int) -> Chunk:
+        return super()._chunk(track, num_tokens)._replace(writes=True)
+
+
+class LeavesNothingToCompute(Scheduler):
+    """A full match has no token left, so the step goes on with the one that nobody has sampled."""
+
+    def _start(self, track: Track, match: Match) -> Start:
+        start = super()._start(track, match)
+        if track.num_cached == len(track.tokens):
+            track.num_planned = track.num_cached
+            track.num_in_flight += 1
+        return start
+
+
+class SealsWhatIsOnlyPlanned(Scheduler):
+    def _chunk(self, track: Track, num_tokens: int) -> Chunk:
+        chunk = super()._chunk(track, num_tokens)
+        self._ledger.seal(track.held_table(), track.tokens, min(chunk.kv_len, len(track.tokens)))
+        return chunk
+
+
+class ResumesWithATokenInFlight(Scheduler):
+    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> list[Start]:
+        in_flight = {track: track.num_in_flight for track in self._waiting}
+        for track in in_flight:
+            track.num_in_flight = 0
+        starts = super()._admit(decodes, prefills, room)
+        for track, num in in_flight.items():
+            track.num_in_flight += num
+        return starts
+
+
+class KeepsTheBlocksOfTheCancelled(Scheduler):
+    def cancel(self, request_id: str) -> TokenEvent | None:
+        track = self._tracks.get(request_id)
+        if track is None or track.state is not State.RUNNING:
+            return super().cancel(request_id)
+        del self._running[request_id], self._tracks[request_id]
+        track.move(State.ENDED)
+        return TokenEvent(request_id, finish=FinishReason.CANCELLED)
+
+
+class GivesSlotsBackWithoutAFence(Scheduler):
+    def _leave(self, track: Track) -> None:
+        fence, self._last_fence = self._last_fence, None
+        super()._leave(track)
+        self._last_fence = fence
+
+
+class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
+    """True for what finished; a step that is still in flight for the cancelled is forgotten."""
+
+    def launched(self, fence: object) -> None:
+        self._newest = fence
+
+    def commit(self, result: StepResult) -> list[TokenEvent]:
+        self._last_fence = getattr(self, "_newest", None)
+        return super().commit(result)
+
+
+class DropsWhatAnEarlierLifeSampled(Scheduler):
+    """A token that was in flight at the retraction is lost."""
+
+    def _commit_share(self, share: _Share, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None) -> TokenEvent | None:
+        if share.epoch != share.track.epoch and share.samples:
+            share.track.num_in_flight -= 1
+            return None
+        return super()._commit_share(share, sampled, prompt_logprobs)
+
+
+class SealsForAnEarlierLife(Scheduler):
+    """A step of before the retraction seals blocks of the table after it, which it never wrote."""
+
+    def _commit_share(self, share: _Share, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None) -> TokenEvent | None:
+        if share.track.table is not None:
+            num_tokens = min(share.end, share.track.num_planned)
+            self._ledger.seal(share.track.table, share.track.tokens, num_tokens)
+        return super()._commit_share(share, sampled, prompt_logprobs)
+
+
+class LetsEchoUseTheCache(Scheduler):
+    def _match(self, track: Track) -> Match:
+        return super()._match(track) if track.prefix is None else self._ledger.match(track.prefix.keys)
+
+
+class RetractsTheOldest(Scheduler):
+    """The one that nobody waits for never gets through: two push each other out."""
+
+    def _draw(self, track: Track, num_tokens: int) -> bool:
+        others = {t: t.order for t in self._running.values()}
+        for other in others:
+            other.order = -other.order
+        drawn = super()._draw(track, num_tokens)
+        for other, order in others.items():
+            other.order = order
+        self._waiting.sort(key=lambda t: t.order)
+        return drawn
+
+
+class ForgetsARetractedPlan(Scheduler):
+    """Tokens planned in the very plan that retracts stay counted as in flight, so it waits for them for ever."""
+
+    def _retract(self, track: Track) -> None:
+        in_flight = track.num_in_flight
+        super()._retract(track)
+        track.num_in_flight = in_flight
+
+
+class IgnoresTheBudget(Scheduler):
+    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> list[Start]:
+        return super()._admit(decodes, prefills, max(room, 2))
+
+
+class DoublesPromptLogprobs(Scheduler):
+    def _commit_share(self, share: _Share, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None) -> TokenEvent | None:
+        known = share.track.prompt_logprobs
+        if known is not None and prompt_logprobs is not None and share.epoch:
+            known += prompt_logprobs
+        return super()._commit_share(share, sampled, prompt_logprobs)
+
+
+class LosesTheRowOfTheRetracted(Scheduler):
+    def _retract(self, track: Track) -> None:
+        rows = list(self._free_rows)
+        super()._retract(track)
+        self._free_rows = rows
+
+
+FAULTS: list[type[Scheduler]] = [
+    ForgetsThatPromisesAreDrawn,
+    CountsIdleBlocksTwice,
+    WritesOnAFullMatch,
+    LeavesNothingToCompute,
+    SealsWhatIsOnlyPlanned,
+    ResumesWithATokenInFlight,
+    KeepsTheBlocksOfTheCancelled,
+    GivesSlotsBackWithoutAFence,
+    GivesSlotsBackWithTheFenceOfTheLastResult,
+    DropsWhatAnEarlierLifeSampled,
+    SealsForAnEarlierLife,
+    LetsEchoUseTheCache,
+    RetractsTheOldest,
+    ForgetsARetractedPlan,
+    IgnoresTheBudget,
+    DoublesPromptLogprobs,
+    LosesTheRowOfTheRetracted,
+]
