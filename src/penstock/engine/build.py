@@ -69,7 +69,7 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
         arena=arena.name,
     )
     sampler = Sampler(budget.max_batch, model.config.vocab, device, _noise(device))
-    forward = Forward(model, _attention(arena, model), sampler.last_tokens)
+    forward = Forward(model, _attention(arena, model, budget, max_model_len, progress), sampler.last_tokens)
     executor = Executor(forward, sampler, lane, geometry, _buckets(config, device))
     if device.type == "cuda":
         executor.capture_all(progress)
@@ -158,11 +158,17 @@ def _layer_ops(device: torch.device) -> LayerOps:
     return TorchLayerOps()
 
 
-def _attention(arena: DeviceArena, model: Model) -> Attention:
+def _attention(arena: DeviceArena, model: Model, budget: Budget, max_model_len: int, progress: Progress) -> Attention:
     if arena.device.type == "cuda":
         from penstock.engine.execution.attention.triton import TritonAttention
 
-        return TritonAttention(arena.tensor, model.config, model.rope)
+        attention = TritonAttention(arena.tensor, model.config, model.rope)
+        prefixes = range(0, max_model_len - budget.prefill_chunk + 1, budget.prefill_chunk)
+        for done, prefix in enumerate(prefixes):
+            progress("planning prefill", done, len(prefixes))
+            attention.plan(budget.prefill_chunk, prefix)
+        progress("planning prefill", len(prefixes), len(prefixes))
+        return attention
     return CpuAttention(arena.tensor, model.config, model.rope)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -178,7 +178,7 @@ def _timed(send: Send) -> Send:
 
     async def timed(message: Any) -> None:
         try:
-            with anyio.fail_after(SEND_TIMEOUT_S):
+            async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
         except TimeoutError:
             raise Hangup from None

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 
 from penstock.config import ServerConfig
+from penstock.contract import FinishReason
 from penstock.errors import EngineClosed, Overloaded
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
@@ -63,13 +64,15 @@ class Service:
             await asyncio.sleep(WATCH_S)
         logger.error("the engine loop failed", exc_info=error)
         assert self._bridge is not None
-        self._bridge.fail_all("the engine has failed; the server's log says why")
+        self._bridge.end_all(FinishReason.ERROR, "the engine has failed; the server's log says why")
 
     def stop(self) -> asyncio.Future[None]:
         """Begin to close the engine loop, once; what still runs ends by itself or at the deadline, and its readers are told."""
         if self._stop is None:
             self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
             self._stop = _in_thread(lambda: self.loop.close(self.config.shutdown_s), "penstock-stop")
+            if (bridge := self._bridge) is not None:  # a request that slipped in while admission closed has nobody else to end it
+                self._stop.add_done_callback(lambda _: bridge.end_all(FinishReason.CANCELLED))
         return self._stop
 
     def give_up(self) -> None:
@@ -77,7 +80,7 @@ class Service:
         assert self._bridge is not None
         for reading in list(self._bridge.readings):
             reading.abandon()
-        self._bridge.fail_all("the server was told to stop at once")
+        self._bridge.end_all(FinishReason.CANCELLED)
 
     async def wait_stopped(self) -> None:
         """A loop that is wedged must not keep the process: its thread is left behind."""
@@ -87,8 +90,6 @@ class Service:
             logger.error("the engine loop did not close in time")
         elif error := stop.exception():
             logger.error("the engine loop closed with an error", exc_info=error)
-        if self._bridge is not None:  # a request that slipped in while admission was closing has nobody left to end it
-            self._bridge.fail_all("the server is shutting down")
 
     def trouble(self) -> str | None:
         """Why the engine loop is not alive, or None."""

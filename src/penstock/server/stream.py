@@ -53,10 +53,10 @@ class Bridge:
             reading, index, event = self._inbox.popleft()
             reading.deliver(index, event)
 
-    def fail_all(self, message: str) -> None:
-        """The engine's thread is dead: end every request in its stead, so that nobody waits for it forever."""
+    def end_all(self, finish: FinishReason, error: str | None = None) -> None:
+        """The engine will say no more: end every request in its stead, so that nobody waits for it forever."""
         for reading in list(self.readings):
-            reading.fail(message)
+            reading.end_all(finish, error)
 
 
 class Reading:
@@ -113,7 +113,7 @@ class Reading:
 
     def deliver(self, index: int, event: TokenEvent) -> None:
         if index not in self._live:
-            return  # after the end of a choice that was failed in the engine's stead
+            return  # it was ended in the engine's stead
         if event.finish is not None:
             del self._live[index]
             if self._closed:
@@ -122,9 +122,9 @@ class Reading:
             self._events.setdefault(index, []).append(event)
             self._wake.set()
 
-    def fail(self, message: str) -> None:
+    def end_all(self, finish: FinishReason, error: str | None) -> None:
         for index, request_id in list(self._live.items()):
-            self.deliver(index, TokenEvent(request_id, finish=FinishReason.ERROR, error=message))
+            self.deliver(index, TokenEvent(request_id, finish=finish, error=error))
 
     def _settle(self, num: int) -> None:
         self._seats.give_back(num)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,9 +81,7 @@ class ScriptedEngine:
         self._permits: int | None = None  # None: not held
         self._closed = False
         self._seen: set[tuple[str, tuple[int, ...]]] = set()  # prompts in the cache, by salt
-        self._prompt_tokens = {"device": 0, "computed": 0}
-        self._generated_tokens = 0
-        self._steps = 0
+        self._counts = Counter(device=0, computed=0)  # tokens by source, and what was generated in how many steps
 
     # ---- what the server calls
 
@@ -115,14 +114,14 @@ class ScriptedEngine:
             active = sum(-(-len(request.prompt) // BLOCK_TOKENS) for request in self._open.values())
             return EngineStats(
                 requests={"waiting": len(self._open) - running, "running": running},
-                prompt_tokens=dict(self._prompt_tokens),
-                generated_tokens=self._generated_tokens,
+                prompt_tokens={source: self._counts[source] for source in ("device", "computed")},
+                generated_tokens=self._counts["generated"],
                 kv_blocks={"free": NUM_BLOCKS - active, "active": active},
                 retractions=0,
                 blocked_s={"result": 0.5},
                 ttft=Histogram(TTFT_BOUNDS_S, [1] * (len(TTFT_BOUNDS_S) + 1), 42.0),
                 inter_token=Histogram(TTFT_BOUNDS_S),
-                steps=self._steps,
+                steps=self._counts["steps"],
                 cache={"hits": 0, "misses": 0, "evictions": 0, "duplicate_seals": 0},
             )
 
@@ -161,7 +160,7 @@ class ScriptedEngine:
             events = [self._end(request, FinishReason.CANCELLED) for request in list(self._open.values()) if request.cancelled]
             if self._open and self._permits != 0:
                 self._permits = None if self._permits is None else self._permits - 1
-                self._steps += 1
+                self._counts["steps"] += 1
                 events += [self._advance(request) for request in list(self._open.values())]
             elif not events:
                 self._lock.wait(timeout_s)
@@ -190,7 +189,7 @@ class ScriptedEngine:
         if token == EOS and not request.sampling.ignore_eos:
             return self._end(request, FinishReason.STOP, stop_token=EOS, **first)
         request.num_generated += 1
-        self._generated_tokens += 1
+        self._counts["generated"] += 1
         logprobs = None if request.sampling.logprobs is None else (_score(token, request.sampling.logprobs),)
         if request.num_generated == request.sampling.max_tokens:
             return self._end(request, FinishReason.LENGTH, tokens=(token,), logprobs=logprobs, **first)
@@ -203,8 +202,7 @@ class ScriptedEngine:
         num_cached = (len(request.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS if reusable else 0
         self._seen.add(key)
         source = KvSource(device=num_cached, computed=len(request.prompt) - num_cached)
-        self._prompt_tokens["device"] += source.device
-        self._prompt_tokens["computed"] += source.computed
+        self._counts.update(device=source.device, computed=source.computed)
         count = request.sampling.prompt_logprobs
         scores = None if count is None else (None, *(_score(token, count) for token in request.prompt[1:]))
         return {"source": source, "prompt_logprobs": scores}

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -119,28 +120,44 @@ def test_an_interrupt_ends_the_answer_and_the_next_line_is_answered(tiny):
     assert (running.returncode, out, err) == (0, b"", b"")
 
 
+class _Terminal:
+    """The other end of a pseudo-terminal: what was shown, read up to where it was looked for last."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._unread = b""
+
+    def wait_for(self, text: bytes) -> bytes:
+        while text not in self._unread:
+            ready, _, _ = select.select([self._file], [], [], 120)
+            assert ready, f"{text!r} was never shown, only {self._unread!r}"
+            self._unread += os.read(self._file, 4096)
+        seen, found, self._unread = self._unread.partition(text)
+        return seen + found
+
+    def type(self, text: bytes) -> None:
+        os.write(self._file, text)
+
+
 def test_at_a_terminal_an_interrupt_drops_the_line_and_control_d_leaves(tiny):
     master, slave = pty.openpty()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
-
-    def until(text: bytes) -> bytes:
-        seen = b""
-        while text not in seen:
-            seen += os.read(master, 1024)
-        return seen
-
-    with subprocess.Popen(
-        [*_chat_argv(tiny), "--max-tokens", "6"], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
-    ) as running:
+    pipes = {"stdin": slave, "stdout": slave, "stderr": slave}
+    running = subprocess.Popen([*_chat_argv(tiny), "--max-tokens", "6"], **pipes, env=env, start_new_session=True)
+    try:
         os.close(slave)
-        assert b"context of" in until(b"> ")
-        os.write(master, b"typed but dropped")
-        until(b"dropped")
+        terminal = _Terminal(master)
+        assert b"context of" in terminal.wait_for(b"> ")
+        terminal.type(b"typed but dropped")
+        terminal.wait_for(b"dropped")
         running.send_signal(signal.SIGINT)
-        until(b"> ")
-        os.write(master, b"hello\n")
-        assert b"6 tokens" in until(b"device cache")
-        until(b"> ")
-        os.write(master, b"\x04")
-        assert running.wait(timeout=60) == 0
-    os.close(master)
+        terminal.wait_for(b"> ")
+        terminal.type(b"hello\n")
+        assert b"6 tokens" in terminal.wait_for(b"device cache")
+        terminal.wait_for(b"> ")
+        terminal.type(b"\x04")
+        assert running.wait(timeout=120) == 0
+    finally:
+        running.kill()
+        running.wait()
+        os.close(master)

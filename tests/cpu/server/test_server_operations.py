@@ -192,6 +192,19 @@ def test_a_shutdown_that_has_waited_long_enough_tells_the_readers() -> None:
         until(lambda: served.service.generations.taken == 0, "the seat is free")
 
 
+def test_a_request_that_slips_in_while_admission_closes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine took it and then ended its thread without a word: the end of the loop is its end."""
+    with serving() as served:
+        monkeypatch.setattr(served.engine, "submit", lambda *args, **fields: "lost")
+        outcome: list[int] = []
+        waiting = threading.Thread(target=lambda: outcome.append(served.http.post("/v1/completions", json=completion()).status_code))
+        waiting.start()
+        until(lambda: served.service.generations.taken == 1, "the request is waiting")
+        served.server.should_exit = True
+        waiting.join(DEADLINE_S)
+        assert outcome == [503]
+
+
 def test_a_wedged_engine_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.server.service.CLOSE_GRACE_S", 0.1)
     never = threading.Event()
@@ -248,7 +261,7 @@ def test_a_second_interrupt_gives_up_on_a_request_that_would_never_end() -> None
         running.send_signal(signal.SIGINT)
         assert running.wait(DEADLINE_S) == 0
         assert running.stdout.read() == "clean end\n"
-        with pytest.raises(openai.APIError, match="stop at once"):
+        with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
 
 

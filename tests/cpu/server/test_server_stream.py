@@ -114,7 +114,7 @@ def test_a_late_or_second_last_event_gives_no_seat_back_twice() -> None:
     loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
     bridge = Bridge(loop)
     with a_reading(engine, bridge, 2, gate) as reading:
-        bridge.fail_all("gone")
+        bridge.end_all(FinishReason.ERROR, "gone")
         assert all(events[-1].finish is FinishReason.ERROR for events in asyncio.run(reading.next_events()).values())
         for index in (0, 1, 1):
             bridge.post(reading, index, TokenEvent("x", finish=FinishReason.CANCELLED))

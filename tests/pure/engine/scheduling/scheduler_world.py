@@ -159,6 +159,7 @@ class World:
         self.budget = Budget(max_batch, prefill_chunk, overcommit)
         self.newest_fence: StepFence | None = None
         self.num_executed = 0
+        self.sound = True  # False once a check has failed: what comes after that means nothing
         self.cache = WatchedCache(self, BlockPool(num_slots, "device"), prefix_cache)
         self.scheduler = make(self.cache, self.budget, [EOS])
         self.asked: dict[str, Asked] = {}
@@ -187,6 +188,7 @@ class World:
         self._end(request_id, self.scheduler.fail(request_id, "boom"), FinishReason.ERROR)
 
     def _end(self, request_id: str, event: TokenEvent | None, finish: FinishReason) -> None:
+        self.sound = False
         asked = self.asked[request_id]
         assert (event is None) == (asked.ended is not None)
         if event is not None:
@@ -194,6 +196,7 @@ class World:
             assert request_id not in self.cache.tables, f"{request_id} ended and keeps its blocks"
             self.seen[f"{finish} with a step in flight"] += bool(self.samples_in_flight(request_id))
             asked.ended = finish
+        self.sound = True
 
     def outcome(self, request_id: str) -> tuple[list[int], FinishReason | None]:
         asked = self.asked[request_id]
@@ -206,6 +209,7 @@ class World:
 
     def plan(self) -> StepPlan | None:
         """Plan a step and launch it."""
+        self.sound = False
         retractions = self.scheduler.counts.retractions
         plan = self.scheduler.plan()
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
@@ -214,10 +218,12 @@ class World:
             self.in_flight.append(plan)
             self.newest_fence = StepFence(self, plan.number)
             self.scheduler.launched(self.newest_fence)
+        self.sound = True
         return plan
 
     def commit(self, error: Exception | None = None) -> list[TokenEvent]:
         """Run the oldest step and take in its result."""
+        self.sound = False
         plan = self.in_flight.popleft()
         result = self._execute(plan) if error is None else self._break(plan, error)
         self.num_executed = plan.number
@@ -228,6 +234,7 @@ class World:
         if error is not None:
             assert {event.request_id for event in events} == open_before, "every request of a failed step ends"
             self.seen["failed step"] += bool(events)
+        self.sound = True
         return events
 
     def step(self) -> bool:
@@ -258,6 +265,7 @@ class World:
 
     def check(self) -> None:
         """What holds between any two calls."""
+        self.sound = False
         self.scheduler.check()
         self.cache.check()
         assert sum(self.cache.stats().slots) == self.cache.num_blocks
@@ -271,6 +279,7 @@ class World:
             assert self.scheduler.counts.retractions == 0, "nobody is pushed out where promises are kept"
         for slot in range(self.cache.num_blocks):
             self._check_sealed(slot)
+        self.sound = True
 
     def _check_sealed(self, slot: int) -> None:
         """What a key promises is what lies in its slot."""

@@ -42,9 +42,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_chunk=st.sampled_from([1, 3, 4, 5, 8, 64]),
         overcommit=st.sampled_from([1.0, 2.0]),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        depth=st.sampled_from([2, 2, 3]),
     )
-    def begin(self, num_slots: int, max_batch: int, prefill_chunk: int, overcommit: float, prefix_cache: bool) -> None:
+    def begin(self, num_slots: int, max_batch: int, prefill_chunk: int, overcommit: float, prefix_cache: bool, depth: int) -> None:
         self.world = World(num_slots, max_batch, prefill_chunk, overcommit, prefix_cache, make=self.make)
+        self.depth = depth  # steps in flight at most; the engine has two
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -59,6 +61,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(stem=st.sampled_from(STEMS), blocks=st.integers(1, 3), max_tokens=max_tokens)
     def submit_full_blocks(self, stem: list[int], blocks: int, max_tokens: int) -> None:
         self._submit(stem[: blocks * BLOCK], max_tokens, {})
+
+    @rule(num=st.integers(2, 4), first=st.integers(0, 4), max_tokens=st.integers(6, 12))
+    def submit_a_crowd(self, num: int, first: int, max_tokens: int) -> None:
+        """Together they want more than there is, for long."""
+        for at in range(first, first + num):
+            self._submit(STEMS[0][at : at + 5], max_tokens, {"ignore_eos": True})
 
     @precondition(lambda self: self.world.asked)
     @rule(of=index, more=st.integers(0, 3), max_tokens=max_tokens)
@@ -75,14 +83,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    @rule(turns=st.integers(1, 4))
+    @rule(turns=st.integers(1, 8))
     def turn(self, turns: int) -> None:
         for _ in range(turns):
-            while len(self.world.in_flight) > 1:
+            if len(self.world.in_flight) < self.depth:
+                self.world.plan()
+            if len(self.world.in_flight) == self.depth:
                 self.world.commit()
-            self.world.step()
 
-    @precondition(lambda self: len(self.world.in_flight) < 2)
+    @precondition(lambda self: len(self.world.in_flight) < self.depth)
     @rule()
     def plan(self) -> None:
         self.world.plan()
@@ -98,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "world") and self.world.sound:
             while len(self.world.in_flight) > 1:
                 self.world.commit()
             self.world.close()
