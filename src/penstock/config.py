@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import ConfigError
@@ -75,7 +75,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None  # guards everything but /health and /live
+    api_key: str | None = field(default=None, repr=False)  # guards everything but /health and /live
     max_body_bytes: int = 4 << 20  # a larger body is refused with 413 before it is read to the end
     max_concurrent: int = 256  # generations admitted at once, running or waiting; one more is answered 429
     shutdown_s: float = 20.0  # how long running requests may take to finish when the server stops

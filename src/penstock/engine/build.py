@@ -160,14 +160,14 @@ def _layer_ops(device: torch.device) -> LayerOps:
 
 def _attention(arena: DeviceArena, model: Model, budget: Budget, max_model_len: int, progress: Progress) -> Attention:
     if arena.device.type == "cuda":
-        from penstock.engine.execution.attention.triton import TritonAttention
+        from penstock.engine.execution.attention.triton import TritonAttention, prefill_shapes
 
         attention = TritonAttention(arena.tensor, model.config, model.rope)
-        prefixes = range(0, max_model_len - budget.prefill_chunk + 1, budget.prefill_chunk)
-        for done, prefix in enumerate(prefixes):
-            progress("planning prefill", done, len(prefixes))
-            attention.plan(budget.prefill_chunk, prefix)
-        progress("planning prefill", len(prefixes), len(prefixes))
+        shapes = prefill_shapes(budget.prefill_chunk, max_model_len)
+        for done, (chunk, prefix) in enumerate(shapes):
+            progress("planning prefill", done, len(shapes))
+            attention.plan(chunk, prefix)
+        progress("planning prefill", len(shapes), len(shapes))
         return attention
     return CpuAttention(arena.tensor, model.config, model.rope)
 

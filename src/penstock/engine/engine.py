@@ -68,7 +68,8 @@ class Engine:
         self._work = threading.Condition()
         self._running: RunningStep | None = None
         self._open: dict[str, _Open] = {}
-        self._closing: str | None = None  # why submissions are refused
+        self._closing: str | None = None  # why submissions are refused; set under `_work`, so that none slips in behind it
+        self._failure: str | None = None  # why the loop cannot go on
         self._seeds = random.Random(parts.seed)
         self._ttft = Histogram(TTFT_BOUNDS_S)
         self._inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
@@ -101,7 +102,7 @@ class Engine:
             prefix=self._parts.cache.prefix_of(tokens, cache_salt),
             arrival_s=time.monotonic(),
         )
-        self._tell(lambda: self._add(request, listener))
+        self._tell(lambda: self._add(request, listener), only_open=True)
         return request.id
 
     def cancel(self, request_id: str) -> None:
@@ -110,10 +111,8 @@ class Engine:
 
     def reset_cache(self) -> int:
         """Forget all KV that no request holds; returns the number of blocks. Blocks until the engine thread has done it."""
-        if self._closing is not None:
-            raise EngineClosed(self._closing)
         done: Future[int] = Future()
-        self._tell(lambda: done.set_result(self._parts.cache.reset()))
+        self._tell(lambda: done.set_result(self._parts.cache.reset()), only_open=True)
         return done.result(timeout=60.0)
 
     def stats(self) -> EngineStats:
@@ -139,12 +138,13 @@ class Engine:
     def wait_work(self, timeout_s: float) -> None:
         """Block until something was put into the inbox."""
         with self._work:
-            self._work.wait_for(lambda: bool(self._inbox), timeout_s)
+            self._work.wait_for(lambda: bool(self._inbox) or self._closing is not None, timeout_s)
 
     def refuse(self, why: str) -> None:
         """Take no further submissions; what is open goes on."""
-        self._closing = why
-        self._tell(lambda: None)
+        with self._work:
+            self._closing = why
+            self._work.notify()
 
     # ------------------------------------------------------------------------------------------------- the engine thread
 
@@ -169,12 +169,12 @@ class Engine:
 
     def fail_all(self, error: BaseException) -> None:
         """End every request with `error`: the loop cannot go on."""
-        self.refuse(f"the engine stopped: {type(error).__name__}: {error}")
+        self._failure = f"the engine stopped: {type(error).__name__}: {error}"
+        self.refuse(self._failure)
         while self._inbox:
             self._inbox.popleft()()
-        message = f"{type(error).__name__}: {error}"
         for request_id in list(self._open):
-            self._publish([TokenEvent(request_id, finish=FinishReason.ERROR, error=message)])
+            self._publish([TokenEvent(request_id, finish=FinishReason.ERROR, error=self._failure)])
 
     def cancel_all(self) -> None:
         for request_id in self._parts.scheduler.request_ids():
@@ -195,8 +195,10 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------------- internals
 
-    def _tell(self, command: Callable[[], None]) -> None:
+    def _tell(self, command: Callable[[], None], only_open: bool = False) -> None:
         with self._work:
+            if only_open and self._closing is not None:
+                raise EngineClosed(self._closing)
             self._inbox.append(command)
             self._work.notify()
 
@@ -221,11 +223,9 @@ class Engine:
         return result
 
     def _add(self, request: Request, listener: Listener) -> None:
-        if self._closing is not None:
-            listener(TokenEvent(request.id, finish=FinishReason.ERROR, error=self._closing))
-            return
-        if request.id in self._open:
-            listener(TokenEvent(request.id, finish=FinishReason.ERROR, error=f"request id {request.id} is in use"))
+        error = f"request id {request.id} is in use" if request.id in self._open else self._failure
+        if error is not None:
+            listener(TokenEvent(request.id, finish=FinishReason.ERROR, error=error))
             return
         self._open[request.id] = _Open(listener, request.arrival_s)
         self._parts.scheduler.add(request)

@@ -120,6 +120,11 @@ def test_an_interrupt_ends_the_answer_and_the_next_line_is_answered(tiny):
     assert (running.returncode, out, err) == (0, b"", b"")
 
 
+def _interruptible() -> None:
+    """A test run in the background is started with the interrupt ignored, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class _Terminal:
     """The other end of a pseudo-terminal: what was shown, read up to where it was looked for last."""
 
@@ -143,7 +148,9 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_control_d_leaves(tiny):
     master, slave = pty.openpty()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     pipes = {"stdin": slave, "stdout": slave, "stderr": slave}
-    running = subprocess.Popen([*_chat_argv(tiny), "--max-tokens", "6"], **pipes, env=env, start_new_session=True)
+    running = subprocess.Popen(
+        [*_chat_argv(tiny), "--max-tokens", "6"], **pipes, env=env, preexec_fn=_interruptible, start_new_session=True
+    )
     try:
         os.close(slave)
         terminal = _Terminal(master)

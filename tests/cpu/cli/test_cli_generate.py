@@ -101,9 +101,15 @@ assert codes == [0, 0, 0], codes
     assert done.returncode == 0, done.stderr
 
 
+def _interruptible() -> None:
+    """A test run in the background is started with the interrupt ignored, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_an_interrupt_ends_it_with_130_and_without_a_traceback(tiny):
     argv = [sys.executable, "-m", "penstock", "generate", "hello", *tiny, "--max-tokens", "1800", "--ignore-eos"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as running:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(argv, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=_interruptible) as running:
         assert running.stdout.read(1)  # it writes, so it is under way
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=120)

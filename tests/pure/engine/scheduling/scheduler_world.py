@@ -42,7 +42,6 @@ BLOCK = 4
 VOCAB = 8
 EOS = 7
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="none")
-MAX_ROUNDS = 1000  # far more than the few requests of a test need, whatever becomes of them
 
 
 class StepFence:
@@ -246,8 +245,10 @@ class World:
         return behind or plan is not None
 
     def finish(self) -> None:
-        """Step on until every request has ended; then nothing may be left."""
-        for _ in range(MAX_ROUNDS):
+        """Step on until every request has ended, within the turns that it would take one after the other, each of them computed twice;
+        then nothing may be left."""
+        sizes = [len(a.request.prompt) + a.request.sampling.max_tokens for a in self.asked.values() if a.ended is None]
+        for _ in range(sum(2 * size + 4 for size in sizes) + 4):
             if not self.step():
                 break
             self.check()

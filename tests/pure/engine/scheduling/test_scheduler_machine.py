@@ -17,6 +17,7 @@ from penstock.engine.scheduling.scheduler import Scheduler
 # The first two share two blocks and part inside the third.
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
 KINDS = [{}, {}, {"ignore_eos": True}, {"prompt_logprobs": 0}, {"logprobs": 1}, {"stop_token_ids": (2, 3)}]
+MAX_OPEN = 8
 BOUNDED = settings(
     max_examples=60,
     stateful_step_count=40,
@@ -51,6 +52,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------------- requests
 
     def _submit(self, prompt: list[int], max_tokens: int, kind: dict[str, object]) -> None:
+        if len(self.world.scheduler.request_ids()) >= MAX_OPEN:
+            return
         room = self.world.cache.num_blocks * BLOCK
         self.world.submit(prompt[: room - max_tokens], max_tokens, **kind)
 

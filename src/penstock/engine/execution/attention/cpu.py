@@ -35,7 +35,7 @@ class _Span(NamedTuple):
 class _Short(NamedTuple):
     """Short chunks of equal q_len and similar kv_len, attended in one call."""
 
-    rows: Tensor  # [C * q_len] tokens of the step
+    rows: Tensor | slice  # [C * q_len] tokens of the step; a slice where they are adjacent
     gather: Tensor  # [2 * C * padded kv_len] rows of the arena at layer 0: all keys, then all values
     mask: Tensor | None  # [C, 1, group * q_len, padded kv_len], added to the scores; None: everything is visible
     num_chunks: int
@@ -56,8 +56,8 @@ class _Step:
     """What depends on the step alone and serves all its layers."""
 
     inputs: StepInputs
-    cos: Tensor  # [T, 1, head_dim / 2]
-    sin: Tensor
+    cos: Tensor  # [T, 1, head_dim], each twice: for the first and the second half
+    sin: Tensor  # [T, 1, head_dim / 2]
     write_rows: Tensor  # [T] rows of the arena at layer 0
     short: list[_Short]
     long: list[_Long]
@@ -98,7 +98,7 @@ class CpuAttention:
             raise InvariantBroken("attend before this step's KV was written")
         out = q.new_zeros(q.shape)
         for short in step.short:
-            out.index_copy_(0, short.rows, self._attend_short(layer, q.index_select(0, short.rows), short))
+            out[short.rows] = self._attend_short(layer, q[short.rows], short)
         for chunk in step.long:
             own = slice(chunk.begin, chunk.end)
             out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
@@ -111,6 +111,7 @@ class CpuAttention:
         if layer == 0 or self._step is None or self._step.inputs is not inputs:
             sizes = self._sizes
             cos, sin = self._rope[inputs.positions.long()].unsqueeze(1).chunk(2, dim=-1)
+            cos = torch.cat([cos, cos], dim=-1)
             at = inputs.write_at.long()
             write_rows = at // sizes.block_tokens * self._rows_per_slot + at % sizes.block_tokens
             spans = list(self._spans(inputs))
@@ -162,14 +163,13 @@ class CpuAttention:
             keys[: span.kv_len] = rows
             keys[span.kv_len :] = rows[0]  # masked below, but it must be finite: what lies behind the end may be anything
         gather[1] = gather[0] + sizes.block_tokens
-        rows = torch.cat([torch.arange(s.q_begin, s.q_begin + q_len) for s in group])
         mask = None
         if q_len > 1 or group[-1].kv_len != longest:
             last_visible = torch.tensor([s.kv_len for s in group])[:, None] - q_len + torch.arange(q_len)
             hidden = torch.arange(longest) > last_visible[:, None, :, None].expand(-1, sizes.group, -1, -1)
             mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
             mask = mask.view(len(group), 1, sizes.group * q_len, longest)
-        return _Short(rows, gather.flatten(), mask, len(group), q_len)
+        return _Short(_rows_of(group), gather.flatten(), mask, len(group), q_len)
 
     def _long(self, span: _Span) -> _Long:
         prefix_len = span.kv_len - span.q_len
@@ -226,11 +226,18 @@ class CpuAttention:
         return torch.index_select(source, 0, index, out=out)
 
 
+def _rows_of(group: list[_Span]) -> Tensor | slice:
+    """The tokens of chunks of equal length; copying them is spared where they follow each other already."""
+    begins, q_len = [span.q_begin for span in group], group[0].q_len
+    if begins == list(range(begins[0], begins[0] + len(group) * q_len, q_len)):
+        return slice(begins[0], begins[0] + len(group) * q_len)
+    return (torch.tensor(begins)[:, None] + torch.arange(q_len)).flatten()
+
+
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-rotation of float32 [T, heads, head_dim], into a new tensor without temporaries."""
-    out = heads.new_empty(heads.shape)
     half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1.0)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    out = heads * cos
+    out[..., :half].addcmul_(heads[..., half:], sin, value=-1.0)
+    out[..., half:].addcmul_(heads[..., :half], sin)
     return out

@@ -7,6 +7,7 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -59,9 +60,19 @@ ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 3  # keys are split until about so many programs exist
 GATHER_TOKENS = 32
-# "auto" hands a lone chunk to PyTorch's fused attention from this many tokens on, in shapes that were announced to `plan`:
-# cuDNN builds a plan for each new shape, for tens to hundreds of milliseconds.
-FUSED_FROM = 1024
+# "auto" hands a lone chunk of at least half this many tokens to PyTorch's fused attention, padded to a multiple of it, in shapes that
+# were announced to `plan`: cuDNN builds a plan for each new shape, for tens to hundreds of milliseconds.
+FUSED_STEP = 1024
+
+
+def _padded(num_tokens: int) -> int:
+    return triton.cdiv(num_tokens, FUSED_STEP) * FUSED_STEP
+
+
+def prefill_shapes(chunk: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Shapes worth a plan as (tokens, prefix): any single chunk, rounded up, and each later full chunk of a long prompt."""
+    first = [(tokens, 0) for tokens in range(FUSED_STEP, min(chunk, _padded(max_tokens)) + 1, FUSED_STEP)]
+    return first + [(chunk, prefix) for prefix in range(chunk, max_tokens - chunk + 1, chunk) if chunk % FUSED_STEP == 0]
 
 
 class _Launch(NamedTuple):
@@ -246,17 +257,20 @@ class TritonAttention:
             return False
         if self._prefill == "sdpa":
             return True
-        return num_tokens >= FUSED_FROM and (num_tokens, inputs.max_kv_len - num_tokens) in self._planned
+        return 2 * num_tokens >= FUSED_STEP and (_padded(num_tokens), inputs.max_kv_len - num_tokens) in self._planned
 
     def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
-        """The chunk's own tokens causally, the prefix in full, joined by their log-sum-exp."""
-        prefix_len = inputs.max_kv_len - q.shape[0]
+        """The chunk's own tokens causally, the prefix in full, joined by their log-sum-exp. Padding comes last, where no token sees it."""
+        num_tokens = q.shape[0]
+        prefix_len = inputs.max_kv_len - num_tokens
+        if (padding := _padded(num_tokens) - num_tokens) and self._prefill == "auto":
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
         own, own_lse = self._fused_attention(q, k, v, causal=True, with_lse=prefix_len > 0)
         if prefix_len:
             past_k, past_v = self.gathered(layer, prefix_len, inputs)
             past, past_lse = self._fused_attention(q, past_k, past_v, causal=False, with_lse=True)
             self._join(own, own_lse, past, past_lse)
-        return own.view(q.shape[0], -1)
+        return own.view(q.shape[0], -1)[:num_tokens]
 
     def _fused_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool) -> tuple[Tensor, Tensor]:
         """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads, tokens]."""
@@ -268,8 +282,8 @@ class TritonAttention:
         else:
             result = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, 0.0, causal, False, scale=self._sizes.scale)
         out, lse = result[0], result[1]
-        lse = lse.reshape(self._sizes.num_heads, -1)[:, : q.shape[0]] if with_lse else lse
-        return out.squeeze(0).transpose(0, 1).contiguous(), lse.contiguous()
+        lse = lse.reshape(self._sizes.num_heads, -1)[:, : q.shape[0]].contiguous() if with_lse else out  # not asked for: never read
+        return out.squeeze(0).transpose(0, 1).contiguous(), lse
 
     def gathered(self, layer: int, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """The first cached tokens of a lone chunk as contiguous keys and values [num_tokens, kv_heads, head_dim]."""

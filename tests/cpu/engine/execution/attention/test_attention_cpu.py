@@ -136,8 +136,7 @@ FAULTS = {
     "a prefix and its chunk joined the wrong way round": ("torch.sigmoid(before_lse", "torch.sigmoid(-before_lse"),
     "values in place of keys": ("first + sizes.block_tokens :].index_copy_", "first:].index_copy_"),
     "the layer before": ("first = 2 * layer * sizes.block_tokens", "first = 0"),
-    "sine and cosine confused": ("_rotate(self._normalise(heads[:, :num_rotated], q_norm, k_norm), step.cos, step.sin)",
-                                 "_rotate(self._normalise(heads[:, :num_rotated], q_norm, k_norm), step.sin, step.cos)"),
+    "rotation the other way": ("sin, value=-1.0)", "sin, value=1.0)"),
 }  # fmt: skip
 
 

@@ -1,0 +1,65 @@
+"""Driving an engine from one thread: everything ends, nothing is stuck unnoticed, and the cache can be emptied in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.bench.decode import steady_times
+from penstock.bench.run import Driver, Turn
+from penstock.errors import InvariantBroken, StepFailed
+
+
+def test_every_request_is_read_to_its_full_length(engine):
+    driver = Driver(engine)
+    readers = [driver.submit([i, 2, 3], max_tokens=5 + i) for i in range(3)]
+    turns = driver.run_all()
+    assert [len(reader.tokens) for reader in readers] == [5, 6, 7]
+    assert sum(turn.num_tokens for turn in turns) == 18 and sum(turn.num_finished for turn in turns) == 3
+    assert all(reader.ttft_s > 0 for reader in readers)
+    assert not engine.has_work()
+
+
+def test_the_cache_is_emptied_between_steps(engine):
+    driver = Driver(engine)
+    prompt = list(range(40))
+    driver.submit(prompt, 1)
+    driver.run_all()
+    assert driver.reset_cache() == 2
+    again = driver.submit(prompt, 1)
+    driver.run_all()
+    assert again.source.device == 0
+
+
+def test_a_failed_step_ends_the_measurement(engine, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("the device fell over")
+
+    driver = Driver(engine)
+    driver.submit([1, 2, 3], 4)
+    monkeypatch.setattr("penstock.models.llama.Llama.embed", fail)
+    with pytest.raises(StepFailed, match="the device fell over"):
+        driver.run_all()
+
+
+def test_an_engine_that_does_nothing_is_noticed(engine, monkeypatch):
+    driver = Driver(engine)
+    driver.submit([1, 2, 3], 4)
+    monkeypatch.setattr(type(engine), "step", lambda self: False)
+    with pytest.raises(InvariantBroken, match="1 requests are open"):
+        driver.turn()
+    monkeypatch.undo()
+    driver.run_all()
+
+
+def test_only_full_steps_between_full_steps_are_steady():
+    turns = [
+        Turn(1.0, 0, 0),  # prefill
+        Turn(2.0, 2, 0),  # two of three have started
+        Turn(4.0, 3, 0),  # full, but the one before was not
+        Turn(5.0, 3, 0),
+        Turn(6.5, 3, 0),
+        Turn(7.0, 3, 1),  # the first finishes
+        Turn(7.1, 2, 2),
+    ]
+    assert steady_times(turns, 3) == [1.0, 1.5]
+    assert steady_times(turns[:2], 3) == []
