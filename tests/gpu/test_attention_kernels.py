@@ -187,7 +187,7 @@ def test_automatic_choice_takes_only_shapes_that_were_planned(monkeypatch: pytes
     taken: list[bool] = []
     original = TritonAttention._attend_fused
     monkeypatch.setattr(TritonAttention, "_attend_fused", lambda self, *args: taken.append(True) or original(self, *args))
-    monkeypatch.setattr(backend, "FUSED_FROM", 64)
+    monkeypatch.setattr(backend, "FUSED_STEP", 64)
     step = make_step((Span(128, 64),), ragged_config(num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1), dtype=HALF)
     attention = TritonAttention(step.arena, step.config, step.rope)
     outputs(attention, step)
@@ -195,6 +195,23 @@ def test_automatic_choice_takes_only_shapes_that_were_planned(monkeypatch: pytes
     attention.plan(64, 128)
     outputs(attention, step)
     assert taken
+
+
+@on_gpu
+@pytest.mark.parametrize("span", [Span(0, 40), Span(0, 64), Span(0, 100), Span(128, 128)])
+def test_a_chunk_padded_to_a_planned_shape_agrees_with_the_reference(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planned(TritonAttention):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            for shape in backend.prefill_shapes(128, 256):
+                self.plan(*shape)
+
+        def _attend_paged(self, *args: Any) -> None:
+            raise AssertionError("the fused path was not taken")
+
+    monkeypatch.setattr(backend, "FUSED_STEP", 64)
+    config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=128, num_layers=2)
+    assert_agrees(make_step((span,), config, dtype=HALF), Planned)
 
 
 # -------------------------------------------------------------------------------------------------- only on the device

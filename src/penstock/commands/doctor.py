@@ -74,10 +74,10 @@ def _attempt(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _python() -> Check:
-    fine = sys.version_info >= OLDEST_PYTHON
-    return Check(
-        "python", Status.OK if fine else Status.FAIL, f"{platform.python_version()} ({sys.executable})", "install Python 3.11 or newer"
-    )
+    found = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < OLDEST_PYTHON:
+        return Check("python", Status.FAIL, found, "install Python 3.11 or newer")
+    return Check("python", Status.OK, found)
 
 
 def _torch() -> Check:

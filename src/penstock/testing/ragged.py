@@ -6,6 +6,7 @@ yet. Slots are shuffled, and requests may share the blocks of a common prefix.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -111,7 +112,7 @@ def ragged_step(
         for position in range(span.prefix_len, span.kv_len):
             slot = table[position // block_tokens] if span.writes else num_slots
             write_at.append(slot * block_tokens + position % block_tokens)
-    inputs = _inputs(spans, [[*table, nobody] for table in tables], write_at, device)
+    inputs = step_inputs(spans, [[*table, nobody] for table in tables], write_at, device)
     return RaggedStep(config, arena, rope_table(config, device), inputs, spans, seed)
 
 
@@ -136,7 +137,9 @@ def outputs(backend: Attention, step: RaggedStep, *, norms: bool = True) -> list
     return [*made, step.arena[:-1]]
 
 
-def _inputs(spans: tuple[Span, ...], tables: list[list[int]], write_at: list[int], device: torch.device) -> StepInputs:
+def step_inputs(spans: Sequence[Span], tables: Sequence[Sequence[int]], write_at: Sequence[int], device: torch.device | str) -> StepInputs:
+    """The tensors of a step whose chunks have these tables, one behind the other."""
+
     def whole(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -161,6 +164,7 @@ def _inputs(spans: tuple[Span, ...], tables: list[list[int]], write_at: list[int
     )
 
 
+@functools.lru_cache(maxsize=32)  # made once, so that a capture may use what an earlier call has made
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)

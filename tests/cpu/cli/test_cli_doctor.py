@@ -21,6 +21,7 @@ def test_a_machine_that_can_run_it_gets_a_zero_and_a_file(penstock, tmp_path):
     assert {"python", "torch", "device", "memory", "weights", "cache folder", "generation"} <= set(checks)
     assert checks["generation"]["status"] == "ok" and "32 prompt tokens reused" in checks["generation"]["detail"]
     assert all(name in ran.out for name in checks)
+    assert checks["python"]["hint"] == ""
 
 
 def test_a_missing_model_and_an_unwritable_cache_fail_with_hints(penstock, tmp_path, monkeypatch):
@@ -40,6 +41,11 @@ def test_a_missing_optional_package_is_a_warning_that_says_what_it_is_for(monkey
     monkeypatch.setattr(doctor, "installed_version", lambda package: None if package == missing else "1.0")
     check = doctor._optional(missing, doctor.OPTIONAL[missing])
     assert check.status is doctor.Status.WARN and hint in check.hint
+
+
+def test_an_old_python_is_a_failure(monkeypatch):
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 10, 9))
+    assert doctor._python().status is doctor.Status.FAIL
 
 
 def test_cuda_that_is_not_there_is_a_failure(penstock, tmp_path, monkeypatch):

@@ -30,17 +30,6 @@ class Tile(NamedTuple):
     stages: int  # tiles of keys in flight
 
 
-class Tiles(NamedTuple):
-    """Tiles by how many rows (tokens times query heads per KV head) the longest chunk of a launch has."""
-
-    decode: Tile
-    short: Tile
-    long: Tile
-
-    def fitting(self, num_rows: int) -> Tile:
-        return next((tile for tile in (self.decode, self.short) if num_rows <= tile.rows), self.long)
-
-
 class RotateTile(NamedTuple):
     """What one program of the rotate-and-write kernel does."""
 
@@ -49,17 +38,30 @@ class RotateTile(NamedTuple):
     warps: int
 
 
+class Tuning(NamedTuple):
+    """All constants that were found by measuring. The attention tile goes by how many rows (tokens times query heads per KV head) the
+    longest chunk of a launch has."""
+
+    decode: Tile
+    short: Tile
+    long: Tile
+    programs_per_sm: int = 3  # keys are split until about so many programs exist
+    rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
+    rotate_many: RotateTile = RotateTile(tokens=8, heads=8, warps=4)
+
+    def tile(self, num_rows: int) -> Tile:
+        return next((tile for tile in (self.decode, self.short) if num_rows <= tile.rows), self.long)
+
+
 # By bytes per value: 2 is bfloat16 (and float16), 4 is float32, whose exact products run outside the tensor cores.
-TILES = {
-    2: Tiles(decode=Tile(16, 64, 4, 3), short=Tile(64, 64, 4, 3), long=Tile(128, 64, 8, 3)),
-    4: Tiles(decode=Tile(16, 32, 8, 2), short=Tile(32, 16, 8, 2), long=Tile(32, 16, 8, 2)),
+TUNING = {
+    2: Tuning(decode=Tile(16, 64, 4, 3), short=Tile(64, 64, 4, 3), long=Tile(128, 64, 8, 3)),
+    4: Tuning(decode=Tile(16, 32, 8, 2), short=Tile(32, 16, 8, 2), long=Tile(32, 16, 8, 2)),
 }
-ROTATE_FEW = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
-ROTATE_MANY = RotateTile(tokens=8, heads=8, warps=4)
 ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
-PROGRAMS_PER_SM = 3  # keys are split until about so many programs exist
 GATHER_TOKENS = 32
+JOIN_TOKENS = 16
 # "auto" hands a lone chunk of at least half this many tokens to PyTorch's fused attention, padded to a multiple of it, in shapes that
 # were announced to `plan`: cuDNN builds a plan for each new shape, for tens to hundreds of milliseconds.
 FUSED_STEP = 1024
@@ -96,7 +98,7 @@ class TritonAttention:
         *,
         prefill: Prefill = "auto",
         fused: Fused = "cudnn",
-        tiles: Tiles | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         self._sizes = Geometry.of(arena, config, rope)
         if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
@@ -104,12 +106,12 @@ class TritonAttention:
         self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
         self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
         self._rope = rope
-        self._tiles = tiles or TILES[arena.element_size()]
+        self._tuning = tuning or TUNING[arena.element_size()]
         self._prefill = prefill
         self._fused = fused
         self._planned: set[tuple[int, int]] = set()
         sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
-        self._num_programs = PROGRAMS_PER_SM * sms
+        self._num_programs = self._tuning.programs_per_sm * sms
         self._layout = {
             "SLOT_STRIDE": arena.stride(0),
             "TOKEN_STRIDE": arena.stride(3),
@@ -126,7 +128,7 @@ class TritonAttention:
         q = qkv.new_empty(num_tokens, sizes.num_heads, sizes.head_dim)
         k = qkv.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
         heads = sizes.num_heads + 2 * sizes.num_kv_heads
-        tile = ROTATE_MANY if num_tokens >= ROTATE_MANY_FROM else ROTATE_FEW
+        tile = self._tuning.rotate_many if num_tokens >= ROTATE_MANY_FROM else self._tuning.rotate_few
         kernels.rotate_and_write_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(heads, tile.heads))](
             qkv,
             q,
@@ -174,7 +176,7 @@ class TritonAttention:
 
     def _attend_paged(self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch) -> None:
         sizes = self._sizes
-        tile = self._tiles.fitting(launch.max_q_len * sizes.group)
+        tile = self._tuning.tile(launch.max_q_len * sizes.group)
         num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
         splits = self.num_splits(launch.num_chunks, num_tiles)
         target, lse, first_row = out, out, 0
@@ -274,7 +276,7 @@ class TritonAttention:
 
     def _fused_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool) -> tuple[Tensor, Tensor]:
         """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads, tokens]."""
-        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        heads_first = [x.contiguous().transpose(0, 1).unsqueeze(0) for x in (q, k, v)]  # a plan is for given strides
         if self._fused == "cudnn":
             result = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *heads_first, None, with_lse, 0.0, causal, False, scale=self._sizes.scale
@@ -307,8 +309,8 @@ class TritonAttention:
         return keys, values
 
     def _join(self, own: Tensor, own_lse: Tensor, past: Tensor, past_lse: Tensor) -> None:
-        sizes, tile_tokens = self._sizes, 16
-        kernels.join_kernel[(triton.cdiv(own.shape[0], tile_tokens), sizes.num_heads)](
+        sizes = self._sizes
+        kernels.join_kernel[(triton.cdiv(own.shape[0], JOIN_TOKENS), sizes.num_heads)](
             own,
             own_lse,
             past,
@@ -317,5 +319,5 @@ class TritonAttention:
             NUM_HEADS=sizes.num_heads,
             HEAD_DIM=sizes.head_dim,
             DIMS_PADDED=self._dims_padded,
-            TILE_TOKENS=tile_tokens,
+            TILE_TOKENS=JOIN_TOKENS,
         )

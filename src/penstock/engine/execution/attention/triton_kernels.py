@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806, SIM102
+# ruff: noqa: SIM102
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Triton kernels over one layer of the block-major arena. Own the arithmetic; which runs with what tiles is decided in `triton.py`.
 
@@ -138,16 +138,17 @@ def _attend_tile(
     exists = keys < end
     rows = slots.to(tl.int64) * SLOT_STRIDE + (keys % BLOCK_TOKENS) * TOKEN_STRIDE
     k = _cached_tile(k_cache_ptr, rows, dims, exists, DIMS_PADDED, HEAD_DIM, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    # Scores stay unscaled until the exponent, where scaling and subtracting are one instruction; `largest` is in scaled units.
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(keys[None, :] <= last_visible[:, None], scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
     if MASKED:
         # A row that has seen no key yet keeps -inf as its largest; zero in its place keeps infinities from being subtracted.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     else:
         base = new_largest
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * scale_log2 - base[:, None])
     shrink = tl.exp2(largest - base)
     total = total * shrink + tl.sum(p, 1)
     v = _cached_tile(v_cache_ptr, rows, dims, exists, DIMS_PADDED, HEAD_DIM, MASKED)
