@@ -10,6 +10,7 @@ from penstock.config import GIB, Config
 from penstock.engine.engine import Engine, EngineParts
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
+from penstock.engine.execution.batch import Shape
 from penstock.engine.execution.executor import Executor, Geometry
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.replays import cuda_buckets
@@ -70,7 +71,7 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
     )
     sampler = Sampler(budget.max_batch, model.config.vocab, device, _noise(device))
     forward = Forward(model, _attention(arena, model, budget, max_model_len, progress), sampler.last_tokens)
-    executor = Executor(forward, sampler, lane, geometry, _buckets(config, device))
+    executor = Executor(forward, sampler, lane, geometry, _buckets(config, budget, device))
     if device.type == "cuda":
         executor.capture_all(progress)
     return Engine(
@@ -180,8 +181,10 @@ def _noise(device: torch.device) -> Noise:
     return gumbel_noise
 
 
-def _buckets(config: Config, device: torch.device) -> tuple[int, ...]:
-    """On the CPU a recording costs nothing and padding costs work, so every batch size has its own."""
+def _buckets(config: Config, budget: Budget, device: torch.device) -> tuple[Shape, ...]:
+    """On the CPU a recording costs nothing and padding costs work, so every batch size has its own, and prompts have none."""
     if not config.engine.capture:
         return ()
-    return cuda_buckets(config.engine.max_batch) if device.type == "cuda" else tuple(range(1, config.engine.max_batch + 1))
+    if device.type == "cuda":
+        return cuda_buckets(budget.max_batch, budget.prefill_chunk)
+    return tuple(Shape(size, size, size) for size in range(1, budget.max_batch + 1))

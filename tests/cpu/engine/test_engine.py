@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.contract import FinishReason, KvSource, SamplingParams
+from penstock.engine import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.testing.driving import generate, run_all, submit
 
@@ -63,6 +65,35 @@ def test_captured_steps_and_eager_steps_give_the_same_tokens(make_engine: MakeEn
     run_all(eager)
     assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
     assert captured._parts.executor._replays._captured and not eager._parts.executor._replays._captured
+
+
+def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes as on CUDA: decodes padded to a batch size, short prompts alone or beside decodes padded to a number of tokens."""
+    eager = make_engine(capture=False, prefix_cache=False)
+    monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
+    padded = make_engine(max_batch=32)
+    lengths = [3, 16, 40, 64, 70, 130]
+    settings = [
+        {},
+        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
+        {"prompt_logprobs": 1},
+        {},
+        {"logprobs": 2},
+        {"max_tokens": 0},
+    ]
+    for turn in range(2):  # the second time over cached prefixes
+        found = []
+        for n, extra in zip(lengths, settings, strict=True):
+            found.append(submit(padded, prompts(n, n), **extra))
+            padded.step()
+        run_all(padded)
+        expected = [generate(eager, prompts(n, n), **extra) for n, extra in zip(lengths, settings, strict=True)]
+        assert [c.tokens for c in found] == [c.tokens for c in expected], f"turn {turn}"
+    shapes = padded._parts.executor._replays._captured
+    assert any(s.num_chunks == 1 and s.num_tokens > 1 for s in shapes) and any(s.num_chunks == 32 and s.num_tokens > 32 for s in shapes)
+    check_at_rest(padded)
 
 
 def test_a_returning_prefix_is_taken_from_the_device_and_gives_the_same_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:

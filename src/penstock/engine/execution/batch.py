@@ -47,6 +47,10 @@ class Shape:
     num_chunks: int
     num_samples: int
 
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == self.num_chunks
+
     def cuts(self) -> tuple[int, ...]:
         """Ends of: tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows. Tables follow."""
         t, b, s = self.num_tokens, self.num_chunks, self.num_samples
@@ -103,16 +107,21 @@ class Packer:
         self._padding_slot = padding_slot
         self._padding_row = padding_row
 
-    def pack(self, chunks: tuple[Chunk, ...], bucket: int, into: NDArray[np.int32]) -> Packed:
-        """Write the step into `into`. `bucket` > 0 pads a decode step to that many chunks: padding tokens sit at position 0 of the
-        padding block and belong to the padding row, so whatever they compute lands where nobody reads."""
+    def pack(self, chunks: tuple[Chunk, ...], bucket: Shape | None, into: NDArray[np.int32]) -> Packed:
+        """Write the step into `into`, padded to `bucket` where there is one.
+
+        Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. In a decode bucket each is
+        a chunk of its own, so that every program has work; in any other they belong to no chunk, and padding chunks have no tokens.
+        Every chunk of a bucket is sampled; those that did not ask are sampled into the padding row.
+        """
         num = len(chunks)
         lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
         starts = np.fromiter((c.start for c in chunks), np.int32, num)
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
         if (table_lens != -(-(starts + lens) // self._block_tokens)).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
-        shape = Shape(bucket, bucket, bucket) if bucket else Shape(int(lens.sum()), num, sum(c.samples for c in chunks))
+        sampled = np.fromiter((c.samples for c in chunks), bool, num)
+        shape = bucket or Shape(int(lens.sum()), num, int(sampled.sum()))
         ints = into[: shape.fixed_ints + 1 + int(table_lens.sum())]
         tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows, tables = np.split(ints, shape.cuts())
         tables[0] = self._padding_slot  # entry 0 is the table of every padding chunk
@@ -127,16 +136,16 @@ class Packer:
         rows[num:] = self._padding_row
         q_starts[0] = 0
         np.cumsum(lens, out=q_starts[1 : num + 1])
-        q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1)
+        q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1) if shape.is_decode else q_starts[num]
         self._pack_tokens(chunks, starts, tables[table_ends], (tokens, positions, write_at))
         if bucket:
-            sample_at[:] = np.arange(bucket)
-            sample_rows[:] = rows
+            sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
+            sample_rows[:num] = np.where(sampled, rows[:num], self._padding_row)
+            sample_rows[num:] = self._padding_row
         else:
-            sampled = np.fromiter((c.samples for c in chunks), bool, num)
             sample_at[:] = (q_starts[1:] - 1)[sampled]
             sample_rows[:] = rows[sampled]
-        num_decodes = int((lens == 1).sum()) + shape.num_chunks - num
+        num_decodes = shape.num_chunks if shape.is_decode else int((lens == 1).sum())
         write_slots = write_at[: int(lens.sum())] // self._block_tokens
         return Packed(shape, ints, num_decodes, int(lens.max(initial=0)), int(kv_lens.max()), tables[1:], write_slots)
 

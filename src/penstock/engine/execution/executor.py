@@ -54,7 +54,7 @@ class _Chain:
 class Executor:
     """One model on one compute lane. Called from the engine thread; only `RunningStep.wait_result` blocks."""
 
-    def __init__(self, forward: Forward, sampler: Sampler, lane: Lane, geometry: Geometry, buckets: Sequence[int]) -> None:
+    def __init__(self, forward: Forward, sampler: Sampler, lane: Lane, geometry: Geometry, buckets: Sequence[Shape]) -> None:
         device = forward.model.device
         self._forward = forward
         self._sampler = sampler
@@ -72,15 +72,12 @@ class Executor:
         """Record every bucket now, so that no request pays for it; the largest first, whose memory the others reuse."""
         buckets = self._replays.buckets
         for done, bucket in enumerate(reversed(buckets)):
-            progress("capturing decode steps", done, len(buckets))
+            progress("capturing steps", done, len(buckets))
             self._replays.get(bucket)
-        progress("capturing decode steps", len(buckets), len(buckets))
+        progress("capturing steps", len(buckets), len(buckets))
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """Put the step on the compute lane and return; the step before may still be running there."""
-        bucket = self._replays.bucket_for(len(plan.chunks)) if plan.is_decode else 0
-        host, array = self._staging.next()
-        packed = self._packer.pack(plan.chunks, bucket, array)
         for fence in plan.after:
             self._lane.wait(fence)
         chain = _Chain(self._lane)
@@ -88,13 +85,15 @@ class Executor:
             self._rows.start(start)
             if needs_counts(start.request.sampling):
                 chain.submit(lambda start=start: self._sampler.start(start), "start")  # type: ignore[misc]
+        bucket = self._bucket_for(plan)
+        host, array = self._staging.next()
+        packed = self._packer.pack(plan.chunks, bucket, array)
         sample_plan, num_ints = self._plan_sampling(packed, array)
-        if bucket:
+        outputs = Outputs()
+        if bucket is not None:
             flow, device_ints = self._replay(chain, bucket, packed, host[:num_ints])
         else:
             flow, device_ints = self._run_eagerly(chain, packed, host[:num_ints])
-        outputs = Outputs()
-        if not bucket:
             self._submit_prompt_logprobs(chain, plan, flow, outputs)
         tokens = self._results.next()[0][: packed.shape.num_samples]
         if packed.shape.num_samples:
@@ -103,10 +102,15 @@ class Executor:
         fence = self._lane.record()
         self._staging.used_until(fence)
         self._results.used_until(fence)
-        chunks = plan.chunks if bucket else [c for c in plan.chunks if c.samples]
+        chunks = plan.chunks if bucket is not None else [c for c in plan.chunks if c.samples]
         return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence)
 
     # --------------------------------------------------------------------------------------------------------- forward
+
+    def _bucket_for(self, plan: StepPlan) -> Shape | None:
+        if not plan.is_decode and any(self._rows.request(c.row).sampling.prompt_logprobs is not None for c in plan.chunks):
+            return None  # needs every position's logits, which a replay does not keep
+        return self._replays.bucket_for(plan)
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
         arena = self._geometry.arena
@@ -126,7 +130,7 @@ class Executor:
             chain.submit(op, label, self._accesses(packed, layers) if layers[1] > layers[0] else ())
         return flow, lambda: landed[0]
 
-    def _replay(self, chain: _Chain, bucket: int, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
+    def _replay(self, chain: _Chain, bucket: Shape, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
         captured = self._replays.get(bucket)
         inputs = self._replays.inputs
         chain.submit(lambda: inputs[: len(host)].copy_(host, non_blocking=True), "upload")

@@ -68,9 +68,10 @@ class Forward:
     def _embed(self, flow: Flow) -> Op:
         def embed() -> None:
             inputs = flow.bound_inputs()
-            decodes = inputs.tokens[: inputs.num_decodes]
-            latest = self._last_tokens[inputs.rows[: inputs.num_decodes]]
-            decodes.copy_(torch.where(decodes < 0, latest, decodes))  # what the host does not know yet is taken from where it was sampled
+            # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from where it was sampled.
+            firsts = inputs.tokens[: len(inputs.rows)]
+            latest = self._last_tokens[inputs.rows[: len(firsts)]]
+            firsts.copy_(torch.where(firsts < 0, latest, firsts))
             flow.hidden, flow.residual = self.model.embed(inputs.tokens), None
 
         return embed

@@ -1,8 +1,7 @@
-"""Decode steps captured once per batch size and replayed. Owns the input buffer that all of them read."""
+"""Steps captured once per shape and replayed. Owns the input buffer that all of them read, and the choice of shape."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.execution.batch import Packer
+from penstock.contract import StepPlan
+from penstock.engine.execution.batch import Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.lanes.lane import Lane, Replay
+
+MIXED_KV_TOKENS = 8192  # a replay of chunks and decodes together does not split long sequences; beyond this an eager step is faster
 
 
 class Captured(NamedTuple):
@@ -22,39 +24,47 @@ class Captured(NamedTuple):
     flow: Flow
 
 
-def cuda_buckets(max_batch: int) -> tuple[int, ...]:
-    """Batch sizes worth a graph: dense where a step is latency, sparse where it is work."""
-    steps = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
-    steps += range(320, max_batch + 64, 64)
-    return (*(b for b in steps if b < max_batch), max_batch)
+def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
+    """Shapes worth a graph: decodes, dense where a step is latency and sparse where it is work; and short prompts, alone or beside
+    decodes, whose launches would take longer than their work."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_batch + 64, 64)]
+    decodes = (*(size for size in sizes if size < max_batch), max_batch)
+    lone = [Shape(tokens, 1, 1) for tokens in (16, 32, 64, 128, 256, 512, 1024) if tokens <= prefill_chunk]
+    mixed = [Shape(tokens, 32, 32) for tokens in (64, 128, 256, 512) if tokens <= prefill_chunk and max_batch >= 32]
+    return (*(Shape(size, size, size) for size in decodes), *lone, *mixed)
 
 
 class Replays:
-    """One captured decode step per bucket. Replays follow each other on one lane, so one input buffer serves them all."""
+    """One captured step per shape. Replays follow each other on one lane, so one input buffer serves them all."""
 
-    def __init__(self, lane: Lane, forward: Forward, packer: Packer, inputs: Tensor, buckets: Sequence[int]) -> None:
+    def __init__(self, lane: Lane, forward: Forward, packer: Packer, inputs: Tensor, buckets: Sequence[Shape]) -> None:
         self._lane = lane
         self._forward = forward
         self._packer = packer
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[Shape, Captured] = {}
         self.inputs = inputs
-        self.buckets = tuple(sorted(buckets))
+        self.buckets = tuple(sorted(buckets, key=lambda shape: (shape.num_tokens, shape.num_chunks)))
 
-    def bucket_for(self, num_chunks: int) -> int:
-        """The smallest batch size that holds the step; 0 where it has to run eagerly."""
-        index = bisect_left(self.buckets, num_chunks)
-        return self.buckets[index] if index < len(self.buckets) else 0
+    def bucket_for(self, plan: StepPlan) -> Shape | None:
+        """The smallest shape that holds the step; None where it has to run eagerly."""
+        num_tokens, num_chunks = plan.num_tokens, len(plan.chunks)
+        if not plan.is_decode and num_chunks > 1 and max(c.kv_len for c in plan.chunks) > MIXED_KV_TOKENS:
+            return None
+        for shape in self.buckets:
+            if shape.num_tokens >= num_tokens and shape.num_chunks >= num_chunks and shape.is_decode == plan.is_decode:
+                return shape
+        return None
 
-    def get(self, bucket: int) -> Captured:
+    def get(self, bucket: Shape) -> Captured:
         if bucket not in self._captured:
             self._captured[bucket] = self._capture(bucket)
         return self._captured[bucket]
 
-    def _capture(self, bucket: int) -> Captured:
+    def _capture(self, bucket: Shape) -> Captured:
         """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
-        host = np.empty(16 * bucket + 16, np.int32)
+        host = np.empty(bucket.fixed_ints + 1, np.int32)
         packed = self._packer.pack((), bucket, host)
-        flow = Flow(packed.shape.views(self.inputs, num_decodes=bucket, max_q_len=0, max_kv_len=0))
+        flow = Flow(packed.shape.views(self.inputs, bucket.num_chunks if bucket.is_decode else 0, max_q_len=0, max_kv_len=0))
         ops = self._forward.ops(flow)
         if self.inputs.device.type == "cuda":
             self._lane.drain()
@@ -62,7 +72,7 @@ class Replays:
             self._lane.submit(lambda: self.inputs[: len(ints)].copy_(ints), label="padding").wait_done()
             for op, _, label in ops:
                 self._lane.submit(op, label=label).wait_done()
-        with self._lane.capture(f"decode {bucket}") as capture:
+        with self._lane.capture(f"step {bucket.num_tokens} x {bucket.num_chunks}") as capture:
             for op, _, label in ops:
                 self._lane.submit(op, label=label)
         return Captured(capture.replay, flow)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import Chunk
-from penstock.engine.execution.batch import Packer
+from penstock.engine.execution.batch import Packer, Shape
 from penstock.errors import InvariantBroken
 
 BLOCK, PADDING_SLOT, PADDING_ROW = 4, 99, 7
@@ -23,7 +23,7 @@ def chunk(row: int, start: int, tokens: list[int], *, slots: list[int] | None = 
 
 def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
     chunks = (chunk(1, 5, [-1]), chunk(2, 0, [8], writes=False), chunk(3, 2, [4, 5, 6], samples=False))
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 0, np.full(200, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, None, np.full(200, -7, np.int32))
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len)
     assert x.tokens.tolist() == [-1, 8, 4, 5, 6]
     assert x.positions.tolist() == [5, 0, 2, 3, 4]
@@ -46,7 +46,7 @@ def test_padding_touches_nothing_but_the_padding_block_and_row(starts: list[int]
     bucket = len(chunks) + extra
     if bucket == 0:
         return
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, bucket, np.full(500, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, Shape(bucket, bucket, bucket), np.full(500, -7, np.int32))
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
     assert x.num_decodes == bucket == len(x.tokens) == len(x.sample_at)
     assert x.q_starts.tolist() == list(range(bucket + 1))
@@ -60,4 +60,4 @@ def test_padding_touches_nothing_but_the_padding_block_and_row(starts: list[int]
 def test_a_table_that_is_not_as_long_as_its_sequence_is_refused(slots: list[int]) -> None:
     packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
     with pytest.raises(InvariantBroken, match="not exactly as long"):
-        packer.pack((chunk(1, 5, [1], slots=slots),), 0, np.zeros(200, np.int32))
+        packer.pack((chunk(1, 5, [1], slots=slots),), None, np.zeros(200, np.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,10 +45,10 @@ def test_the_reference_agrees_with_a_dense_softmax(block_tokens: int) -> None:
     assert_dense(step, ReferenceAttention(step.arena, step.config, step.rope))
 
 
-def test_a_causal_mask_off_by_one_is_noticed(tmp_path: object) -> None:
+def test_a_causal_mask_off_by_one_is_noticed(tmp_path: Path) -> None:
     step = ragged_step(ragged_config(), SPANS, seed=2)
     with (
-        mutated(reference, "kv_len - (end - 1 - token)", "kv_len - (end - token)", tmp_path) as mutant,  # type: ignore[arg-type]
+        mutated(reference, "kv_len - (end - 1 - token)", "kv_len - (end - token)", tmp_path) as mutant,
         pytest.raises(AssertionError),
     ):
         assert_dense(step, mutant.ReferenceAttention(step.arena, step.config, step.rope))
