@@ -74,7 +74,7 @@ bench: setup
 # ---- checks
 
 test: setup-dev lint types
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=10 $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

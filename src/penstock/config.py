@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,7 +48,7 @@ class KvConfig:
     def __post_init__(self) -> None:
         _need(self.block_tokens in (8, 16, 32, 64, 128), f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}")
         _need(self.device_gib is None or self.device_blocks is None, "give --device-kv-gib or --device-kv-blocks, not both")
-        _need(self.device_gib is None or self.device_gib > 0, f"--device-kv-gib must be positive, got {self.device_gib}")
+        _need(self.device_gib is None or 0 < self.device_gib < math.inf, f"--device-kv-gib must be positive, got {self.device_gib}")
         _need(self.device_blocks is None or self.device_blocks >= 2, f"--device-kv-blocks must be at least 2, got {self.device_blocks}")
 
 
@@ -84,7 +85,7 @@ class ServerConfig:
         _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
         _need(self.max_body_bytes >= 1024, f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}")
         _need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
-        _need(self.shutdown_s >= 0, f"--shutdown-s must not be negative, got {self.shutdown_s}")
+        _need(0 <= self.shutdown_s <= 86400, f"--shutdown-s must be between 0 and 86400, got {self.shutdown_s}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
 
 # ---------------------------------------------------------------------------------------------------------------- order
 
@@ -79,7 +80,7 @@ class SamplingParams:
         _range("max_tokens", self.max_tokens, 0, None)
         _range("temperature", self.temperature, 0.0, 100.0)
         _range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _range("top_k", self.top_k, -1, None)
+        _range("top_k", self.top_k, -1, MAX_TOP_K)
         _range("min_p", self.min_p, 0.0, 1.0)
         _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 README_URL = "http://127.0.0.1:8000"
-HANG_S = 300.0  # only so that a hang ends; nothing here is about speed
+HANG_S = 200.0  # only so that a hang ends; nothing here is about speed
 
 
 class Block(NamedTuple):

@@ -110,6 +110,19 @@ def test_a_captured_step_does_not_know_its_lengths(monkeypatch: pytest.MonkeyPat
     assert_agrees(replace(step, inputs=replace(step.inputs, max_q_len=0, max_kv_len=0)))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_padding_tokens_that_belong_to_no_chunk_give_zeros(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_splits(monkeypatch, splits)
+    step = make_step((Span(9, 4), Span(0, 6)))
+    attention = TritonAttention(step.arena, step.config, step.rope)
+    q_starts = step.inputs.q_starts.clone()
+    q_starts[2:] = 4  # the second chunk has no tokens, and its six are padding
+    inputs = replace(step.inputs, q_starts=q_starts, num_decodes=0, max_q_len=0, max_kv_len=0)
+    q, k, v = attention.rotate_and_write(0, step.qkv(), None, None, inputs)
+    out = attention.attend(0, q, k, v, inputs)
+    assert out[4:].eq(0).all() and out[:4].isfinite().all() and out[:4].ne(0).any()
+
+
 def test_a_chunk_without_keys_gives_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     for splits in (1, 4):
         with_splits(monkeypatch, splits)

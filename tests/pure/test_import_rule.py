@@ -111,9 +111,9 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
 
 
 def uses_of_torch_cuda(tree: ast.Module) -> Iterator[int]:
-    """Lines that reach it as an attribute; imports of it are seen as imports."""
+    """Lines that reach it as an attribute, or by asking torch for it; imports of it are seen as imports."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.get_device_module"):
             yield node.lineno
 
 
@@ -211,6 +211,7 @@ REFUSED = {
     "torch in the scheduler": ("penstock.engine.scheduling.scheduler", "from torch import Tensor"),
     "torch in the base": ("penstock.contract", "import torch.nn.functional as F"),
     "torch.cuda in the engine, used": ("penstock.engine.build", "import torch\nok = torch.cuda.is_available()"),
+    "torch.cuda in the engine, asked for": ("penstock.engine.build", "import torch\nm = torch.get_device_module('cuda')"),
     "torch.cuda in the engine, imported": ("penstock.engine.build", "from torch import cuda"),
     "torch.cuda in a model, imported": ("penstock.models.layers", "from torch.cuda import Stream"),
     "a web package in the engine": ("penstock.engine.loop", "import starlette.requests"),

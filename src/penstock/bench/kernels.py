@@ -10,35 +10,37 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.contract import Chunk
 from penstock.engine.execution.attention.triton import TUNING, RotateTile, Tile, TritonAttention, Tuning
-from penstock.engine.execution.batch import StepInputs
+from penstock.engine.execution.batch import Packer, StepInputs
 from penstock.errors import InvariantBroken
-from penstock.models.model import ModelConfig
+from penstock.models.dimensions import QWEN3_4B
+from penstock.models.layers import rope_table
 from penstock.models.triton_layers import TritonLayerOps
-from penstock.testing.ragged import Span, rope_table, step_inputs
 
 BLOCK = 16
-CONFIG = ModelConfig(
-    architecture="qwen3",
-    num_layers=4,  # of 36: what fits beside 32 sequences of 32768 tokens
-    hidden=2560,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    ffn=9728,
-    vocab=151936,
-    max_position=40960,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-)
+CONFIG = replace(QWEN3_4B, num_layers=4)  # of 36: what fits beside 32 sequences of 32768 tokens
 NUM_SLOTS = 32 * 32768 // BLOCK
+
+
+class Span(NamedTuple):
+    """One chunk: `q_len` tokens after `prefix_len` cached ones."""
+
+    prefix_len: int
+    q_len: int
+
+    @property
+    def kv_len(self) -> int:
+        return self.prefix_len + self.q_len
+
 
 DECODES = ((1, 160), (8, 160), (32, 160), (128, 160), (256, 160), (128, 2048), (1, 8192), (1, 32768), (32, 8192), (32, 32768))
 DECODES_COMPARED = ((1, 160), (256, 160), (128, 2048), (1, 32768))
@@ -86,8 +88,8 @@ class Rig:
         self.device = torch.device("cuda")
         shape = (NUM_SLOTS + 1, CONFIG.num_layers, 2, BLOCK, CONFIG.num_kv_heads, CONFIG.head_dim)
         self.arena = torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_()
-        self.rope = rope_table(CONFIG, self.device)
-        self.order = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(0)).tolist()
+        self.rope = rope_table(CONFIG).to(self.device)
+        self.order = np.random.default_rng(0).permutation(NUM_SLOTS).astype(np.int32)
         self.lines: list[Line] = []
 
     def attention(self, tuning: Tuning | None = None, **how: Any) -> TritonAttention:
@@ -95,17 +97,16 @@ class Rig:
 
     def inputs(self, spans: Sequence[Span]) -> StepInputs:
         """Chunks over scattered slots, no two of which share one."""
-        tables, used = [], 0
-        for span in spans:
+        chunks, used = [], 0
+        for row, span in enumerate(spans):
             length = -(-span.kv_len // BLOCK)
-            tables.append(self.order[used : used + length])
+            slots = self.order[used : used + length]
+            chunks.append(Chunk(str(row), row, span.prefix_len, [0] * span.q_len, slots, writes=True, samples=False))
             used += length
-        places = [
-            tables[number][position // BLOCK] * BLOCK + position % BLOCK
-            for number, span in enumerate(spans)
-            for position in range(span.prefix_len, span.kv_len)
-        ]
-        return step_inputs(spans, tables, places, self.device)
+        room = np.empty(4 * sum(span.q_len for span in spans) + 8 * len(spans) + used + 8, np.int32)
+        packed = Packer(BLOCK, NUM_SLOTS, len(spans)).pack(tuple(chunks), None, room)
+        ints = torch.from_numpy(packed.ints).to(self.device)
+        return packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
 
     def step(self, spans: Sequence[Span], attention: TritonAttention) -> tuple[StepInputs, tuple[Tensor, Tensor, Tensor]]:
         inputs = self.inputs(spans)

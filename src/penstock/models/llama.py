@@ -46,12 +46,12 @@ class Llama:
             x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
         else:
             x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
-        q, k, v = kv.rotate_and_write(index, F.linear(x, w.qkv), None, None)
-        x = F.linear(kv.attend(index, q, k, v), w.out)
+        q, k, v = kv.rotate_and_write(index, self.ops.linear(x, w.qkv), None, None)
+        x = self.ops.linear(kv.attend(index, q, k, v), w.out)
         x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
-        x = F.linear(self.ops.silu_mul(F.linear(x, w.gate_up)), w.down)
+        x = self.ops.linear(self.ops.silu_mul(self.ops.linear(x, w.gate_up)), w.down)
         return x, residual
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
-        return F.linear(x, self.output)
+        return self.ops.linear(x, self.output)

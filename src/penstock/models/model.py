@@ -49,7 +49,10 @@ class PagedKv(Protocol):
 
 
 class LayerOps(Protocol):
-    """The elementwise pieces, one implementation per device."""
+    """The pieces of a layer that are not attention, one implementation per device."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[T, in] by [out, in] -> [T, out]. How `weight` lies in memory is the loader's choice for the device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

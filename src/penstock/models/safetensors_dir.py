@@ -16,7 +16,7 @@ from penstock.errors import ModelError
 from penstock.models.cache import file_digest
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
-from penstock.models.weights import Weight, check_tensors, layout, listed, weights_digest
+from penstock.models.weights import Weight, check_tensors, empty_weight, layout, listed, weights_digest
 
 INDEX = "model.safetensors.index.json"
 
@@ -100,7 +100,7 @@ def _open(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
 
 
 def _stack(weight: Weight, source: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(weight.shape, dtype=dtype, device=device)
+    out = empty_weight(weight, device, dtype)
     row = 0
     for part in weight.parts:
         try:

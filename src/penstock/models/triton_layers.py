@@ -7,6 +7,7 @@ Rows are read once, computed in float32 and written once, whatever their width; 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,6 +57,9 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, TILE: tl.constexp
 
 class TritonLayerOps:
     """`LayerOps` for CUDA tensors."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()

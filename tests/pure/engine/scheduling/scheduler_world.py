@@ -1,47 +1,24 @@
-"""A world for the scheduler: the real KV books, and a device made of Python that runs its plans and disbelieves them.
-
-The device keeps what is in every slot. The KV of a token is a node of the tree of all token sequences: it stands for the token and
-for everything before it. So a chunk that reads a wrong block, or one that was overwritten, reads a wrong node. The model is a function of the
-whole sequence, so what a request must produce is known in advance, however it was batched, shared, retracted or resumed.
+"""A world for the scheduler: the real KV books, a device that disbelieves its plans, and listeners who know what they must get.
 
 Steps run as late as possible, just before their result is taken in: whatever is wrong about order shows.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.contract import (
-    TOKEN_IN_FLIGHT,
-    Chunk,
-    Fence,
-    FinishReason,
-    Prefix,
-    Request,
-    Sampled,
-    SamplingParams,
-    Start,
-    StepPlan,
-    StepResult,
-    Table,
-    TokenEvent,
-    TokenLogprob,
-)
+from scheduler_device import BLOCK, EOS, SCOPE, Device, generate
+from scheduler_rules import check_event, check_plan
+
+from penstock.contract import Fence, FinishReason, Prefix, Request, SamplingParams, StepPlan, Table, TokenEvent
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.kv.blocks.key import Scope, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-
-BLOCK = 4
-VOCAB = 8
-EOS = 7
-SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="none")
 
 
 class StepFence:
@@ -54,7 +31,7 @@ class StepFence:
         self.number = number
 
     def passed(self) -> bool:
-        return self._world.num_executed >= self.number
+        return self._world.num_run >= self.number
 
     def wait_passed(self, timeout_s: float | None = None) -> None:
         raise AssertionError("the scheduler never waits")
@@ -77,9 +54,10 @@ class WatchedCache(KvCache):
 
     def release(self, table: Table, fence: Fence | None) -> None:
         assert isinstance(table, BlockTable)
-        assert fence is self._world.newest_fence, f"slots of {table.owner} go back with {fence} and not with the newest step's fence"
-        if fence is not None:
-            self.last_fence.update(dict.fromkeys(table.hold.slots, self._world.newest_fence))  # type: ignore[arg-type]
+        newest = self._world.newest_fence
+        assert fence is newest, f"slots of {table.owner} go back with {fence} and not with the newest step's fence"
+        if newest is not None:
+            self.last_fence.update(dict.fromkeys(table.hold.slots, newest))
         super().release(table, fence)
         del self.tables[table.owner]
 
@@ -102,7 +80,7 @@ class Life:
 
 @dataclass
 class Asked:
-    """A request and what its listener has got."""
+    """A request, what it must produce, and what its listener has got."""
 
     request: Request
     tokens: list[int]
@@ -118,29 +96,12 @@ class Asked:
     def known(self) -> list[int]:
         return [*self.request.prompt, *self.got]
 
+    @property
+    def lifetime_blocks(self) -> int:
+        return blocks_for(len(self.request.prompt) + max(0, self.request.sampling.max_tokens - 1), BLOCK)
 
-@dataclass
-class Row:
-    request_id: str
-    tokens: list[int]
-    nodes: list[int]
-    broken: bool = False  # a step of it failed: what it computes is garbage
-
-
-def next_token(tokens: Sequence[int]) -> int:
-    """The model."""
-    return zlib.crc32(bytes(tokens)) % VOCAB
-
-
-def generate(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], FinishReason, int | None]:
-    """What a request produces when it is alone and nothing goes wrong."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < sampling.max_tokens:
-        token = next_token(tokens)
-        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
-            return tokens[len(prompt) :], FinishReason.STOP, token
-        tokens.append(token)
-    return tokens[len(prompt) :], FinishReason.LENGTH, None
+    def begin(self, row: int) -> None:
+        self.lives.append(Life(row))
 
 
 class World:
@@ -157,18 +118,14 @@ class World:
     ) -> None:
         self.budget = Budget(max_batch, prefill_chunk, overcommit)
         self.newest_fence: StepFence | None = None
-        self.num_executed = 0
+        self.num_run = 0
         self.sound = True  # False once a check has failed: what comes after that means nothing
         self.cache = WatchedCache(self, BlockPool(num_slots, "device"), prefix_cache)
         self.scheduler = make(self.cache, self.budget, [EOS])
+        self.device = Device(num_slots)
         self.asked: dict[str, Asked] = {}
         self.in_flight: deque[StepPlan] = deque()
         self.seen: Counter[str] = Counter()
-        self._rows: dict[int, Row] = {}
-        self._content: list[list[int]] = [[0] * BLOCK for _ in range(num_slots)]
-        self._nodes: dict[tuple[int, int], int] = {}
-        self._paths: dict[int, tuple[int, ...]] = {0: ()}
-        self._num_garbage = 0
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -213,7 +170,7 @@ class World:
         plan = self.scheduler.plan()
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         if plan is not None:
-            self._check_plan(plan)
+            check_plan(self, plan)
             self.in_flight.append(plan)
             self.newest_fence = StepFence(self, plan.number)
             self.scheduler.launched(self.newest_fence)
@@ -224,14 +181,20 @@ class World:
         """Run the oldest step and take in its result."""
         self.sound = False
         plan = self.in_flight.popleft()
-        result = self._execute(plan) if error is None else self._break(plan, error)
-        self.num_executed = plan.number
-        open_before = {c.request_id for c in plan.chunks if self.asked[c.request_id].ended is None}
+        result = self.device.run(plan) if error is None else self.device.fail(plan, error)
+        self.num_run = plan.number
+        still_open = {c.request_id for c in plan.chunks if self.asked[c.request_id].ended is None}
         events = self.scheduler.commit(result)
+        told = [event.request_id for event in events]
+        assert len(set(told)) == len(told) and set(told) <= still_open, "one event per step, and none after the last"
         for event in events:
-            self._check_event(event, open_before, error)
+            if error is None:
+                check_event(self, event)
+            else:
+                assert event.finish is FinishReason.ERROR and event.error == f"{type(error).__name__}: {error}" and not event.tokens
+                self.asked[event.request_id].ended = event.finish
         if error is not None:
-            assert {event.request_id for event in events} == open_before, "every request of a failed step ends"
+            assert set(told) == still_open, "every request of a failed step ends"
             self.seen["failed step"] += bool(events)
         self.sound = True
         return events
@@ -270,209 +233,11 @@ class World:
         self.scheduler.check()
         self.cache.check()
         assert sum(self.cache.stats().slots) == self.cache.num_blocks
-        promised = sum(
-            blocks_for(len(a.request.prompt) + max(0, a.request.sampling.max_tokens - 1), BLOCK) - self.cache.tables[a.request.id].num_slots
-            for a in self.asked.values()
-            if a.request.id in self.cache.tables
-        )
         if self.budget.overcommit == 1.0:
+            promised = sum(self.asked[owner].lifetime_blocks - table.num_slots for owner, table in self.cache.tables.items())
             assert promised <= self.cache.num_available, f"{promised} blocks are promised, {self.cache.num_available} can be drawn"
             assert self.scheduler.counts.retractions == 0, "nobody is pushed out where promises are kept"
         for slot in range(self.cache.num_blocks):
-            self._check_sealed(slot)
+            if (key := self.cache.key_of(slot)) is not None:
+                self.device.check_sealed(slot, key)
         self.sound = True
-
-    def _check_sealed(self, slot: int) -> None:
-        """What a key promises is what lies in its slot."""
-        key = self.cache.key_of(slot)
-        if key is None:
-            return
-        tokens = self._paths.get(self._content[slot][-1])
-        assert tokens is not None, f"slot {slot} has a key and holds garbage"
-        assert tokens and prefix_keys(tokens, BLOCK, SCOPE.digest())[-1:] == (key,), f"slot {slot} has the key of other tokens"
-        assert [self._paths[n] for n in self._content[slot]] == [tokens[: len(tokens) - BLOCK + i + 1] for i in range(BLOCK)]
-
-    # --------------------------------------------------------------------------------------------------------- a plan
-
-    def _check_plan(self, plan: StepPlan) -> None:
-        sizes = [c.num_tokens for c in plan.chunks]
-        assert sizes and min(sizes) >= 1
-        num_ones = sizes.count(1)
-        assert sizes[:num_ones] == [1] * num_ones, f"chunks of one token come first: {sizes}"
-        assert sum(size for size in sizes if size > 1) <= self.budget.prefill_chunk, f"prompts take more than the budget: {sizes}"
-        assert len(sizes) <= self.budget.max_batch
-        ids = [c.request_id for c in plan.chunks]
-        assert len(set(ids)) == len(ids) and len({c.row for c in plan.chunks}) == len(ids)
-        assert plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
-        for start in plan.starts:
-            self._check_start(start)
-        rows = [self.asked[owner].lives[-1].row for owner in self.cache.tables]
-        assert len(set(rows)) == len(rows), "two requests run on one row"
-        started = {start.request.id for start in plan.starts}
-        assert started <= set(ids), "a request that starts computes something at once"
-        for chunk in plan.chunks:
-            self._check_chunk(chunk, chunk.request_id in started)
-        self._check_after(plan)
-
-    def _check_start(self, start: Start) -> None:
-        asked = self.asked[start.request.id]
-        assert asked.ended is None
-        assert self.samples_in_flight(start.request.id) == 0, "it resumes before its newest token is known"
-        assert list(start.output) == asked.got, "it resumes with other tokens than it has sent"
-        self.seen["resume with tokens"] += bool(asked.got)
-        self.seen["resume inside the prompt"] += bool(asked.lives and not asked.got)
-        asked.lives.append(Life(start.row))
-
-    def _check_chunk(self, chunk: Chunk, starts: bool) -> None:
-        asked = self.asked[chunk.request_id]
-        life, known, sampling = asked.lives[-1], asked.known, asked.request.sampling
-        slots = chunk.slots.tolist()
-        assert asked.ended is None and chunk.request_id in self.cache.tables
-        assert chunk.row == life.row
-        if starts:
-            self._check_first(chunk, asked)
-        else:
-            assert chunk.start == life.end, "positions are computed once, in order"
-        assert len(slots) == blocks_for(chunk.kv_len, BLOCK) and len(set(slots)) == len(slots)
-        assert slots[: len(life.slots)] == life.slots, "a table only grows"
-        in_flight = self.samples_in_flight(chunk.request_id)
-        expected = [*known, *[TOKEN_IN_FLIGHT] * in_flight]
-        assert list(chunk.tokens) == expected[chunk.start : chunk.kv_len]
-        assert chunk.samples == (sampling.max_tokens > 0 and chunk.kv_len == len(expected)), "only the newest token's logits are of use"
-        assert len(asked.got) + in_flight + chunk.samples <= sampling.max_tokens, "more is sampled than was asked for"
-        if chunk.writes:
-            written = slots[chunk.start // BLOCK :]
-            assert all(map(self.cache.is_private, written)), "a block that others may read is written"
-        life.end, life.slots = chunk.kv_len, slots
-
-    def _check_first(self, chunk: Chunk, asked: Asked) -> None:
-        known = asked.known
-        assert chunk.start <= len(known) - 1, "at least one token is computed"
-        assert chunk.start % BLOCK == 0 or chunk.start == len(known) - 1
-        if not asked.request.may_match:
-            assert chunk.start == 0 and chunk.writes, "it cannot use what is cached"
-        if chunk.start % BLOCK or not chunk.writes:
-            assert not chunk.writes and chunk.num_tokens == 1 and chunk.kv_len == len(known) and len(known) % BLOCK == 0
-            self.seen["full match"] += 1
-        self.seen["partial match"] += bool(chunk.start and chunk.writes)
-        if len(asked.lives) == 1:
-            asked.num_cached = chunk.start
-
-    def _check_after(self, plan: StepPlan) -> None:
-        """Slots that a launched step still uses are written behind it."""
-        covered = max((f.number for f in plan.after), default=0)  # type: ignore[attr-defined]
-        for chunk in plan.chunks:
-            for slot in chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else ():
-                fence = self.cache.last_fence.pop(slot, None)
-                if fence is not None and not fence.passed():
-                    self.seen["slot reused under a fence"] += 1
-                    assert covered >= fence.number, f"slot {slot} is written without waiting for step {fence.number}"
-
-    # ------------------------------------------------------------------------------------------------------ the device
-
-    def _node(self, parent: int, token: int) -> int:
-        key = (parent, token)
-        if key not in self._nodes:
-            self._nodes[key] = len(self._nodes) + 1
-            self._paths[self._nodes[key]] = (*self._paths[parent], token)
-        return self._nodes[key]
-
-    def _start_row(self, start: Start) -> None:
-        row = Row(start.request.id, [], [])
-        for token in (*start.request.prompt, *start.output):
-            self._append(row, token)
-        self._rows[start.row] = row
-
-    def _append(self, row: Row, token: int) -> None:
-        row.nodes.append(self._node(row.nodes[-1] if row.nodes else 0, token))
-        row.tokens.append(token)
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        for start in plan.starts:
-            self._start_row(start)
-        sampled: list[Sampled] = []
-        prompt_logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
-        for chunk in plan.chunks:
-            row, sampling = self._rows[chunk.row], self.asked[chunk.request_id].request.sampling
-            assert row.request_id == chunk.request_id
-            if row.broken:
-                self._scribble(chunk)
-                sampled.append(Sampled(chunk.request_id, (0,)))
-                continue
-            self._compute(chunk, row)
-            if sampling.prompt_logprobs is not None:
-                prompt_logprobs[chunk.request_id] = _prompt_logprobs(self.asked[chunk.request_id].request.prompt, chunk)
-            if chunk.samples:
-                assert chunk.kv_len == len(row.tokens)
-                token = next_token(row.tokens)
-                logprobs = None if sampling.logprobs is None else (TokenLogprob(token, float(len(row.tokens)), 1, ()),)
-                self._append(row, token)
-                sampled.append(Sampled(chunk.request_id, (token,), logprobs))
-        return StepResult(plan.number, sampled, prompt_logprobs)
-
-    def _compute(self, chunk: Chunk, row: Row) -> None:
-        place = [self._content[slot] for slot in chunk.slots.tolist()]
-        for at, token in enumerate(chunk.tokens, chunk.start):
-            assert token in (row.tokens[at], TOKEN_IN_FLIGHT)
-            if chunk.writes:
-                place[at // BLOCK][at % BLOCK] = row.nodes[at]
-        for at in range(chunk.kv_len):
-            assert place[at // BLOCK][at % BLOCK] == row.nodes[at], f"{chunk.request_id} reads a wrong token at position {at}"
-
-    def _break(self, plan: StepPlan, error: Exception) -> StepResult:
-        """The step fails half way: what it should have written is garbage, and its rows are lost."""
-        for start in plan.starts:
-            self._start_row(start)
-        for chunk in plan.chunks:
-            self._rows[chunk.row].broken = True
-            self._scribble(chunk)
-        return StepResult(plan.number, (), error=error)
-
-    def _scribble(self, chunk: Chunk) -> None:
-        for at in range(chunk.start, chunk.kv_len) if chunk.writes else ():
-            self._num_garbage += 1
-            self._content[int(chunk.slots[at // BLOCK])][at % BLOCK] = -self._num_garbage
-
-    # --------------------------------------------------------------------------------------------------------- events
-
-    def _check_event(self, event: TokenEvent, open_before: set[str], error: Exception | None) -> None:
-        asked = self.asked[event.request_id]
-        assert event.request_id in open_before and asked.ended is None
-        if error is not None:
-            assert event.finish is FinishReason.ERROR and event.error is not None and str(error) in event.error and not event.tokens
-            asked.ended = event.finish
-            return
-        self._check_first_event(event, asked)
-        asked.got += event.tokens
-        assert asked.got == asked.tokens[: len(asked.got)], f"{event.request_id} got a wrong token"
-        if asked.request.sampling.logprobs is None:
-            assert event.logprobs is None
-        elif event.tokens or event.stop_token is not None:
-            assert event.logprobs is not None and tuple(entry.token for entry in event.logprobs) == event.tokens
-        if event.finish is not None:
-            assert (asked.got, event.finish, event.stop_token) == (asked.tokens, asked.finish, asked.stop_token)
-            assert event.request_id not in self.cache.tables
-            asked.ended = event.finish
-        assert len(asked.got) < len(asked.tokens) or asked.finish is FinishReason.STOP or event.finish is not None
-
-    def _check_first_event(self, event: TokenEvent, asked: Asked) -> None:
-        if asked.first is not None:
-            assert event.source is None and event.prompt_logprobs is None
-            return
-        asked.first = event
-        prompt = asked.request.prompt
-        assert event.source is not None
-        assert (event.source.device, event.source.computed) == (asked.num_cached, len(prompt) - asked.num_cached)
-        if asked.request.sampling.prompt_logprobs is None:
-            assert event.prompt_logprobs is None
-        else:
-            assert event.prompt_logprobs == (None, *_logprobs_of(prompt, 1, len(prompt))), "prompt logprobs are lost or doubled"
-
-
-def _logprobs_of(prompt: Sequence[int], start: int, end: int) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(prompt[at], -float(at), 1, ()) for at in range(start, end))
-
-
-def _prompt_logprobs(prompt: Sequence[int], chunk: Chunk) -> tuple[TokenLogprob, ...]:
-    """Position p tells how likely the prompt's token p + 1 was."""
-    return _logprobs_of(prompt, chunk.start + 1, min(chunk.kv_len + 1, len(prompt)))

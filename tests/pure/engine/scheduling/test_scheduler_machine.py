@@ -9,17 +9,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from scheduler_device import BLOCK, EOS
 from scheduler_faults import FAULTS
-from scheduler_world import BLOCK, EOS, World
+from scheduler_world import World
 
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.errors import InvariantBroken
 
 # The first two share two blocks and part inside the third.
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
 KINDS = [{}, {}, {"ignore_eos": True}, {"prompt_logprobs": 0}, {"logprobs": 1}, {"stop_token_ids": (2, 3)}]
 MAX_OPEN = 8
 BOUNDED = settings(
-    max_examples=60,
+    max_examples=250,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -41,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots=st.integers(4, 10),
         max_batch=st.sampled_from([1, 2, 4, 4]),
         prefill_chunk=st.sampled_from([1, 3, 4, 5, 8, 64]),
-        overcommit=st.sampled_from([1.0, 2.0]),
+        overcommit=st.sampled_from([1.0, 2.0, 4.0]),
         prefix_cache=st.sampled_from([True, True, True, False]),
         depth=st.sampled_from([2, 2, 3]),
     )
@@ -65,11 +67,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_full_blocks(self, stem: list[int], blocks: int, max_tokens: int) -> None:
         self._submit(stem[: blocks * BLOCK], max_tokens, {})
 
-    @rule(num=st.integers(2, 4), first=st.integers(0, 4), max_tokens=st.integers(6, 12))
-    def submit_a_crowd(self, num: int, first: int, max_tokens: int) -> None:
+    @rule(num=st.integers(2, 4), first=st.integers(0, 4), length=st.sampled_from([4, 5, 11]), max_tokens=st.integers(6, 12))
+    def submit_a_crowd(self, num: int, first: int, length: int, max_tokens: int) -> None:
         """Together they want more than there is, for long."""
         for at in range(first, first + num):
-            self._submit(STEMS[0][at : at + 5], max_tokens, {"ignore_eos": True})
+            self._submit(STEMS[0][at : at + length], max_tokens, {"ignore_eos": True})
 
     @precondition(lambda self: self.world.asked)
     @rule(of=index, more=st.integers(0, 3), max_tokens=max_tokens)
@@ -140,10 +142,9 @@ def test_the_scheduler_keeps_its_promises_in_any_order_of_events() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_broken_scheduler_is_noticed(fault: type[Scheduler]) -> None:
-    hasty = settings(BOUNDED, max_examples=200, phases=[Phase.generate], print_blob=False)
-    with pytest.raises(BaseException) as noticed:  # whatever notices first: a check of the world, or the books themselves
+    hasty = settings(BOUNDED, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False)
+    with pytest.raises((AssertionError, InvariantBroken)):  # a rule of the world, or the books themselves
         run(fault, hasty)
-    assert not isinstance(noticed.value, KeyboardInterrupt)
 
 
 def test_the_token_that_ends_a_generation_is_in_the_vocabulary() -> None:

@@ -158,7 +158,9 @@ class TritonAttention:
         num_tokens, num_chunks, num_decodes = q.shape[0], inputs.kv_lens.shape[0], inputs.num_decodes
         if self._takes_fused(num_tokens, inputs):
             return self._attend_fused(layer, q, k, v, inputs)
-        out = torch.empty(num_tokens, self._sizes.num_heads * self._sizes.head_dim, dtype=q.dtype, device=q.device)
+        # Padding tokens of a captured step belong to no chunk, so no program writes them: they are zeros.
+        blank = torch.empty if inputs.max_q_len or num_decodes == num_chunks else torch.zeros
+        out = blank(num_tokens, self._sizes.num_heads * self._sizes.head_dim, dtype=q.dtype, device=q.device)
         if num_decodes:
             self._attend_paged(layer, q, out, inputs, _Launch(0, num_decodes, 0, num_decodes, 1))
         if num_decodes < num_chunks:
@@ -183,6 +185,8 @@ class TritonAttention:
         if splits > 1:
             target = torch.empty(splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(splits, launch.num_rows, sizes.num_heads, dtype=torch.float32, device=q.device)
+            if not inputs.max_q_len and launch.max_q_len > 1:
+                lse.fill_(float("-inf"))  # padding tokens again: no share of theirs counts
             first_row = launch.first_row
         kernels.paged_attention_kernel[(num_tiles, sizes.num_kv_heads, launch.num_chunks * splits)](
             q,

@@ -1,0 +1,142 @@
+"""A device made of Python: what lies in every slot, and a model that is a function of the whole token sequence.
+
+The KV of a token is a node in the tree of all token sequences: it stands for the token and for everything before it. So a chunk that
+reads a wrong block, or one that was overwritten, reads a wrong node; and what a request must produce is known in advance, however it was
+batched, shared, retracted or resumed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.contract import (
+    TOKEN_IN_FLIGHT,
+    Chunk,
+    FinishReason,
+    Request,
+    Sampled,
+    SamplingParams,
+    Start,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
+from penstock.kv.blocks.key import Scope, prefix_keys
+
+BLOCK = 4
+VOCAB = 8
+EOS = 7
+SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="none")
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The model."""
+    return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def generate(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], FinishReason, int | None]:
+    """What a request produces when it is alone and nothing goes wrong."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_tokens:
+        token = next_token(tokens)
+        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+            return tokens[len(prompt) :], FinishReason.STOP, token
+        tokens.append(token)
+    return tokens[len(prompt) :], FinishReason.LENGTH, None
+
+
+def prompt_logprobs(prompt: Sequence[int], start: int, end: int) -> tuple[TokenLogprob, ...]:
+    """How likely the tokens at positions `start` to `end` were; the numbers only have to be told apart."""
+    return tuple(TokenLogprob(prompt[at], -float(at), 1, ()) for at in range(start, min(end, len(prompt))))
+
+
+@dataclass
+class Row:
+    """What the device knows of the request that runs on a row."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    broken: bool = False  # a step of it failed: what it computes is garbage
+
+
+class Device:
+    """Runs steps in the order it is given them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._content: list[list[int]] = [[0] * BLOCK for _ in range(num_slots)]
+        self._rows: dict[int, Row] = {}
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._paths: dict[int, tuple[int, ...]] = {0: ()}
+        self._num_garbage = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for start in plan.starts:
+            self._start(start)
+        sampled: list[Sampled] = []
+        scored: dict[str, tuple[TokenLogprob, ...]] = {}
+        for chunk in plan.chunks:
+            row = self._rows[chunk.row]
+            assert row.request.id == chunk.request_id, "the row belongs to another request"
+            if row.broken:
+                self._scribble(chunk)
+                sampled.append(Sampled(chunk.request_id, (0,)))
+                continue
+            self._compute(chunk, row)
+            if row.request.sampling.prompt_logprobs is not None:
+                scored[chunk.request_id] = prompt_logprobs(row.request.prompt, chunk.start + 1, chunk.kv_len + 1)
+            if chunk.samples:
+                sampled.append(self._sample(chunk, row))
+        return StepResult(plan.number, sampled, scored)
+
+    def fail(self, plan: StepPlan, error: Exception) -> StepResult:
+        """The step fails half way: what it should have written is garbage, and its rows are lost."""
+        for start in plan.starts:
+            self._start(start)
+        for chunk in plan.chunks:
+            self._rows[chunk.row].broken = True
+            self._scribble(chunk)
+        return StepResult(plan.number, (), error=error)
+
+    def check_sealed(self, slot: int, key: bytes) -> None:
+        """What a key promises is what lies in its slot."""
+        tokens = self._paths.get(self._content[slot][-1])
+        assert tokens is not None, f"slot {slot} has a key and holds garbage"
+        assert tokens and prefix_keys(tokens, BLOCK, SCOPE.digest())[-1:] == (key,), f"slot {slot} has the key of other tokens"
+        ends = range(len(tokens) - BLOCK + 1, len(tokens) + 1)
+        assert [self._paths[node] for node in self._content[slot]] == [tokens[:end] for end in ends]
+
+    def _start(self, start: Start) -> None:
+        row = self._rows[start.row] = Row(start.request)
+        for token in (*start.request.prompt, *start.output):
+            self._append(row, token)
+
+    def _append(self, row: Row, token: int) -> None:
+        parent = row.nodes[-1] if row.nodes else 0
+        node = self._nodes.setdefault((parent, token), len(self._nodes) + 1)
+        self._paths[node] = (*self._paths[parent], token)
+        row.nodes.append(node)
+        row.tokens.append(token)
+
+    def _compute(self, chunk: Chunk, row: Row) -> None:
+        place = [self._content[slot] for slot in chunk.slots.tolist()]
+        for at, token in enumerate(chunk.tokens, chunk.start):
+            assert token in (row.tokens[at], TOKEN_IN_FLIGHT)
+            if chunk.writes:
+                place[at // BLOCK][at % BLOCK] = row.nodes[at]
+        for at in range(chunk.kv_len):
+            assert place[at // BLOCK][at % BLOCK] == row.nodes[at], f"{chunk.request_id} reads a wrong token at position {at}"
+
+    def _sample(self, chunk: Chunk, row: Row) -> Sampled:
+        assert chunk.kv_len == len(row.tokens)
+        token = next_token(row.tokens)
+        wanted = row.request.sampling.logprobs is not None
+        self._append(row, token)
+        return Sampled(chunk.request_id, (token,), (TokenLogprob(token, -1.0, 1, ()),) if wanted else None)
+
+    def _scribble(self, chunk: Chunk) -> None:
+        for at in range(chunk.start, chunk.kv_len) if chunk.writes else ():
+            self._num_garbage += 1
+            self._content[int(chunk.slots[at // BLOCK])][at % BLOCK] = -self._num_garbage

@@ -1,0 +1,122 @@
+"""What every plan and every event of a scheduler must obey, from what its listeners know. Owns the rules, not the world they hold in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler_device import BLOCK, prompt_logprobs
+
+from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Start, StepPlan, TokenEvent
+from penstock.engine.scheduling.budget import blocks_for
+
+if TYPE_CHECKING:
+    from scheduler_world import Asked, World
+
+
+def check_plan(world: World, plan: StepPlan) -> None:
+    sizes = [c.num_tokens for c in plan.chunks]
+    assert sizes and min(sizes) >= 1
+    num_ones = sizes.count(1)
+    assert sizes[:num_ones] == [1] * num_ones, f"chunks of one token come first: {sizes}"
+    assert sum(size for size in sizes if size > 1) <= world.budget.prefill_chunk, f"prompts take more than the budget: {sizes}"
+    assert len(sizes) <= world.budget.max_batch
+    ids = [c.request_id for c in plan.chunks]
+    assert len(set(ids)) == len(ids) and len({c.row for c in plan.chunks}) == len(ids)
+    assert plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
+    for start in plan.starts:
+        _check_start(world, start)
+    rows = [world.asked[owner].lives[-1].row for owner in world.cache.tables]
+    assert len(set(rows)) == len(rows), "two requests run on one row"
+    started = {start.request.id for start in plan.starts}
+    assert started <= set(ids), "a request that starts computes something at once"
+    for chunk in plan.chunks:
+        _check_chunk(world, chunk, chunk.request_id in started)
+    _check_after(world, plan)
+
+
+def _check_start(world: World, start: Start) -> None:
+    asked = world.asked[start.request.id]
+    assert asked.ended is None
+    assert world.samples_in_flight(start.request.id) == 0, "it resumes before its newest token is known"
+    assert list(start.output) == asked.got, "it resumes with other tokens than it has sent"
+    world.seen["resume with tokens"] += bool(asked.got)
+    world.seen["resume inside the prompt"] += bool(asked.lives and not asked.got)
+    asked.begin(start.row)
+
+
+def _check_chunk(world: World, chunk: Chunk, starts: bool) -> None:
+    asked = world.asked[chunk.request_id]
+    life, sampling = asked.lives[-1], asked.request.sampling
+    slots = chunk.slots.tolist()
+    assert asked.ended is None and chunk.request_id in world.cache.tables
+    assert chunk.row == life.row
+    if starts:
+        _check_first_chunk(world, chunk, asked)
+    else:
+        assert chunk.start == life.end, "positions are computed once, in order"
+    assert len(slots) == blocks_for(chunk.kv_len, BLOCK) and len(set(slots)) == len(slots), "the table is as long as the sequence"
+    assert slots[: len(life.slots)] == life.slots, "a table only grows"
+    in_flight = world.samples_in_flight(chunk.request_id)
+    expected = [*asked.known, *[TOKEN_IN_FLIGHT] * in_flight]
+    assert list(chunk.tokens) == expected[chunk.start : chunk.kv_len], "known tokens are given, those in flight are not"
+    assert chunk.samples == (sampling.max_tokens > 0 and chunk.kv_len == len(expected)), "only the newest token's logits are of use"
+    assert len(asked.got) + in_flight + chunk.samples <= sampling.max_tokens, "more is sampled than was asked for"
+    if chunk.writes:
+        assert all(map(world.cache.is_private, slots[chunk.start // BLOCK :])), "a block that others may read is written"
+    life.end, life.slots = chunk.kv_len, slots
+
+
+def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
+    num_known = len(asked.known)
+    assert chunk.start <= num_known - 1, "at least one token is computed"
+    if not asked.request.may_match:
+        assert chunk.start == 0 and chunk.writes, "it cannot use what is cached"
+    if chunk.start % BLOCK or not chunk.writes:
+        assert chunk.num_tokens == 1 and chunk.kv_len == num_known and num_known % BLOCK == 0, "a match ends where a block ends"
+        assert not chunk.writes, "on a full match nothing is written"
+        world.seen["full match"] += 1
+    world.seen["partial match"] += bool(chunk.start and chunk.writes)
+    if len(asked.lives) == 1:
+        asked.num_cached = chunk.start
+
+
+def _check_after(world: World, plan: StepPlan) -> None:
+    """Slots that a launched step still uses are written behind it."""
+    covered = max((f.number for f in plan.after), default=0)  # type: ignore[attr-defined]
+    for chunk in plan.chunks:
+        for slot in chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else ():
+            fence = world.cache.last_fence.pop(slot, None)
+            if fence is not None and not fence.passed():
+                world.seen["slot reused under a fence"] += 1
+                assert covered >= fence.number, f"slot {slot} is written without waiting for step {fence.number}"
+
+
+def check_event(world: World, event: TokenEvent) -> None:
+    """An event of a step that did not fail."""
+    asked = world.asked[event.request_id]
+    _check_first_event(event, asked)
+    asked.got += event.tokens
+    assert asked.got == asked.tokens[: len(asked.got)], f"{event.request_id} got a wrong token"
+    if asked.request.sampling.logprobs is None:
+        assert event.logprobs is None
+    elif event.tokens or event.stop_token is not None:
+        assert event.logprobs is not None and tuple(entry.token for entry in event.logprobs) == event.tokens
+    if event.finish is not None:
+        assert (asked.got, event.finish, event.stop_token) == (asked.tokens, asked.finish, asked.stop_token)
+        assert event.request_id not in world.cache.tables, f"{event.request_id} ended and keeps its blocks"
+        asked.ended = event.finish
+    assert asked.ended is not None or len(asked.got) < len(asked.tokens) or asked.finish is FinishReason.STOP
+
+
+def _check_first_event(event: TokenEvent, asked: Asked) -> None:
+    if asked.first is not None:
+        assert event.source is None and event.prompt_logprobs is None
+        return
+    asked.first = event
+    prompt = asked.request.prompt
+    assert event.source is not None
+    assert (event.source.device, event.source.computed) == (asked.num_cached, len(prompt) - asked.num_cached), "the source is not true"
+    if asked.request.sampling.prompt_logprobs is None:
+        assert event.prompt_logprobs is None
+    else:
+        assert event.prompt_logprobs == (None, *prompt_logprobs(prompt, 1, len(prompt))), "prompt logprobs are lost or doubled"

@@ -1,0 +1,138 @@
+"""What crosses the halves checks itself: a bad value names its field."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.contract import (
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOPS,
+    TOKEN_IN_FLIGHT,
+    Chunk,
+    Prefix,
+    Request,
+    SamplingParams,
+    StepPlan,
+)
+from penstock.errors import InvalidRequest, UserError
+
+GOOD: list[tuple[str, Any]] = [
+    ("max_tokens", 0),
+    ("max_tokens", 10**9),
+    ("temperature", 0.0),
+    ("temperature", 100.0),
+    ("top_p", 1e-9),
+    ("top_p", 1.0),
+    ("top_k", -1),
+    ("top_k", 0),
+    ("top_k", 2**31 - 1),
+    ("min_p", 0.0),
+    ("min_p", 1.0),
+    ("presence_penalty", -2.0),
+    ("frequency_penalty", 2.0),
+    ("repetition_penalty", 0.01),
+    ("repetition_penalty", 100.0),
+    ("seed", None),
+    ("seed", -MAX_SEED),
+    ("seed", MAX_SEED),
+    ("logprobs", 0),
+    ("logprobs", MAX_LOGPROBS),
+    ("prompt_logprobs", 0),
+    ("stop", ("x",) * MAX_STOPS),
+    ("stop_token_ids", (0, 1)),
+    ("ignore_eos", True),
+]
+BAD: list[tuple[str, Any]] = [
+    ("max_tokens", -1),
+    ("temperature", -0.1),
+    ("temperature", 100.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0.0),
+    ("top_p", -0.5),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_k", -2),
+    ("top_k", 2**31),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("min_p", math.nan),
+    ("presence_penalty", -2.1),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", math.nan),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", math.inf),
+    ("seed", MAX_SEED + 1),
+    ("seed", -MAX_SEED - 1),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("stop", ("",)),
+    ("stop", ("x",) * (MAX_STOPS + 1)),
+]
+
+
+def params(name: str, value: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 1, name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), GOOD)
+def test_values_at_the_edge_are_taken_as_they_are(name: str, value: Any) -> None:
+    assert getattr(params(name, value), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_value_beyond_the_edge_is_the_callers_fault_and_names_its_field(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        params(name, value)
+    assert refused.value.param == name and name in str(refused.value) and isinstance(refused.value, UserError)
+
+
+def test_every_field_with_a_range_is_in_both_tables() -> None:
+    names = {f.name for f in dataclasses.fields(SamplingParams)}
+    assert {name for name, _ in GOOD} == names
+    assert {name for name, _ in BAD} == names - {"stop_token_ids", "ignore_eos"}
+
+
+def test_the_message_says_what_is_allowed_and_what_came() -> None:
+    with pytest.raises(InvalidRequest, match=r"top_p must be above 0 and at most 1, got 0\.0"):
+        params("top_p", 0.0)
+    with pytest.raises(InvalidRequest, match="max_tokens must be at least 0, got -1"):
+        params("max_tokens", -1)
+
+
+def test_sampling_parameters_cannot_be_changed_behind_the_check() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params("top_p", 0.5).top_p = 7.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-4, False), (1.0, False)])
+def test_a_temperature_of_nothing_is_greedy(temperature: float, greedy: bool) -> None:
+    assert params("temperature", temperature).greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("prefix", "prompt_logprobs", "may_match"),
+    [(Prefix(b"s", ()), None, True), (Prefix(b"s", ()), 0, False), (None, None, False), (None, 3, False)],
+)
+def test_only_a_request_that_can_use_cached_kv_may_match(prefix: Prefix | None, prompt_logprobs: int | None, may_match: bool) -> None:
+    assert Request("r", [1], params("prompt_logprobs", prompt_logprobs), prefix).may_match is may_match
+
+
+def test_a_plan_counts_its_tokens_and_knows_a_decode_step() -> None:
+    def chunk(name: str, start: int, tokens: list[int]) -> Chunk:
+        return Chunk(name, 0, start, tokens, np.arange(1, dtype=np.int32), True, True)
+
+    decode, prompt = chunk("a", 5, [TOKEN_IN_FLIGHT]), chunk("b", 3, [7, 8])
+    assert (decode.num_tokens, decode.kv_len) == (1, 6) and (prompt.num_tokens, prompt.kv_len) == (2, 5)
+    assert StepPlan(1, (decode, decode)).is_decode and not StepPlan(1, (decode, prompt)).is_decode
+    assert StepPlan(1, (decode, prompt)).num_tokens == 3
