@@ -199,6 +199,7 @@ class EarlyFenceLane(CudaLane):
     def submit(self, op: Op, accesses: Any = (), *, label: str, after: Ticket | None = None) -> Ticket:
         if self._recording is None:
             self._early = super().record()
+            self._early.wait_passed()
         return super().submit(op, accesses, label=label, after=after)
 
     def record(self) -> Fence:

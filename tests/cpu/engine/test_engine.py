@@ -384,7 +384,7 @@ def test_logprobs_are_those_of_the_models_distribution(make_engine: MakeEngine, 
     assert plain.logprobs == [] and [e.top for e in chosen_only.logprobs] == [()] * 6
 
 
-@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(make_engine: MakeEngine, prompts: Prompts, chunk: int) -> None:
     engine = make_engine(prefill_chunk=chunk)
     prompt = prompts(20)

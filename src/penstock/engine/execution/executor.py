@@ -108,8 +108,8 @@ class Executor:
     # --------------------------------------------------------------------------------------------------------- forward
 
     def _bucket_for(self, plan: StepPlan) -> Shape | None:
-        if not plan.is_decode and any(self._rows.request(c.row).sampling.prompt_logprobs is not None for c in plan.chunks):
-            return None  # needs every position's logits, which a replay does not keep
+        if any(self._rows.echo_targets(chunk)[0] for chunk in plan.chunks):
+            return None  # needs the logits of every position, which a replay does not compute
         return self._replays.bucket_for(plan)
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
@@ -164,15 +164,10 @@ class Executor:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
         at = 0
         for chunk in plan.chunks:
-            request = self._rows.request(chunk.row)
-            num_top = request.sampling.prompt_logprobs
-            if num_top is not None:
-                targets = request.prompt[chunk.start + 1 : chunk.start + 1 + chunk.num_tokens]
-                for first in range(0, len(targets), _LOGPROB_ROWS):
-                    part = torch.tensor(targets[first : first + _LOGPROB_ROWS], dtype=torch.int64)
-                    if self._device.type == "cuda":
-                        part = part.pin_memory()
-                    chain.submit(_prompt_part(self, flow, (chunk.request_id, at + first, part, num_top), outputs), "prompt logprobs")
+            targets, num_top = self._rows.echo_targets(chunk)
+            for first in range(0, len(targets), _LOGPROB_ROWS):
+                part = torch.tensor(targets[first : first + _LOGPROB_ROWS], dtype=torch.int64, pin_memory=self._device.type == "cuda")
+                chain.submit(_prompt_part(self, flow, (chunk.request_id, at + first, part, num_top), outputs), "prompt logprobs")
             at += chunk.num_tokens
 
     def prompt_logprobs(self, flow: Flow, at: int, targets: Tensor, num_top: int) -> SampleOutput:

@@ -131,7 +131,7 @@ class Scheduler:
             elif room > 0:
                 num_tokens = min(num_left, room)
                 if self._draw(track, num_tokens):
-                    prefills.append(self._chunk(track, num_tokens))
+                    (decodes if num_tokens == 1 else prefills).append(self._chunk(track, num_tokens))
                     room -= num_tokens
         starts: list[Start] = []
         if self.counts.retractions == num_retractions:
