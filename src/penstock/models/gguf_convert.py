@@ -26,7 +26,7 @@ from penstock.models.progress import Progress
 from penstock.models.safetensors_dir import read_json
 from penstock.models.weights import check_tensors
 
-CONVERTER_VERSION = 1  # part of every cached copy's name: raise it whenever the converted bytes or files change
+CONVERTER_VERSION = 2  # part of every cached copy's name: raise it whenever the converted bytes or files change
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 _ABANDONED_S = 24 * 3600.0  # a temporary directory this old belongs to a process that was killed
@@ -150,6 +150,7 @@ def config_from_metadata(source: GgufFile) -> dict[str, Any]:
     vocabulary = source.metadata.get("tokenizer.ggml.tokens")
     return {
         "architectures": [kinds[kind]],
+        "model_type": kind,  # not ours to read: it lets others load the converted directory
         "num_hidden_layers": entry("block_count"),
         "hidden_size": hidden,
         "intermediate_size": entry("feed_forward_length"),

@@ -12,8 +12,8 @@ from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.errors import EngineClosed
-from penstock.testing.driving import tiny_config
+from penstock.errors import EngineClosed, StepFailed
+from penstock.testing.driving import generate, run_all, submit, tiny_config
 
 
 class Ended:
@@ -98,3 +98,23 @@ def test_a_failing_loop_ends_every_request_and_says_why(
         engine.submit(prompts(10), sampling(), ended)
     loop.close(5.0)
     assert isinstance(loop.failed(), RuntimeError)
+
+
+def test_a_replay_that_fails_ends_its_requests_and_leaves_the_lane_usable(
+    engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = submit(engine, prompts(20), max_tokens=30)
+    for _ in range(4):
+        engine.step()  # it decodes, in a replay
+    model = engine._parts.executor._forward.model
+    whole = model.layer
+
+    def layer(*_: Any) -> Any:
+        raise StepFailed("the layer burst")
+
+    monkeypatch.setattr(model, "layer", layer)
+    run_all(engine)
+    assert found.finish is FinishReason.ERROR and 0 < len(found.tokens) < 30
+    monkeypatch.setattr(model, "layer", whole)
+    assert len(generate(engine, prompts(20)).tokens) == 8
+    engine.close(timeout_s=20.0)

@@ -45,7 +45,7 @@ class Tuning(NamedTuple):
     decode: Tile
     short: Tile
     long: Tile
-    programs_per_sm: int = 3  # keys are split until about so many programs exist
+    programs_per_sm: int = 2  # keys are split until about so many programs exist
     rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
     rotate_many: RotateTile = RotateTile(tokens=8, heads=8, warps=4)
 
@@ -53,7 +53,8 @@ class Tuning(NamedTuple):
         return next((tile for tile in (self.decode, self.short) if num_rows <= tile.rows), self.long)
 
 
-# By bytes per value: 2 is bfloat16 (and float16), 4 is float32, whose exact products run outside the tensor cores.
+# By bytes per value: 2 is bfloat16 (and float16), measured on an H200 with Qwen3-4B's shape (`python -m penstock.bench.kernels`);
+# 4 is float32, whose exact products run outside the tensor cores.
 TUNING = {
     2: Tuning(decode=Tile(16, 64, 4, 3), short=Tile(64, 64, 4, 3), long=Tile(128, 64, 8, 3)),
     4: Tuning(decode=Tile(16, 32, 8, 2), short=Tile(32, 16, 8, 2), long=Tile(32, 16, 8, 2)),
