@@ -11,6 +11,7 @@ from penstock.bench.run import Bench
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import load_engine
 from penstock.config import Config
+from penstock.engine.loop import settle_garbage
 
 
 def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: Path | None) -> int:
@@ -18,6 +19,7 @@ def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: P
     if plot_file is not None:
         require_matplotlib()
     engine = load_engine(config)
+    settle_garbage()
     with ProgressBar() as bar:
         results = bench.measure(engine, config, bar)
     engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process

@@ -11,7 +11,7 @@ from penstock.engine.engine import Engine, EngineParts
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.batch import Shape
-from penstock.engine.execution.executor import Executor, Geometry
+from penstock.engine.execution.executor import Executor, StepLimits
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampler import Noise, Sampler, gumbel_noise
@@ -61,7 +61,7 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
     lane = _lane("compute", device, observers.lanes)
     chunk = config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
     budget = Budget(config.engine.max_batch, min(chunk, max_model_len), config.engine.overcommit)
-    geometry = Geometry(
+    limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
         max_table=blocks_for(max_model_len, config.kv.block_tokens),
@@ -71,7 +71,7 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
     )
     sampler = Sampler(budget.max_batch, model.config.vocab, device, _noise(device))
     forward = Forward(model, _attention(arena, model, budget, max_model_len, progress), sampler.last_tokens)
-    executor = Executor(forward, sampler, lane, geometry, _buckets(config, budget, device))
+    executor = Executor(forward, sampler, lane, limits, _buckets(config, budget, device))
     if device.type == "cuda":
         executor.capture_all(progress)
     return Engine(

@@ -23,7 +23,7 @@ _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class StepLimits:
     """Sizes that hold for the executor's life."""
 
     max_batch: int
@@ -54,18 +54,18 @@ class _Chain:
 class Executor:
     """One model on one compute lane. Called from the engine thread; only `RunningStep.wait_result` blocks."""
 
-    def __init__(self, forward: Forward, sampler: Sampler, lane: Lane, geometry: Geometry, buckets: Sequence[Shape]) -> None:
+    def __init__(self, forward: Forward, sampler: Sampler, lane: Lane, limits: StepLimits, buckets: Sequence[Shape]) -> None:
         device = forward.model.device
         self._forward = forward
         self._sampler = sampler
         self._lane = lane
-        self._geometry = geometry
+        self._limits = limits
         self._device = device
-        self._rows = Rows(geometry.max_batch)
-        self._packer = Packer(geometry.block_tokens, geometry.padding_slot, geometry.max_batch)
-        self._staging = StagingRing(geometry.staging_ints, pinned=device.type == "cuda")
-        self._results = StagingRing(geometry.max_batch, pinned=device.type == "cuda")
-        inputs = torch.zeros(geometry.staging_ints, dtype=torch.int32, device=device)
+        self._rows = Rows(limits.max_batch)
+        self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch)
+        self._staging = StagingRing(limits.staging_ints, pinned=device.type == "cuda")
+        self._results = StagingRing(limits.max_batch, pinned=device.type == "cuda")
+        inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=device)
         self._replays = Replays(lane, forward, self._packer, inputs, buckets)
 
     def capture_all(self, progress: Callable[[str, int, int], None]) -> None:
@@ -113,7 +113,7 @@ class Executor:
         return self._replays.bucket_for(plan)
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
-        arena = self._geometry.arena
+        arena = self._limits.arena
         return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
 
     def _run_eagerly(self, chain: _Chain, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:

@@ -30,6 +30,7 @@ from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
 _NO_MATCH = Match(0, 0, False)
+_LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
 
 
 @dataclass(slots=True)
@@ -97,16 +98,9 @@ class Scheduler:
         track = self._tracks.get(request_id)
         return None if track is None else self._end(track, FinishReason.CANCELLED)
 
-    def fail(self, request_id: str, error: str) -> TokenEvent | None:
-        track = self._tracks.get(request_id)
-        return None if track is None else self._end(track, FinishReason.ERROR)._replace(error=error)
-
     def has_work(self) -> bool:
         """Whether a further plan or commit can still do something."""
         return bool(self._tracks)
-
-    def request_ids(self) -> tuple[str, ...]:
-        return tuple(self._tracks)
 
     def num_by_state(self) -> dict[str, int]:
         """Safe to call from another thread: it reads sizes only."""
@@ -154,7 +148,7 @@ class Scheduler:
     def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> list[Start]:
         starts: list[Start] = []
         index = 0
-        while index < len(self._waiting) and room > 0 and self._free_rows:
+        while index < min(len(self._waiting), _LOOK_AHEAD) and room > 0 and self._free_rows:
             track = self._waiting[index]
             if track.num_in_flight:  # retracted while a step still samples for it: its tokens are not all known yet
                 index += 1

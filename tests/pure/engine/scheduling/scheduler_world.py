@@ -140,9 +140,6 @@ class World:
     def cancel(self, request_id: str) -> None:
         self._end(request_id, self.scheduler.cancel(request_id), FinishReason.CANCELLED)
 
-    def fail(self, request_id: str) -> None:
-        self._end(request_id, self.scheduler.fail(request_id, "boom"), FinishReason.ERROR)
-
     def _end(self, request_id: str, event: TokenEvent | None, finish: FinishReason) -> None:
         self.sound = False
         asked = self.asked[request_id]

@@ -155,15 +155,6 @@ def test_what_a_failed_step_wrote_is_never_shared() -> None:
     world.close()
 
 
-def test_a_failed_request_says_why_and_gives_everything_back() -> None:
-    world = World()
-    request_id = world.submit(A[:8], 3)
-    planned(world)
-    event = world.scheduler.fail(request_id, "out of luck")
-    assert event is not None and event.finish is FinishReason.ERROR and event.error == "out of luck"
-    assert world.cache.num_available == 8 and world.scheduler.fail(request_id, "again") is None
-
-
 # ----------------------------------------------------------------------------------------------------------- its books
 
 

@@ -1,0 +1,61 @@
+"""Who listens to which open request, and when tokens came. Owns delivery and the latency histograms; decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.contract import Listener, TokenEvent
+from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S, Histogram
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Open:
+    listener: Listener
+    arrival_s: float
+    last_token_s: float = 0.0
+
+
+class Outbox:
+    """Listeners of requests that have not ended. Used by the engine thread; only its size is read by others."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self.ttft = Histogram(TTFT_BOUNDS_S)
+        self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def open_ids(self) -> list[str]:
+        return list(self._open)
+
+    def open(self, request_id: str, listener: Listener, arrival_s: float) -> None:
+        self._open[request_id] = _Open(listener, arrival_s)
+
+    def publish(self, events: Iterable[TokenEvent | None]) -> None:
+        """Hand events to their listeners; the one with `finish` set is a request's last. A listener that raises is logged, no more."""
+        now = time.monotonic()
+        for event in events:
+            if event is None:
+                continue
+            entry = self._open[event.request_id]
+            if event.tokens:
+                if entry.last_token_s:
+                    self.inter_token.add((now - entry.last_token_s) / len(event.tokens), len(event.tokens))
+                else:
+                    self.ttft.add(now - entry.arrival_s)
+                entry.last_token_s = now
+            if event.finish is not None:
+                del self._open[event.request_id]
+            try:
+                entry.listener(event)
+            except Exception:
+                log.exception("the listener of request %s raised; the request goes on", event.request_id)
