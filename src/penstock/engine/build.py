@@ -33,7 +33,8 @@ from penstock.models.registry import load_model
 from penstock.observe import LaneObserver, PoolObserver
 
 _CPU_KV_GIB = 1.0
-_CUDA_KV_SHARE = 0.9  # of what is free once the weights are there; the rest is for activations, graphs and the sampler
+_CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
+_CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 
 
@@ -51,16 +52,13 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
     dtype = _dtype(config, device)
     loaded = load_model(config.source, device, dtype, _layer_ops(device), progress)
     model = loaded.model
-    layout = BlockLayout(
-        model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, config.kv.block_tokens, str(dtype).removeprefix("torch.")
-    )
+    dims = model.config
+    layout = BlockLayout(dims.num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, str(dtype).removeprefix("torch."))
     num_blocks = _num_blocks(config, layout, model)
     max_model_len = _max_model_len(config, model, num_blocks)
     arena = DeviceArena(layout, num_blocks, device)
     cache = KvCache(BlockPool(num_blocks, arena.name, observers.pools), _scope(model, layout), config.kv.prefix_cache)
-    lane = _lane("compute", device, observers.lanes)
-    chunk = config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
-    budget = Budget(config.engine.max_batch, min(chunk, max_model_len), config.engine.overcommit)
+    budget = Budget(config.engine.max_batch, min(_prefill_chunk(config, device), max_model_len), config.engine.overcommit)
     limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
@@ -69,26 +67,32 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
         padding_slot=arena.padding_slot,
         arena=arena.name,
     )
-    sampler = Sampler(budget.max_batch, model.config.vocab, device, _noise(device))
-    forward = Forward(model, _attention(arena, model, budget, max_model_len, progress), sampler.last_tokens)
-    executor = Executor(forward, sampler, lane, limits, _buckets(config, budget, device))
-    if device.type == "cuda":
-        executor.capture_all(progress)
-    return Engine(
-        EngineParts(
-            name=loaded.name,
-            tokenizer=loaded.tokenizer,
-            scheduler=Scheduler(cache, budget, model.config.eos_ids),
-            executor=executor,
-            cache=cache,
-            arena=arena,
-            lanes=(lane,),
-            vocab=model.config.vocab,
-            max_model_len=max_model_len,
-            max_open=budget.max_batch * _WAITING_PER_ROW,
-            seed=config.engine.seed,
-        )
+    attention = _attention(arena, model, budget, max_model_len, progress)
+    lane = _lane("compute", device, observers.lanes)
+    parts = EngineParts(
+        name=loaded.name,
+        tokenizer=loaded.tokenizer,
+        scheduler=Scheduler(cache, budget, dims.eos_ids),
+        executor=_executor(model, attention, lane, limits, _buckets(config, budget, device), progress),
+        cache=cache,
+        arena=arena,
+        lanes=(lane,),
+        vocab=dims.vocab,
+        max_model_len=max_model_len,
+        max_open=budget.max_batch * _WAITING_PER_ROW,
+        seed=config.engine.seed,
     )
+    return Engine(parts)
+
+
+def _executor(
+    model: Model, attention: Attention, lane: Lane, limits: StepLimits, buckets: tuple[Shape, ...], progress: Progress
+) -> Executor:
+    sampler = Sampler(limits.max_batch, model.config.vocab, model.device, _noise(model.device))
+    executor = Executor(Forward(model, attention, sampler.last_tokens), sampler, lane, limits, buckets)
+    if model.device.type == "cuda":
+        executor.capture_all(progress)
+    return executor
 
 
 def _device(config: Config) -> torch.device:
@@ -112,18 +116,32 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
     if config.kv.device_gib is not None:
         num_bytes = config.kv.device_gib * GIB
     elif model.device.type == "cuda":
-        num_bytes = free_bytes(model.device) * _CUDA_KV_SHARE
+        free = free_bytes(model.device)
+        num_bytes = free - max(free * _CUDA_SPARE_SHARE, _working_bytes(config, model) + _CUDA_SPARE_GIB * GIB)
     else:
         num_bytes = _CPU_KV_GIB * GIB
     num_blocks = int(num_bytes) // layout.block_bytes
     if num_blocks < 2:
-        size = f"{num_bytes / GIB:.3f} GiB hold less than two KV blocks of {layout.block_bytes / 1024:.0f} KiB"
+        size = f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less than two KV blocks of {layout.block_bytes / 1024:.0f} KiB"
         raise ConfigError(f"{size}; raise --device-kv-gib")
     if config.kv.device_gib is not None:
         return num_blocks
     # A tiny model would otherwise get tens of millions of blocks: no more than can be used, and as much again thrice to remember.
     most = config.engine.max_batch * blocks_for(config.engine.max_model_len or model.config.max_position, layout.block_tokens)
     return min(num_blocks, 4 * most)
+
+
+def _working_bytes(config: Config, model: Model) -> float:
+    """What the largest step holds besides weights and KV: a few rows per token of its widest layer, and logits while they are sampled."""
+    c = model.config
+    tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
+    per_token = (6 * c.hidden + 2 * c.qkv_width + 3 * c.ffn) * model.dtype.itemsize
+    per_logit = 40  # raw, float32, noise, sorted values and their indices, masks
+    return tokens * per_token + config.engine.max_batch * c.vocab * per_logit
+
+
+def _prefill_chunk(config: Config, device: torch.device) -> int:
+    return config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
 
 
 def _max_model_len(config: Config, model: Model, num_blocks: int) -> int:
