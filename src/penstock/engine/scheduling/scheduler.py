@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from penstock.contract import (
     TokenLogprob,
 )
 from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.line import Line, arrival
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
@@ -40,10 +40,6 @@ class SchedulerCounts:
     prompt_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "computed": 0})
     generated_tokens: int = 0
     retractions: int = 0
-
-
-def _order(track: Track) -> int:
-    return track.order
 
 
 class _Share(NamedTuple):
@@ -69,14 +65,13 @@ class Scheduler:
         self._budget = budget
         self._stop_ids = frozenset(stop_ids)
         self._tracks: dict[str, Track] = {}
-        self._waiting: list[Track] = []  # by order of arrival, retracted ones among them
+        self._line = Line()
         self._running: dict[str, Track] = {}  # in order of admission
         self._free_rows = list(range(budget.max_batch))  # heap: low rows first
         self._launched: deque[_Launched] = deque()
         self._last_fence: Fence | None = None
         self._after: dict[int, Fence] = {}  # what the next step waits for: earlier users of slots drawn for it
         self._num_promised = 0  # blocks that running requests may still draw
-        self._num_retracted = 0  # of those waiting
         self._num_orders = 0
         self._num_steps = 0
         self.counts = SchedulerCounts()
@@ -91,7 +86,7 @@ class Scheduler:
         if request.sampling.prompt_logprobs is not None:
             track.prompt_logprobs = [None]
         self._tracks[request.id] = track
-        self._waiting.append(track)
+        self._line.add(track)
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End it wherever it is; None if it has ended already."""
@@ -104,8 +99,8 @@ class Scheduler:
 
     def num_by_state(self) -> dict[str, int]:
         """Safe to call from another thread: it reads sizes only."""
-        retracted = self._num_retracted
-        return {"waiting": len(self._waiting) - retracted, "running": len(self._running), "retracted": retracted}
+        retracted = self._line.num_retracted
+        return {"waiting": len(self._line) - retracted, "running": len(self._running), "retracted": retracted}
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
@@ -148,8 +143,8 @@ class Scheduler:
     def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> list[Start]:
         starts: list[Start] = []
         index = 0
-        while index < min(len(self._waiting), _LOOK_AHEAD) and room > 0 and self._free_rows:
-            track = self._waiting[index]
+        while index < min(len(self._line), _LOOK_AHEAD) and room > 0 and self._free_rows:
+            track = self._line.tracks[index]
             if track.num_in_flight:  # retracted while a step still samples for it: its tokens are not all known yet
                 index += 1
                 continue
@@ -159,7 +154,6 @@ class Scheduler:
                 continue
             if not self._fits(track, match):
                 break  # nobody overtakes: what is freed goes to the first in line
-            del self._waiting[index]
             starts.append(self._start(track, match))
             num_tokens = min(track.num_left, room)
             if not self._draw(track, num_tokens):
@@ -187,7 +181,7 @@ class Scheduler:
         return self._num_promised + lifetime <= available * overcommit and first_step <= available
 
     def _start(self, track: Track, match: Match) -> Start:
-        self._num_retracted -= track.state is State.RETRACTED
+        self._line.remove(track)
         track.move(State.RUNNING)
         track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
         track.row = heapq.heappop(self._free_rows)
@@ -208,7 +202,7 @@ class Scheduler:
         if wanted <= 0:
             return True
         while not self._ledger.try_extend(table, wanted):
-            victim = max(self._running.values(), key=_order)
+            victim = max(self._running.values(), key=arrival)
             self._retract(victim)
             if victim is track:
                 return False
@@ -238,8 +232,7 @@ class Scheduler:
         track.epoch += 1
         track.num_planned = track.num_committed = 0
         track.num_in_flight -= planned_now  # its chunk of the plan being made is dropped with it
-        insort(self._waiting, track, key=_order)
-        self._num_retracted += 1
+        self._line.add(track)
         self.counts.retractions += 1
 
     # ----------------------------------------------------------------------------------------------------------- commit
@@ -324,8 +317,7 @@ class Scheduler:
         if track.state is State.RUNNING:
             self._leave(track)
         else:
-            del self._waiting[bisect_left(self._waiting, track.order, key=_order)]
-            self._num_retracted -= track.state is State.RETRACTED
+            self._line.remove(track)
         track.move(State.ENDED)
         track.finish = finish
         del self._tracks[track.request.id]

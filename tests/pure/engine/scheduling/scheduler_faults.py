@@ -48,7 +48,7 @@ class SealsWhatIsOnlyPlanned(Scheduler):
 
 class ResumesWithATokenInFlight(Scheduler):
     def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> list[Start]:
-        in_flight = {track: track.num_in_flight for track in self._waiting}
+        in_flight = {track: track.num_in_flight for track in self._line.tracks}
         for track in in_flight:
             track.num_in_flight = 0
         starts = super()._admit(decodes, prefills, room)
@@ -110,7 +110,7 @@ class RetractsTheOldest(Scheduler):
         drawn = super()._draw(track, num_tokens)
         for other, order in others.items():
             other.order = order
-        self._waiting.sort(key=lambda t: t.order)
+        self._line.tracks.sort(key=lambda t: t.order)
         return drawn
 
 
