@@ -21,13 +21,14 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test test-gpu lint format types size bench clean
+.PHONY: help setup setup-dev serve chat test soak test-gpu lint format types size bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve      set up, then serve a model on http://127.0.0.1:8000   (options: make serve ARGS='--port 9000')"
 	@echo "make chat       set up, then chat in the terminal"
 	@echo "make test       set up, then lint, types and all tests that run without a GPU"
+	@echo "make soak       hundreds of random crowds of requests, minutes long (options: make soak CROWDS=1000)"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
 	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
@@ -75,6 +76,11 @@ bench: setup
 
 test: setup-dev lint types
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=10 $(ARGS)
+
+# Random crowds of requests against their tokens alone; CROWDS=1000 for a night.
+CROWDS ?= 200
+soak: setup-dev
+	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine/test_stress.py $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import torch
 from cpu.engine.conftest import prompts
 from cpu.engine.test_engine import *  # noqa: F403
 from cpu.engine.test_engine import MakeEngine, Prompts
+from cpu.engine.test_stress import test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone
 
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.build import build
@@ -22,7 +23,7 @@ from penstock.testing.tiny_models import write_tiny_model
 from penstock.models.dimensions import BUILT_IN
 
 pytestmark = pytest.mark.gpu
-__all__ = ["prompts"]
+__all__ = ["prompts", "test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone"]
 
 
 @pytest.fixture

@@ -1,0 +1,89 @@
+"""Random crowds of requests: whatever arrives, shares, waits, is retracted or cancelled, each gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cpu.engine.test_engine import check_at_rest
+from penstock.contract import FinishReason
+from penstock.engine import build
+from penstock.engine.engine import Engine
+from penstock.engine.execution.replays import cuda_buckets
+from penstock.testing.driving import Collected, generate, submit
+
+Asked = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
+
+
+def random_request(rng: random.Random, stems: list[list[int]]) -> Asked:
+    """A prompt that shares its beginning with others, and any mixture of what a request can ask for."""
+    stem = rng.choice(stems)
+    prompt = stem[: rng.choice((0, 5, 16, 32, 47, 48, 80))] + [rng.randrange(1, 500) for _ in range(rng.choice((0, 1, 3, 16, 40)))]
+    sampling: dict[str, Any] = {"max_tokens": rng.choice((0, 1, 2, 7, 20, 33))}
+    if rng.random() < 0.5:
+        sampling |= {"temperature": rng.choice((0.5, 1.0, 1.5)), "seed": rng.randrange(100)}
+        sampling |= rng.choice(({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9}))
+    if rng.random() < 0.3:
+        sampling |= rng.choice(({"frequency_penalty": 0.5}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}))
+    if rng.random() < 0.2:
+        sampling |= {"logprobs": 2}
+    if rng.random() < 0.15:
+        sampling |= {"prompt_logprobs": 1}
+    return tuple(prompt or [7]), tuple(sampling.items())
+
+
+def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[Asked, Collected]]:
+    """Submit over time, in bursts and one by one, and cancel every fifth at some moment of its life."""
+    waiting, running, doomed = list(asked), [], []
+    while waiting or engine.has_work():
+        for _ in range(rng.choice((0, 0, 1, 1, 6)) if waiting else 0):
+            if waiting:
+                request = waiting.pop()
+                found = submit(engine, request[0], **dict(request[1]))
+                running.append((request, found))
+                if rng.random() < 0.2:
+                    doomed.append([rng.randrange(12), found.request_id])
+        for entry in doomed:
+            entry[0] -= 1
+            if entry[0] == 0:
+                engine.cancel(entry[1])
+        engine.step()
+        engine._parts.scheduler.check()
+    return running
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PENSTOCK_CROWDS", "6"))))
+def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
+    make_engine: Callable[..., Engine], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    stems = [[rng.randrange(1, 500) for _ in range(80)] for _ in range(3)]
+    alone = make_engine(prefix_cache=False, capture=False, prefill_chunk=512)
+    asked = [random_request(rng, stems) for _ in range(40)]
+    if seed % 2:  # padded replays of every kind, as on CUDA
+        monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
+    engine = make_engine(
+        max_batch=32 if seed % 2 else 8,
+        blocks=rng.choice((16, 24, 200)),
+        overcommit=rng.choice((1.0, 4.0)),
+        prefill_chunk=rng.choice((16, 64)),
+    )
+    num_cancelled = 0
+    for (prompt, sampling), found in crowd(engine, rng, asked):
+        expected = generate(alone, prompt, **dict(sampling))
+        assert found.error is None
+        if found.finish is FinishReason.CANCELLED:
+            num_cancelled += 1
+            assert found.tokens == expected.tokens[: len(found.tokens)], (prompt, sampling)
+            continue
+        assert found.finish is expected.finish
+        assert found.tokens == expected.tokens, (prompt, sampling)
+        assert found.prompt_logprobs is None or len(found.prompt_logprobs) == len(prompt)
+        assert len(found.logprobs) == (len(found.tokens) if "logprobs" in dict(sampling) else 0)
+    check_at_rest(engine)
+    assert num_cancelled > 0
+    assert sum(engine.stats().kv_blocks.values()) == engine._parts.cache.num_blocks
