@@ -22,13 +22,13 @@ class LaneObserver(Protocol):
         """Fence number `fence` was placed on `lane`; it covers everything submitted there before."""
 
     def waited(self, lane: str, on_lane: str, fence: int) -> None:
-        """What is submitted to `lane` from now on runs after that fence of `on_lane`."""
+        """What is submitted to `lane` from now on runs after that fence of `on_lane`. The wait takes a number on `lane`, as work does."""
 
     def wait_ignored(self, lane: str, on_lane: str, fence: int) -> None:
         """A wait was placed inside a capture, where no wait on an outside fence is honoured."""
 
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
-        """A host thread blocked until that fence had passed."""
+        """The calling thread knows that this fence has passed: it blocked for `seconds`, or it looked and saw (0)."""
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
         """The work has run (CPU, from the lane's own thread) or has been launched (CUDA, from the submitting thread)."""
@@ -36,6 +36,9 @@ class LaneObserver(Protocol):
 
 class PoolObserver(Protocol):
     """Sees slots change state, from the thread that owns the pool."""
+
+    def opened(self, pool: str, num_slots: int) -> None:
+        """A pool was made; all its slots are free. Accesses name its arena by the same name."""
 
     def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
         """`slots` went from state `old` to state `new` on behalf of `owner`."""

@@ -18,6 +18,8 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.testing.driving import generate, run_all, submit, tiny_config
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.logits import Logits, largest_error
 from penstock.testing.tiny_models import write_tiny_model
 from penstock.models.dimensions import BUILT_IN
@@ -28,15 +30,16 @@ __all__ = ["prompts", "test_every_request_of_a_random_crowd_gets_the_tokens_it_w
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
+    made: list[tuple[Engine, Sanitizer]] = []
 
     def make(model: str = "tiny-qwen3", **settings: Any) -> Engine:
-        engines.append(build(tiny_config(model, **{"device": "cuda", **settings})))
-        return engines[-1]
+        made.append(build_sanitized(tiny_config(model, **{"device": "cuda", **settings})))
+        return made[-1][0]
 
     yield make
-    for engine in engines:
+    for engine, sanitizer in made:
         engine.close(timeout_s=20.0)
+        check_silent(sanitizer)
 
 
 def real(directory: Path, device: str, dtype: str = "float32") -> Engine:

@@ -29,7 +29,7 @@ class CpuFence:
         return self._lane.name
 
     def passed(self) -> bool:
-        return self._lane.num_finished >= self.number
+        return self._lane.has_finished(self.number)
 
     def wait_passed(self, timeout_s: float | None = None) -> None:
         self._lane.wait_finished(self.number, timeout_s)
@@ -51,7 +51,7 @@ class CpuTicket:
         self.label = label
 
     def done(self) -> bool:
-        return self._lane.num_finished >= self.number
+        return self._lane.has_finished(self.number)
 
     def error(self) -> BaseException | None:
         return self._error
@@ -179,15 +179,23 @@ class CpuLane:
             raise DeadlineExceeded(f"lane {self.name} did not finish its work within {timeout_s} s")
 
     def wait_finished(self, number: int, timeout_s: float | None, reported: bool = True) -> None:
-        """Block until `number` items are over."""
-        if self.num_finished >= number:
-            return
-        started = time.monotonic()
-        with self._state:
-            if not self._state.wait_for(lambda: self.num_finished >= number, timeout_s):
-                raise DeadlineExceeded(f"lane {self.name}: item {number} was not over within {timeout_s} s")
+        """Block until `number` items are over. `reported`: a host thread waits, and knows so afterwards."""
+        seconds = 0.0
+        if self.num_finished < number:
+            started = time.monotonic()
+            with self._state:
+                if not self._state.wait_for(lambda: self.num_finished >= number, timeout_s):
+                    raise DeadlineExceeded(f"lane {self.name}: item {number} was not over within {timeout_s} s")
+            seconds = time.monotonic() - started
         if self._observer is not None and reported:
-            self._observer.host_waited(self.name, number, time.monotonic() - started)
+            self._observer.host_waited(self.name, number, seconds)
+
+    def has_finished(self, number: int) -> bool:
+        """Whether `number` items are over; never blocks."""
+        finished = self.num_finished >= number
+        if finished and self._observer is not None:
+            self._observer.host_waited(self.name, number, 0.0)
+        return finished
 
     def _record_op(self, recording: _Recording, op: Op, label: str) -> Ticket:
         self._require_recorder(recording, label)

@@ -60,10 +60,13 @@ class CudaFence:
         return self._event
 
     def passed(self) -> bool:
-        return bool(self._event.query())
+        passed = bool(self._event.query())
+        if passed:
+            self._lane.report_wait(self.number, 0.0)
+        return passed
 
     def wait_passed(self, timeout_s: float | None = None) -> None:
-        if self._event.query():
+        if self.passed():
             return
         started = time.monotonic()
         if timeout_s is None:
@@ -177,8 +180,10 @@ class CudaLane:
             return  # the stream is ordered
         if not isinstance(fence, CudaFence):
             raise InvariantBroken(f"lane {self.name} cannot wait on the device for a fence of {fence.lane}")
-        if self._observer is not None:
-            self._observer.waited(self.name, fence.lane, number)
+        with self._lock:
+            self._num_submitted += 1  # a wait has a number of its own, so that fences before and after it differ
+            if self._observer is not None:
+                self._observer.waited(self.name, fence.lane, number)
         self.stream.wait_event(fence.event)
 
     @contextmanager

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.driving import tiny_config
+from penstock.testing.sanitized import build_sanitized, check_silent
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +20,18 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Engine]]:
-    """Builds tiny engines; closing them at the end also proves that nothing leaked: `close` raises where a slot is still held."""
-    engines: list[Engine] = []
+    """Builds tiny engines under the sanitizer. Closing them at the end proves that nothing leaked, since `close` raises where a slot is
+    still held, and that nothing was touched out of order."""
+    made: list[tuple[Engine, Sanitizer]] = []
 
     def make(model: str = "tiny-qwen3", **settings: Any) -> Engine:
-        engines.append(build(tiny_config(model, **settings)))
-        return engines[-1]
+        made.append(build_sanitized(tiny_config(model, **settings)))
+        return made[-1][0]
 
     yield make
-    for engine in engines:
+    for engine, sanitizer in made:
         engine.close(timeout_s=20.0)
+        check_silent(sanitizer)
 
 
 @pytest.fixture

@@ -46,6 +46,9 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []
 
+    def opened(self, pool: str, num_slots: int) -> None:
+        self.num_slots = num_slots
+
     def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
         self.events.append(("moved", tuple(slots), old, new, owner))
 

@@ -31,6 +31,8 @@ class BlockPool:
         self.num_evicted = 0
         self.num_duplicates = 0  # seals whose key lived in another slot already
         self._observer = observer
+        if observer is not None:
+            observer.opened(name, num_slots)
         self._book = SlotBook(num_slots, name, observer)
         self._index = KeyIndex(num_slots)
         # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
