@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock import __version__
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ServerConfig
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, SanitizeConfig, ServerConfig
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, InvalidRequest, PenstockError, UserError
 
@@ -109,6 +109,16 @@ def _engine_flags() -> argparse.ArgumentParser:
         help="admit lifetimes of X times the KV memory; over 1 may retract requests",
     )
     steps.add_argument("--no-capture", action="store_true", help="run decode steps eagerly instead of as captured replays")
+    safety = parent.add_argument_group("safety")
+    safety.add_argument(
+        "--sanitize",
+        nargs="?",
+        const="report",
+        default="off",
+        choices=("report", "strict"),
+        help="check the order of every KV access; strict stops the engine at the first finding",
+    )
+    safety.add_argument("--sanitize-json", metavar="FILE", help="write the findings there")
     return parent
 
 
@@ -147,6 +157,7 @@ def _config(args: argparse.Namespace) -> Config:
         source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(args.max_model_len, args.max_batch, args.prefill_chunk, args.overcommit, not args.no_capture, args.seed),
+        sanitize=SanitizeConfig(args.sanitize, args.sanitize_json),
     )
 
 

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+SanitizeMode = Literal["off", "report", "strict"]
 
 GIB = 1 << 30
 
@@ -71,6 +72,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SanitizeConfig:
+    """Whether the race sanitizer listens, and what becomes of its findings."""
+
+    mode: SanitizeMode = "off"  # report: log and count; strict: stop the engine at the first finding
+    json_file: str | None = None  # where findings are written, the whole list each time
+
+    def __post_init__(self) -> None:
+        _need(self.mode in ("off", "report", "strict"), f"--sanitize must be report or strict, got {self.mode!r}")
+        _need(self.json_file is None or self.mode != "off", "--sanitize-json needs --sanitize")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front and its limits."""
 
@@ -95,3 +108,4 @@ class Config:
     source: ModelSource = ModelSource()
     kv: KvConfig = KvConfig()
     engine: EngineConfig = EngineConfig()
+    sanitize: SanitizeConfig = SanitizeConfig()

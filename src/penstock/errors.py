@@ -55,6 +55,10 @@ class InvariantBroken(PenstockError):
     """A defect in Penstock itself: a state that the design rules out. Never caught to carry on."""
 
 
+class SanitizerStop(InvariantBroken):
+    """The race sanitizer found something and was told to stop the engine there."""
+
+
 class IllegalTransition(InvariantBroken):
     """A state machine met an event that its table does not allow."""
 

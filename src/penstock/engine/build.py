@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
 
 import torch
 
@@ -30,7 +30,8 @@ from penstock.models.layers import TorchLayerOps
 from penstock.models.model import LayerOps, Model
 from penstock.models.progress import Progress, silent
 from penstock.models.registry import load_model
-from penstock.observe import LaneObserver, PoolObserver
+from penstock.observe import LaneObserver
+from penstock.sanitizer.sanitizer import Sanitizer
 
 _CPU_KV_GIB = 1.0
 _CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
@@ -38,16 +39,9 @@ _CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graph
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 
 
-class Observers(NamedTuple):
-    """Who listens, if anybody."""
-
-    lanes: LaneObserver | None = None
-    pools: PoolObserver | None = None
-
-
-def build(config: Config, progress: Progress = silent, observers: Observers | None = None) -> Engine:
+def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | None = None) -> Engine:
     """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
-    observers = observers or Observers()
+    sanitizer = sanitizer or _sanitizer(config)
     device = _device(config)
     dtype = _dtype(config, device)
     loaded = load_model(config.source, device, dtype, _layer_ops(device), progress)
@@ -57,7 +51,7 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
     num_blocks = _num_blocks(config, layout, model)
     max_model_len = _max_model_len(config, model, num_blocks)
     arena = DeviceArena(layout, num_blocks, device)
-    cache = KvCache(BlockPool(num_blocks, arena.name, observers.pools), _scope(model, layout), config.kv.prefix_cache)
+    cache = KvCache(BlockPool(num_blocks, arena.name, sanitizer), _scope(model, layout), config.kv.prefix_cache)
     budget = Budget(config.engine.max_batch, min(_prefill_chunk(config, device), max_model_len), config.engine.overcommit)
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -68,7 +62,7 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
         arena=arena.name,
     )
     attention = _attention(arena, model, budget, max_model_len, progress)
-    lane = _lane("compute", device, observers.lanes)
+    lane = _lane("compute", device, sanitizer)
     parts = EngineParts(
         name=loaded.name,
         tokenizer=loaded.tokenizer,
@@ -81,8 +75,16 @@ def build(config: Config, progress: Progress = silent, observers: Observers | No
         max_model_len=max_model_len,
         max_open=budget.max_batch * _WAITING_PER_ROW,
         seed=config.engine.seed,
+        sanitizer=sanitizer,
     )
     return Engine(parts)
+
+
+def _sanitizer(config: Config) -> Sanitizer | None:
+    if config.sanitize.mode == "off":
+        return None
+    file = config.sanitize.json_file
+    return Sanitizer(strict=config.sanitize.mode == "strict", json_file=None if file is None else Path(file))
 
 
 def _executor(

@@ -26,6 +26,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
 from penstock.models.tokenizer import TextCodec
+from penstock.sanitizer.sanitizer import Sanitizer
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class EngineParts:
     max_model_len: int
     max_open: int  # requests known to the engine at once; one more is refused as overload
     seed: int
+    sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
 
 
 class Engine:
@@ -121,6 +123,7 @@ class Engine:
                 "evictions": cache.evictions_total,
                 "duplicate_seals": cache.duplicate_seals_total,
             },
+            sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
 
     def wait_work(self, timeout_s: float) -> None:

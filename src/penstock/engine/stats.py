@@ -42,4 +42,5 @@ class EngineStats:
     ttft: Histogram
     inter_token: Histogram
     steps: int
+    sanitizer: dict[str, int]  # findings by kind; empty where it does not listen
     cache: dict[str, int]  # hits, misses, evictions, duplicate seals, in blocks

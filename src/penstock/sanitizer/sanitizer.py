@@ -6,13 +6,16 @@ host waits orders them. A captured replay is one access with the union of its op
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from penstock.contract import Access
+from penstock.errors import ConfigError, SanitizerStop
 from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.history import SlotHistory
 from penstock.sanitizer.report import Deed, Frame, Kind, Report
@@ -27,10 +30,13 @@ _OWN = ("penstock/sanitizer/", "penstock/lanes/")
 class Sanitizer:
     """Implements `LaneObserver` and `PoolObserver`. Any thread may report; `reports` are in the order of discovery."""
 
-    def __init__(self, on_report: Callable[[Report], None] | None = None) -> None:
+    def __init__(self, strict: bool = False, json_file: Path | None = None) -> None:
+        """`strict`: the thread whose doing was found gets SanitizerStop. `json_file` holds all findings so far, from the start."""
         self.reports: list[Report] = []
         self.num_by_kind: dict[Kind, int] = dict.fromkeys(Kind, 0)
-        self._on_report = on_report
+        self._strict = strict
+        self._json_file = json_file
+        self._write_json()
         self._lock = threading.RLock()
         self._clocks = Clocks()
         self._histories: dict[str, dict[int, SlotHistory]] = {}
@@ -125,8 +131,17 @@ class Sanitizer:
         self._told.add((report.kind, *key))
         self.reports.append(report)
         log.error("%s", report)
-        if self._on_report is not None:
-            self._on_report(report)
+        self._write_json()
+        if self._strict:
+            raise SanitizerStop(f"{report.kind}: {report.sentence}")
+
+    def _write_json(self) -> None:
+        if self._json_file is None:
+            return
+        try:
+            self._json_file.write_text(json.dumps([report.as_dict() for report in self.reports], indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--sanitize-json {self._json_file}: {error.strerror or error}") from None
 
 
 def _listed(slots: Sequence[int]) -> str:

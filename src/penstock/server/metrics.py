@@ -33,6 +33,9 @@ class EngineCollector(Collector):
         blocked = "Seconds that the engine thread spent waiting or in cache calls."
         yield _by_label(CounterMetricFamily, "penstock_engine_blocked_seconds", blocked, "where", stats.blocked_s)
         yield CounterMetricFamily("penstock_steps", "Forward passes.", value=stats.steps)
+        if stats.sanitizer:
+            found = "Findings of the race sanitizer, by kind."
+            yield _by_label(CounterMetricFamily, "penstock_sanitizer_reports", found, "kind", stats.sanitizer)
         yield _histogram("penstock_ttft_seconds", "Seconds from submit to the first token.", stats.ttft)
         yield _histogram("penstock_inter_token_seconds", "Seconds between tokens of one request.", stats.inter_token)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from penstock.config import Config
-from penstock.engine.build import Observers, build
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.sanitizer.sanitizer import Sanitizer
 
 
 def build_sanitized(config: Config) -> tuple[Engine, Sanitizer]:
     sanitizer = Sanitizer()
-    return build(config, observers=Observers(lanes=sanitizer, pools=sanitizer)), sanitizer
+    return build(config, sanitizer=sanitizer), sanitizer
 
 
 def check_silent(*sanitizers: Sanitizer) -> None:

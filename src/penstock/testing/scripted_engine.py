@@ -122,6 +122,7 @@ class ScriptedEngine:
                 ttft=Histogram(TTFT_BOUNDS_S, [1] * (len(TTFT_BOUNDS_S) + 1), 42.0),
                 inter_token=Histogram(TTFT_BOUNDS_S),
                 steps=self._counts["steps"],
+                sanitizer={},
                 cache={"hits": 0, "misses": 0, "evictions": 0, "duplicate_seals": 0},
             )
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.contract import StepPlan
+from penstock.config import SanitizeConfig
+from penstock.contract import FinishReason, StepPlan
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.errors import SanitizerStop
 from penstock.sanitizer.report import Kind
 from penstock.testing.driving import generate, run_all, submit, tiny_config
 from penstock.testing.sanitized import build_sanitized, check_silent
@@ -36,21 +44,9 @@ def test_every_access_of_a_step_is_declared_by_layer_and_by_slot(prompts: Prompt
 
 
 def test_a_step_over_slots_that_were_given_back_is_reported(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault: a request's table ends while a plan that uses it is on its way to the lane."""
     engine, sanitizer = build_sanitized(tiny_config())
-    executor, scheduler, cache = engine._parts.executor, engine._parts.scheduler, engine._parts.cache
-    whole = executor.launch
     found = submit(engine, prompts(40))
-
-    def launch(plan: StepPlan) -> Any:
-        table = scheduler._tracks[found.request_id].held_table()
-        cache.release(table, None)
-        monkeypatch.setattr(cache, "release", lambda *_: None)
-        monkeypatch.setattr(cache, "seal", lambda *_: None)
-        monkeypatch.setattr(executor, "launch", whole)
-        return whole(plan)
-
-    monkeypatch.setattr(executor, "launch", launch)
+    lose_the_table(engine, found.request_id, monkeypatch)
     engine.step()
     engine.cancel(found.request_id)
     run_all(engine)
@@ -58,4 +54,45 @@ def test_a_step_over_slots_that_were_given_back_is_reported(prompts: Prompts, mo
     assert "which nobody holds" in sanitizer.reports[0].sentence
     with pytest.raises(AssertionError, match="the sanitizer reports"):
         check_silent(sanitizer)
+    engine.close(timeout_s=20.0)
+
+
+def lose_the_table(engine: Engine, request_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: a request's table ends while a plan that uses it is on its way to the lane."""
+    executor, scheduler, cache = engine._parts.executor, engine._parts.scheduler, engine._parts.cache
+    whole = executor.launch
+
+    def launch(plan: StepPlan) -> Any:
+        cache.release(scheduler._tracks[request_id].held_table(), None)
+        monkeypatch.setattr(cache, "release", lambda *_: None)
+        monkeypatch.setattr(cache, "seal", lambda *_: None)
+        monkeypatch.setattr(executor, "launch", whole)
+        return whole(plan)
+
+    monkeypatch.setattr(executor, "launch", launch)
+
+
+def test_strict_stops_the_engine_and_the_findings_are_counted_and_written(
+    prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "found.json"
+    engine = build(dataclasses.replace(tiny_config(), sanitize=SanitizeConfig("strict", str(file))))
+    assert json.loads(file.read_text()) == []
+    assert engine.stats().sanitizer == {"race": 0, "lifetime": 0, "accounting": 0}
+    found = submit(engine, prompts(40))
+    engine._inbox.run_all()
+    lose_the_table(engine, found.request_id, monkeypatch)
+    loop = EngineLoop(engine)
+    loop.start()
+    loop.close(5.0)
+    assert isinstance(loop.failed(), SanitizerStop)
+    assert found.finish is FinishReason.ERROR and found.error is not None and "which nobody holds" in found.error
+    assert engine.stats().sanitizer["lifetime"] == 1
+    (written,) = json.loads(file.read_text())
+    assert written["kind"] == "lifetime" and written["deeds"][0]["stack"]
+
+
+def test_an_engine_without_the_sanitizer_has_nothing_to_count() -> None:
+    engine = build(tiny_config())
+    assert engine.stats().sanitizer == {}
     engine.close(timeout_s=20.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import socket
 import subprocess
@@ -96,6 +97,13 @@ def test_a_dead_loop_ends_everyones_wait() -> None:
         until(lambda: served.service.generations.taken == 0, "the seats are free")
         for path in ("/health", "/live"):
             assert served.http.get(path).status_code == 503
+
+
+def test_findings_of_the_sanitizer_are_shown_only_where_it_listens(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "penstock_sanitizer_reports" not in served.http.get("/metrics").text
+    listening = dataclasses.replace(served.engine.stats(), sanitizer={"race": 2, "lifetime": 0})
+    monkeypatch.setattr(served.engine, "stats", lambda: listening)
+    assert 'penstock_sanitizer_reports_total{kind="race"} 2.0' in served.http.get("/metrics").text
 
 
 def test_text_goes_to_tokens_and_back(served: Served) -> None:
