@@ -26,14 +26,14 @@ class Deed:
     lane: str
     number: int
     label: str
-    mode: str  # "read" or "write"
+    writes: bool
     layers: tuple[int, int]
     stack: tuple[Frame, ...]  # innermost first
 
     def told(self) -> str:
         first, end = self.layers
         layers = f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
-        return f"{self.mode} of {layers} by {self.label!r} on lane {self.lane}"
+        return f"{'write' if self.writes else 'read'} of {layers} by {self.label!r} on lane {self.lane}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from penstock.contract import Access
+from penstock.contract import Access, Mode
 from penstock.errors import ConfigError, SanitizerStop
-from penstock.sanitizer.clock import Clocks
+from penstock.sanitizer.clock import Clock, Clocks
 from penstock.sanitizer.history import SlotHistory
 from penstock.sanitizer.report import Deed, Frame, Kind, Report
 
@@ -52,15 +52,10 @@ class Sanitizer:
                 return
             stack = _stack()
             for access in accesses:
-                deed = Deed(lane, ticket, label, access.mode.value, access.layers, stack)
-                self._check_owned(access, deed)
-                histories = self._histories.setdefault(access.arena, {})
-                races: dict[tuple[str, str], list[tuple[int, Deed]]] = {}
-                for slot in {int(slot) for slot in access.slots}:
-                    for earlier in histories.setdefault(slot, SlotHistory()).take(deed, clock):
-                        races.setdefault((earlier.lane, earlier.label), []).append((slot, earlier))
-                for found in races.values():
-                    self._race(access.arena, deed, found)
+                deed = Deed(lane, ticket, label, access.mode is Mode.WRITE, access.layers, stack)
+                slots = set(map(int, access.slots))
+                self._check_owned(access.arena, slots, deed)
+                self._check_ordered(access.arena, slots, deed, clock)
 
     def recorded(self, lane: str, fence: int) -> None:
         """A fence is its lane and number; what it covers is worked out when somebody waits for it."""
@@ -105,15 +100,28 @@ class Sanitizer:
 
     # --------------------------------------------------------------------------------------------------------- findings
 
-    def _check_owned(self, access: Access, deed: Deed) -> None:
+    def _check_owned(self, arena: str, slots: set[int], deed: Deed) -> None:
         """Work may touch only slots that somebody holds. Slots behind the pool's, the padding block, belong to everybody."""
-        states = self._states.get(access.arena)
+        states = self._states.get(arena)
         if states is None:
             return
-        free = sorted({int(slot) for slot in access.slots if slot < len(states) and states[slot] == "free"})
+        num_slots = len(states)
+        free = sorted(slot for slot in slots if slot < num_slots and states[slot] == "free")
         if free:
-            sentence = f"{deed.told()} touches {_listed(free)} of {access.arena}, which nobody holds"
-            self._tell(Report(Kind.LIFETIME, access.arena, tuple(free), sentence, (deed,)), (deed.lane, deed.label, access.arena))
+            sentence = f"{deed.told()} touches {_listed(free)} of {arena}, which nobody holds"
+            self._tell(Report(Kind.LIFETIME, arena, tuple(free), sentence, (deed,)), (deed.lane, deed.label, arena))
+
+    def _check_ordered(self, arena: str, slots: set[int], deed: Deed, clock: Clock) -> None:
+        histories = self._histories.setdefault(arena, {})
+        races: dict[tuple[str, str], list[tuple[int, Deed]]] = {}
+        for slot in slots:
+            history = histories.get(slot)
+            if history is None:
+                history = histories[slot] = SlotHistory()
+            for earlier in history.take(deed, clock):
+                races.setdefault((earlier.lane, earlier.label), []).append((slot, earlier))
+        for found in races.values():
+            self._race(arena, deed, found)
 
     def _race(self, arena: str, deed: Deed, found: list[tuple[int, Deed]]) -> None:
         slots, earlier = tuple(sorted({slot for slot, _ in found})), found[-1][1]
@@ -121,7 +129,7 @@ class Sanitizer:
             f"{deed.told()} is not ordered after {earlier.told()} in {_listed(slots)} of {arena}: "
             f"nothing on lane {deed.lane}, and nothing that its submitter saw, waits for item {earlier.number} of lane {earlier.lane}"
         )
-        key = (arena, deed.lane, deed.label, deed.mode, earlier.lane, earlier.label, earlier.mode)
+        key = (arena, deed.lane, deed.label, deed.writes, earlier.lane, earlier.label, earlier.writes)
         self._tell(Report(Kind.RACE, arena, slots, sentence, (earlier, deed)), key)
 
     def _tell(self, report: Report, key: tuple[object, ...]) -> None:

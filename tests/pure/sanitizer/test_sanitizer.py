@@ -172,7 +172,7 @@ def test_a_covered_access_is_forgotten_and_an_uncovered_one_is_not(scene: Scene)
         scene.read("load", 2)
         compute.wait(load.record())
     assert scene.races == []
-    assert len(scene.sanitizer._histories["device"][2]._touches) <= 2
+    assert len(scene.sanitizer._histories["device"][2].deeds) <= 2
     scene.write("compute", 1)
     assert scene.races == [("save", "compute", (1,))]
 
