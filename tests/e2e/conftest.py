@@ -35,7 +35,8 @@ def started_server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
-    with started_server(*EMBEDDED) as (_, url):
+    """Under the sanitizer, which would stop it at its first finding."""
+    with started_server(*EMBEDDED, "--sanitize=strict") as (_, url):
         yield url
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
-from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.testing.driving import run_all, submit
 from penstock.testing.logits import Logits, largest_error
 from penstock.testing.reference import reference_model
+from penstock.testing.sanitized import build_sanitized, check_silent
 
 PROMPTS = [
     "The capital of France is",
@@ -33,9 +33,11 @@ def reference_smollm2() -> Any:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     torch.set_num_threads(1)
-    built = build(Config(ModelSource(dtype="float32", device="cpu"), KvConfig(device_gib=0.3), EngineConfig(prefill_chunk=48, max_batch=8)))
+    source = ModelSource(dtype="float32", device="cpu")
+    built, sanitizer = build_sanitized(Config(source, KvConfig(device_gib=0.3), EngineConfig(prefill_chunk=48, max_batch=8)))
     yield built
     built.close(timeout_s=20.0)
+    check_silent(sanitizer)
 
 
 def test_prefill_in_chunks_and_batched_decode_agree_with_transformers(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
-from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, StepFailed
 from penstock.testing.driving import generate, run_all, submit, tiny_config
+from penstock.testing.sanitized import build_sanitized, check_silent
 
 
 class Ended:
@@ -37,8 +37,11 @@ class Ended:
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return build(tiny_config())
+def engine() -> Iterator[Engine]:
+    """Under the sanitizer; each test ends its engine in its own way."""
+    built, sanitizer = build_sanitized(tiny_config())
+    yield built
+    check_silent(sanitizer)
 
 
 def sampling(**changes: Any) -> SamplingParams:

@@ -57,7 +57,7 @@ def test_a_choice_that_met_its_stop_string_is_cancelled_while_others_go_on(serve
     read_until(connection, b'"finish_reason":"stop"')
     until(lambda: served.engine.num_open == 1, "the first choice is cancelled")
     served.engine.release()
-    read_until(connection, b"[DONE]")
+    assert b"[DONE]" in read_until(connection, b"[DONE]")
     connection.close()
 
 

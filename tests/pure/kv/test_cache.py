@@ -240,8 +240,10 @@ def test_sealing_where_no_block_became_full_does_no_work(monkeypatch):
     cache = new_cache()
     table = run(cache, "a", PROMPT)
     monkeypatch.setattr(BlockTable, "next_keys", lambda *_: pytest.fail("no key is wanted"))
+    keyed = cache.stats().num_keys
     cache.seal(table, PROMPT, 10)
     cache.seal(table, PROMPT, 3)
+    assert cache.stats().num_keys == keyed
 
 
 @pytest.mark.parametrize("use", ["release", "extend", "seal", "slots"])

@@ -1,0 +1,109 @@
+"""What keeps a step's memory in order: it waits for the earlier users of its slots, and staging buffers are never refilled under it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.engine.engine import Engine
+from penstock.engine.execution.staging import StagingRing
+from penstock.errors import InvariantBroken
+from penstock.lanes.cpu import CpuLane
+from penstock.testing.driving import run_all, submit
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+
+def order_of_use(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch, patience_s: float) -> list[str]:
+    """Every slot was last used by a copy that is still running on another lane; a request then needs them. Who is first?"""
+    other, gate, order = CpuLane("copies"), threading.Event(), []
+    other.submit(lambda: (gate.wait(30), order.append("earlier user")), label="copy")
+    cache = engine._parts.cache
+    table = cache.open("earlier user", None, 0)
+    assert cache.try_extend(table, cache.num_blocks)
+    cache.release(table, other.record())
+    embed = engine._parts.executor._forward.model.embed
+
+    def noted(tokens: Any) -> Any:
+        order.append("step")
+        return embed(tokens)
+
+    monkeypatch.setattr(engine._parts.executor._forward.model, "embed", noted)
+    submit(engine, prompt, max_tokens=1)
+    engine.step()
+    running = engine._running
+    assert running is not None
+    threading.Timer(patience_s, gate.set).start()  # a step that does not wait has run by then
+    running.fence.wait_passed(30)
+    run_all(engine)
+    other.close(30)
+    return order
+
+
+def test_a_step_waits_for_the_earlier_users_of_the_slots_it_writes(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert order_of_use(make_engine(), prompts(20), monkeypatch, patience_s=0.05) == ["earlier user", "step"]
+
+
+def test_without_that_wait_the_step_comes_first(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine._parts.lanes[0], "wait", lambda fence: None)
+    assert order_of_use(engine, prompts(20), monkeypatch, patience_s=5.0) == ["step", "earlier user"]
+
+
+class Gate:
+    """A fence that passes when it is told to."""
+
+    lane = "compute"
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def passed(self) -> bool:
+        return self.open
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        raise AssertionError("nobody waits for a staging buffer")
+
+
+def test_a_staging_buffer_that_comes_round_too_early_is_refused_not_refilled() -> None:
+    ring, gate = StagingRing(8, pinned=False), Gate()
+    first, _ = ring.next()
+    ring.used_until(gate)
+    others = [ring.next()[0] for _ in range(2)]
+    assert len({buffer.data_ptr() for buffer in (first, *others)}) == 3
+    with pytest.raises(InvariantBroken, match="still running"):
+        ring.next()
+    ring, gate = StagingRing(8, pinned=False), Gate()
+    first, _ = ring.next()
+    ring.used_until(gate)
+    ring.next(), ring.next()
+    gate.open = True
+    assert ring.next()[0].data_ptr() == first.data_ptr()
+
+
+def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """The fault: steps are launched on and on without reading the one before."""
+    engine = make_engine()
+    submit(engine, prompts(20), max_tokens=30)
+    engine._inbox.run_all()
+    hold = threading.Event()
+    engine._parts.lanes[0].submit(lambda: hold.wait(30), label="a step that takes for ever")
+    scheduler, executor = engine._parts.scheduler, engine._parts.executor
+    launched: list[Any] = []
+    try:
+        for _ in range(3):
+            launched.append(executor.launch(scheduler.plan()))  # type: ignore[arg-type]
+            scheduler.launched(launched[-1].fence)
+        with pytest.raises(InvariantBroken, match="staging buffer came round"):
+            executor.launch(scheduler.plan())  # type: ignore[arg-type]
+    finally:
+        hold.set()
+    for step in launched:
+        engine._outbox.publish(scheduler.commit(step.wait_result()))
+    scheduler._launched.clear()  # the plan that could not be launched
