@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock import __version__
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, SanitizeConfig, ServerConfig
+from penstock.config import (
+    EVICTIONS,
+    Config,
+    EngineConfig,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+    SanitizeConfig,
+    ServerConfig,
+)
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, InvalidRequest, PenstockError, UserError
 
@@ -75,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _engine_flags() -> argparse.ArgumentParser:
     """A parent for every command that runs the engine."""
     parent = _Parser(add_help=False)
-    source, kv, engine = ModelSource(), KvConfig(), EngineConfig()
+    source, kv, engine, offload = ModelSource(), KvConfig(), EngineConfig(), OffloadConfig()
     model = parent.add_argument_group("model")
     _model_flag(model)
     model.add_argument(
@@ -92,7 +102,22 @@ def _engine_flags() -> argparse.ArgumentParser:
         "--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)"
     )
     memory.add_argument("--device-kv-blocks", type=int, metavar="N", help="the same in blocks; give one of the two")
-    memory.add_argument("--no-prefix-cache", action="store_true", help="reuse no KV across requests")
+    memory.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="reuse no KV across requests; with offload: none on the device, all from colder tiers",
+    )
+    tiers = parent.add_argument_group("KV offload")
+    tiers.add_argument(
+        "--kv-offload",
+        action=argparse.BooleanOptionalAction,
+        default=offload.enabled,
+        help="keep KV in host memory beyond its time on the device",
+    )
+    tiers.add_argument(
+        "--kv-offload-host-gib", type=float, metavar="X", help="GiB of host memory for KV (unset: 4, or a quarter of what is free)"
+    )
+    tiers.add_argument("--eviction", choices=EVICTIONS, default=offload.eviction, help="what a full tier forgets first")
     steps = parent.add_argument_group("scheduling")
     steps.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (unset: all the model and memory allow)"
@@ -152,13 +177,32 @@ def _sampling_flags(temperature: float, max_tokens: int) -> argparse.ArgumentPar
     return parent
 
 
+def _lora_flag(several: bool) -> argparse.ArgumentParser:
+    parent = _Parser(add_help=False)
+    group = parent.add_argument_group("adapters")
+    times = "may be given several times" if several else "answers come from it"
+    group.add_argument("--lora", action="append", type=_adapter, default=[], metavar="NAME=PATH", help=f"a PEFT adapter directory; {times}")
+    return parent
+
+
 def _config(args: argparse.Namespace) -> Config:
     return Config(
         source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(args.max_model_len, args.max_batch, args.prefill_chunk, args.overcommit, not args.no_capture, args.seed),
+        offload=OffloadConfig(args.kv_offload, args.kv_offload_host_gib, args.eviction),
         sanitize=SanitizeConfig(args.sanitize, args.sanitize_json),
+        lora=LoraConfig(tuple(getattr(args, "lora", ())), getattr(args, "lora_dir", None)),
     )
+
+
+def _config_with_one_lora(args: argparse.Namespace) -> Config:
+    """For commands whose answers come from one model."""
+    config = _config(args)
+    if len(config.lora.adapters) > 1:
+        names = ", ".join(name for name, _ in config.lora.adapters)
+        raise ConfigError(f"argument --lora: answers can come from one adapter, and {len(config.lora.adapters)} are given: {names}")
+    return config
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
@@ -188,11 +232,26 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
+def _adapter(text: str) -> tuple[str, str]:
+    """name=path"""
+    name, equals, path = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a name and a directory, as in name=path")
+    return name, path
+
+
 def _positive(text: str) -> int:
     (number, *more) = _counts(text)
     if more:
         raise argparse.ArgumentTypeError(f"{text!r} is not one positive whole number")
     return number
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in EVICTIONS]:
+        raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}, only {', '.join(EVICTIONS)}")
+    return names
 
 
 def _new_file(text: str) -> Path:
@@ -217,11 +276,12 @@ def _picture(text: str) -> Path:
 def _add_serve(commands: Any) -> None:
     defaults = ServerConfig()
     about = "Serve a model over HTTP, compatible with OpenAI's API."
-    parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=[_engine_flags()])
+    parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=[_engine_flags(), _lora_flag(True)])
     group = parser.add_argument_group("server")
     group.add_argument("--host", default=defaults.host, help="address to listen on")
     group.add_argument("--port", type=int, default=defaults.port, metavar="N", help="port to listen on; 0 picks a free one")
     group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
+    group.add_argument("--lora-dir", metavar="DIR", help="clients may load adapters from inside DIR (unset: they may load none)")
     group.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, metavar="N", help="larger requests are refused")
     group.add_argument(
         "--max-concurrent", type=int, default=defaults.max_concurrent, metavar="N", help="generations at once; more are answered 429"
@@ -246,7 +306,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _add_generate(commands: Any) -> None:
     about = "Write one answer to PROMPT on stdout, as it is generated; progress and figures go to stderr."
-    parents = [_engine_flags(), _sampling_flags(temperature=0.0, max_tokens=256)]
+    parents = [_engine_flags(), _lora_flag(False), _sampling_flags(temperature=0.0, max_tokens=256)]
     parser = commands.add_parser("generate", help="answer one prompt", description=about, parents=parents)
     parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
     parser.add_argument("--raw", action="store_true", help="continue PROMPT as it stands, without the model's chat template")
@@ -256,7 +316,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    config, sampling = _config(args), _sampling(args)
+    config, sampling = _config_with_one_lora(args), _sampling(args)
     from penstock.commands.generate import Task, generate
 
     return generate(config, Task(args.prompt, sampling, args.max_tokens is None, args.raw, args.json))
@@ -264,14 +324,14 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _add_chat(commands: Any) -> None:
     about = "Talk with a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."
-    parents = [_engine_flags(), _sampling_flags(temperature=0.7, max_tokens=1024)]
+    parents = [_engine_flags(), _lora_flag(False), _sampling_flags(temperature=0.7, max_tokens=1024)]
     parser = commands.add_parser("chat", help="talk with a model", description=about, parents=parents)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     parser.set_defaults(run=_chat)
 
 
 def _chat(args: argparse.Namespace) -> int:
-    config, sampling = _config(args), _sampling(args)
+    config, sampling = _config_with_one_lora(args), _sampling(args)
     from penstock.commands.chat import chat
 
     return chat(config, sampling, args.system)
@@ -286,19 +346,55 @@ def _add_bench(commands: Any) -> None:
     decode.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N", help="tokens of each prompt")
     decode.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens that each request writes")
     decode.set_defaults(run=_bench_decode)
-    about = "Time from submit to first token of one request: nothing cached, and its prefix in device memory."
+    about = "Time from submit to first token of one request: nothing cached, and its prefix in device or host memory."
     ttft = kinds.add_parser("ttft", help="time to first token", description=about, parents=[_engine_flags(), _bench_flags(5)])
     ttft.add_argument("--tokens", type=_counts, default="2048,8192,32768", metavar="N,N", help="prompt lengths")
     ttft.set_defaults(run=_bench_ttft)
+    about = "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes. No weights are read."
+    transfer = kinds.add_parser("transfer", help="rate between device and host memory", description=about, parents=[_bench_flags(5)])
+    _transfer_flags(transfer)
+    transfer.set_defaults(run=_bench_transfer)
+    about = (
+        "Replay a Mooncake trace against policies of eviction: how many blocks each finds, beside the best that any could. Needs no model."
+    )
+    trace = kinds.add_parser("trace", help="hit rates of eviction policies", description=about)
+    trace.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl file: input_length and hash_ids of one request per line")
+    trace.add_argument("--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
+    trace.add_argument("--capacity-blocks", type=_counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
+    trace.add_argument("--requests", type=_positive, metavar="N", help="only the first N (unset: all)")
+    _report_flags(trace)
+    trace.set_defaults(run=_bench_trace)
+
+
+def _transfer_flags(parser: argparse.ArgumentParser) -> None:
+    """Only the shape of a block counts: most flags of an engine would change nothing."""
+    source = ModelSource()
+    group = parser.add_argument_group("blocks")
+    _model_flag(group)
+    group.add_argument("--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here")
+    _device_flag(group)
+    group.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default=source.dtype, help="auto: float32 on the CPU, bfloat16 on CUDA"
+    )
+    group.add_argument("--block-tokens", type=int, default=KvConfig().block_tokens, metavar="N", help="tokens in one KV block")
+    group.add_argument(
+        "--blocks", type=_counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories"
+    )
+    group.add_argument("--layers", type=_counts, default="6,3", metavar="N,N", help="also in groups of so many layers")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the bytes and of where they lie")
 
 
 def _bench_flags(repeat: int) -> argparse.ArgumentParser:
     parent = _Parser(add_help=False)
     group = parent.add_argument_group("measurement")
     group.add_argument("--repeat", type=_positive, default=repeat, metavar="N", help="measured runs, after one that only warms up")
-    group.add_argument("--json", type=_new_file, metavar="FILE", help="write machine, config and results there")
-    group.add_argument("--plot", type=_picture, metavar="FILE", help="draw a picture: .png, .svg or .pdf; needs matplotlib")
+    _report_flags(group)
     return parent
+
+
+def _report_flags(group: Any) -> None:
+    group.add_argument("--json", type=_new_file, metavar="FILE", help="write settings and results there")
+    group.add_argument("--plot", type=_picture, metavar="FILE", help="draw a picture: .png, .svg or .pdf; needs matplotlib")
 
 
 def _bench_decode(args: argparse.Namespace) -> int:
@@ -312,12 +408,28 @@ def _bench_decode(args: argparse.Namespace) -> int:
 
 def _bench_ttft(args: argparse.Namespace) -> int:
     config = _config(args)
-    if not config.kv.prefix_cache:
-        raise ConfigError("--no-prefix-cache leaves bench ttft nothing to compare with: it measures how much a cached prefix saves")
+    if not config.kv.prefix_cache and not config.offload.enabled:
+        raise ConfigError(
+            "--no-prefix-cache without offload leaves bench ttft nothing to compare with: it measures how much a cached prefix saves"
+        )
     from penstock.bench.ttft import TtftBench
     from penstock.commands.bench import run_bench
 
     return run_bench(config, TtftBench(args.tokens, args.repeat, args.seed), args.json, args.plot)
+
+
+def _bench_transfer(args: argparse.Namespace) -> int:
+    config = Config(ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed), KvConfig(args.block_tokens))
+    from penstock.bench.transfer import TransferBench
+    from penstock.commands.bench import run_transfer
+
+    return run_transfer(config, TransferBench(args.blocks, args.layers, args.repeat, args.seed), args.json, args.plot)
+
+
+def _bench_trace(args: argparse.Namespace) -> int:
+    from penstock.commands.trace import Replays, bench_trace
+
+    return bench_trace(Replays(args.trace, args.policies, args.capacity_blocks, args.requests), args.json, args.plot)
 
 
 def _add_doctor(commands: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +13,10 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 SanitizeMode = Literal["off", "report", "strict"]
+EvictionName = Literal["lru", "s3fifo", "tinylfu", "cost"]
+EVICTIONS: tuple[EvictionName, ...] = ("lru", "s3fifo", "tinylfu", "cost")
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
 
 GIB = 1 << 30
 
@@ -54,6 +59,23 @@ class KvConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """The tiers colder than the device."""
+
+    enabled: bool = True  # False: KV that leaves device memory is gone
+    host_gib: float | None = None  # GiB of host memory for KV; None: 4, or less where less is free
+    eviction: EvictionName = "lru"  # which blocks a full tier forgets first
+    lease_s: float = 120.0  # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
+    load_deadline_s: float = 30.0  # a promotion that takes longer is no longer waited for; the request computes instead
+
+    def __post_init__(self) -> None:
+        _need(self.host_gib is None or 0 < self.host_gib < math.inf, f"--kv-offload-host-gib must be positive, got {self.host_gib}")
+        _need(self.eviction in EVICTIONS, f"--eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
+        _need(self.enabled or self.host_gib is None, "--kv-offload-host-gib needs --kv-offload")
+        _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How requests share steps."""
 
@@ -84,6 +106,23 @@ class SanitizeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters in PEFT's format."""
+
+    adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each that is loaded at start
+    dir: str | None = None  # the directory that clients may load from, and nowhere else; None: they may not
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.adapters]
+        for name, path in self.adapters:
+            allowed = "letters, digits and ._:/@+-, at most 128, a letter or digit first"
+            _need(ADAPTER_NAME.fullmatch(name) is not None, f"--lora {name!r}: a name has {allowed}")
+            _need(bool(path), f"--lora {name}= names no directory")
+            _need(names.count(name) == 1, f"--lora {name}= is given more than once: give each adapter a name of its own")
+        _need(self.dir is None or bool(self.dir), "--lora-dir is empty: leave it out to keep clients from loading adapters")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front and its limits."""
 
@@ -108,4 +147,6 @@ class Config:
     source: ModelSource = ModelSource()
     kv: KvConfig = KvConfig()
     engine: EngineConfig = EngineConfig()
+    offload: OffloadConfig = OffloadConfig()
     sanitize: SanitizeConfig = SanitizeConfig()
+    lora: LoraConfig = LoraConfig()

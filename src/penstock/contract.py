@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -29,7 +30,7 @@ class Access(NamedTuple):
     """The bytes that one piece of work touches: `slots` of `arena`, layers `[layers[0], layers[1])`."""
 
     arena: str
-    slots: Sequence[int] | NDArray[np.int32]
+    slots: Sequence[int] | NDArray[np.int32] | NDArray[np.int64]
     layers: tuple[int, int]
     mode: Mode
 
@@ -113,6 +114,13 @@ class Prefix(NamedTuple):
     keys: Sequence[bytes]
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter as loaded: reloaded under the same name with other content, it is another one."""
+
+    name: str
+    digest: str  # of its content
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One user generation."""
@@ -122,6 +130,7 @@ class Request:
     sampling: SamplingParams
     prefix: Prefix | None = None  # None: reuse is off for this request; its KV is neither looked up nor given a key
     arrival_s: float = 0.0  # time.monotonic()
+    adapter: Adapter | None = None  # None: the model as it is
 
     @property
     def may_match(self) -> bool:
@@ -143,6 +152,9 @@ class KvSource:
     """Where the prompt's KV came from, in tokens; the fields sum to the prompt."""
 
     device: int = 0
+    host: int = 0
+    ssd: int = 0
+    remote: int = 0
     computed: int = 0
 
 
@@ -161,6 +173,65 @@ class TokenEvent(NamedTuple):
 
 Listener = Callable[[TokenEvent], None]
 
+# ------------------------------------------------------------------------------------------------- promotion under way
+
+
+class Arrival(NamedTuple):
+    """Some layers of a promotion: they have landed when `fence` has passed."""
+
+    layers: tuple[int, int]  # [first, end)
+    fence: Fence
+
+
+class Load(Protocol):
+    """Blocks on their way from a colder tier into the slots of a table. Asked from the engine thread; never blocks."""
+
+    @property
+    def arrivals(self) -> tuple[Arrival, ...] | None:
+        """By layers, in order; None until all copies are on their lane (a fence that does not exist cannot be waited for)."""
+
+    @property
+    def settled(self) -> bool:
+        """Seen to be over, landed or failed."""
+
+    @property
+    def overdue(self) -> bool:
+        """It has taken longer than anybody should wait for it. Its slots stay with it all the same."""
+
+    def error(self) -> BaseException | None:
+        """Why nothing of it may be used; known at the latest when all arrivals have passed."""
+
+    @property
+    def layered(self) -> bool:
+        """It comes in small groups of layers, so that a step can compute the first while the others are on their way."""
+
+    def nearly_landed(self) -> bool:
+        """At most its last arrival is still on its way."""
+
+
+class Lease(Protocol):
+    """Copies of a request's blocks in colder tiers, protected until it ends: it is promoted from, or given up. Ends exactly once;
+    its time-to-live is a backstop, after which it covers nothing."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether its copies are all there: those of a retraction are saved first."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in its blocks at most: less than a multiple of the block size where a retracted request's unfinished block was saved."""
+
+    @property
+    def expired(self) -> bool:
+        """Its time-to-live is over, and it covers nothing any more."""
+
+    def num_from(self, block: int) -> int:
+        """How many consecutive blocks it has from number `block` on."""
+
+    def end(self) -> None:
+        """Give it up."""
+
+
 # ----------------------------------------------------------------------------------------------------------- step: plan
 
 TOKEN_IN_FLIGHT = -1  # in a plan: the token that the previous step samples, not yet known to the host
@@ -176,6 +247,7 @@ class Chunk(NamedTuple):
     slots: NDArray[np.int32]  # exactly ceil((start + num_tokens) / block_tokens) slots, in token order
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
     samples: bool  # True: the last token's logits are wanted
+    adapter: Adapter | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -202,6 +274,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     starts: tuple[Start, ...] = ()
     after: tuple[Fence, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
+    loads: tuple[Load, ...] = ()  # what is still on its way into slots of this step: each layer waits for its share of it
 
     @property
     def num_tokens(self) -> int:
@@ -231,6 +304,41 @@ class StepResult:
     error: BaseException | None = None
 
 
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts by upper bound; the last count is for what lies above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, list(self.counts), self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A snapshot of what moves between tiers. Pairs are (from, to)."""
+
+    bytes: dict[tuple[str, str], int]
+    seconds: dict[tuple[str, str], Histogram]
+    in_flight: dict[tuple[str, str], int]
+    failures: dict[tuple[str, str], int]  # by (tier, reason)
+    skipped: dict[str, int]  # saves that were not made, by reason
+    leases_open: int
+
+
 # ------------------------------------------------------------------------------------------------- scheduler <-> kv
 
 
@@ -250,9 +358,10 @@ class Table(Protocol):
 class Match(NamedTuple):
     """The longest usable prefix of a request's keys."""
 
-    num_blocks: int  # leading keys that are here
+    num_blocks: int  # leading keys that are on the device
     num_idle: int  # of those, blocks that nobody holds: taking them uses up evictable room
-    pending: bool  # the first missing key is being computed right now by a running request
+    pending: bool  # the first missing key is being computed by a running request or promoted for one right now
+    num_colder: int = 0  # blocks behind those that are worth promoting from colder tiers
 
 
 class KvLedger(Protocol):
@@ -269,7 +378,15 @@ class KvLedger(Protocol):
     def num_available(self) -> int:
         """Slots that can be drawn now: free or evictable."""
 
-    def match(self, keys: Sequence[bytes]) -> Match: ...
+    @property
+    def num_settling(self) -> int:
+        """Slots that nobody but a transfer holds: they become available when it is over."""
+
+    def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
+        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it."""
+
+    def lease(self, owner: str, prefix: Prefix) -> Lease | None:
+        """Protect what colder tiers have of `prefix`; None where they have nothing. The caller may be any thread."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""
@@ -280,8 +397,16 @@ class KvLedger(Protocol):
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and say False."""
 
-    def seal(self, table: Table, tokens: Sequence[int], num_computed: int) -> None:
-        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key."""
+    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Load:
+        """Draw slots for the next `num_blocks` blocks of `table` and have them filled from `lease`, which ends with the load.
+        `num_next` tokens are computed over them first: where that takes long, it can begin with the first layers."""
+
+    def seal(self, table: Table, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
+        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.
+        `fence` lies behind the step that computed it."""
+
+    def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
+        """End the table, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
 
     def release(self, table: Table, fence: Fence | None) -> None:
         """End the table. `fence` covers the last use of its slots and travels with them."""

@@ -43,6 +43,10 @@ class StepFailed(PenstockError):
     """A forward pass raised on the compute lane; its requests end with this error."""
 
 
+class TransferFailed(PenstockError):
+    """A copy between tiers did not arrive; whoever wanted it computes instead."""
+
+
 class LaneClosed(PenstockError):
     """Work was submitted to a lane after `close`."""
 

@@ -5,11 +5,12 @@ An observer is passed to a lane or pool at construction; nothing that is observe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from penstock.contract import Access
+    from penstock.contract import Access, Fence
 
 
 class LaneObserver(Protocol):
@@ -30,12 +31,16 @@ class LaneObserver(Protocol):
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
         """The calling thread knows that this fence has passed: it blocked for `seconds`, or it looked and saw (0)."""
 
+    def started(self, lane: str, ticket: int) -> None:
+        """The work begins, on the calling thread: what it submits happens after all that its lane knew (CPU lanes only)."""
+
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
         """The work has run (CPU, from the lane's own thread) or has been launched (CUDA, from the submitting thread)."""
 
 
 class PoolObserver(Protocol):
-    """Sees slots change state, from the thread that owns the pool."""
+    """Sees slots change state, from the thread that owns the pool, or under the pool's lock where several share it. Either way what one
+    call sees happens after what the calls before it saw."""
 
     def opened(self, pool: str, num_slots: int) -> None:
         """A pool was made; all its slots are free. Accesses name its arena by the same name."""
@@ -43,8 +48,50 @@ class PoolObserver(Protocol):
     def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
         """`slots` went from state `old` to state `new` on behalf of `owner`."""
 
+    def lent(self, pool: str, slots: Sequence[int], owner: str) -> None:
+        """`owner` got a handle over `slots` that others may have, too, so that their state need not change."""
+
+    def returned(self, pool: str, slots: Sequence[int], owner: str, fence: Fence | None) -> None:
+        """A handle over `slots` ends; states change after this call, if they do. `fence` covers its use of them; None: that is over."""
+
     def sealed(self, pool: str, slot: int, key: bytes) -> None:
         """`slot` became immutable under `key`."""
 
     def evicted(self, pool: str, slot: int, key: bytes) -> None:
         """The copy of `key` in `slot` was forgotten."""
+
+    def closed(self, pool: str, left: Sequence[str]) -> None:
+        """The pool is closed, unless handles are `left`: then it stays open."""
+
+
+class EngineObserver(Protocol):
+    """Sees the turns of the engine's loop, from its thread."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around one turn: in it the thread waits for nobody, except where it says so."""
+
+    def may_wait(self, where: str) -> AbstractContextManager[None]:
+        """Around a wait that belongs there, such as that for a step's result."""
+
+    def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
+        """Between two turns: the pool says that so many of its slots are in each state."""
+
+
+class ContentObserver(Protocol):
+    """Checked mode: sees what blocks hold when they leave the device and when they come back, from any thread."""
+
+    def demoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
+        """A block with these bytes on the device was copied to `slot` of `tier`; told before it can be found there."""
+
+    def promoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
+        """The copy of `key` in `slot` of `tier` was copied to the device, and these bytes landed there."""
+
+
+class ByteGuard(Protocol):
+    """Checked mode: spoils and reads bytes. Called inside ops, which have declared the access to `slots` of `arena`."""
+
+    def poison(self, arena: str, slots: Sequence[int]) -> None:
+        """Fill with what no computation survives. An op of the slots' new owner, on the lane that will write them, behind its waits."""
+
+    def digests(self, arena: str, slots: Sequence[int]) -> list[int]:
+        """A number per block that differs where bytes do."""

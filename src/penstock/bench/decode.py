@@ -56,7 +56,7 @@ class DecodeBench:
             return f"{length} tokens per request exceed the context of {engine.max_model_len}"
         if batch > config.engine.max_batch:
             return f"only {config.engine.max_batch} requests run at once; raise --max-batch"
-        needed, there = batch * blocks_for(length, config), sum(engine.stats().kv_blocks.values())
+        needed, there = batch * blocks_for(length, config), sum(engine.stats().kv_blocks["device"].values())
         if needed > there:
             return f"it needs {needed} KV blocks and the device has {there}; raise --device-kv-gib"
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from penstock.bench.machine import describe_machine, device_of, installed_version
-from penstock.bench.run import Bench, Results
+from penstock.bench.run import Results, Shown
 from penstock.config import Config
 from penstock.errors import ConfigError
 
@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 class Report:
     """Everything needed to read the figures without the machine they came from."""
 
-    bench: Bench
+    bench: Shown
     model: str
     config: Config
     results: Results

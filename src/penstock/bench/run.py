@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.config import Config
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
@@ -15,6 +16,11 @@ from penstock.errors import InvariantBroken, StepFailed
 from penstock.models.progress import Progress
 
 RESET_POLL_S = 0.001
+TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
+FLUSH_S = 60.0
+READY_POLL_S = 0.01
+
+T = TypeVar("T")
 
 
 class Results(NamedTuple):
@@ -29,8 +35,8 @@ class Column(NamedTuple):
     cell: Callable[[dict[str, Any]], str]
 
 
-class Bench(Protocol):
-    """One kind of measurement: how it is taken, and how its rows are shown."""
+class Shown(Protocol):
+    """How the rows of one kind of measurement are shown."""
 
     @property
     def name(self) -> str: ...
@@ -38,10 +44,14 @@ class Bench(Protocol):
     @property
     def columns(self) -> tuple[Column, ...]: ...
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results: ...
-
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         """Onto matplotlib's axes."""
+
+
+class Bench(Shown, Protocol):
+    """One kind of measurement that needs an engine."""
+
+    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results: ...
 
 
 @dataclass(slots=True)
@@ -112,7 +122,9 @@ class Driver:
             if event.finish is not FinishReason.LENGTH:
                 raise StepFailed(event.error or f"a request ended early: {event.finish}")
         if not moved and self._num_open:
-            raise InvariantBroken(f"the engine has nothing to do, but {self._num_open} requests are open")
+            if not self.engine.is_transferring():
+                raise InvariantBroken(f"the engine has nothing to do, but {self._num_open} requests are open")
+            self.engine.wait_work(TRANSFER_WAIT_S)
         return Turn(end_s, tally.num_tokens, len(tally.ended))
 
     def run_all(self) -> list[Turn]:
@@ -122,17 +134,39 @@ class Driver:
             turns.append(self.turn())
         return turns
 
-    def reset_cache(self) -> int:
+    def reset_cache(self, *tiers: str) -> int:
+        """Forget what is in `tiers`, all where none is named."""
+        evicted = self._ask(lambda: self.engine.reset_cache(tiers or self.engine.tiers))
+        return sum(evicted.values())
+
+    def flush(self) -> None:
+        """Until what was computed can be found in colder tiers."""
+        self._ask(lambda: self.engine.wait_flushed("visible", FLUSH_S))
+
+    def wait_ready(self, progress: Progress) -> None:
+        """Until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the first requests."""
+        while (states := self.engine.stats().kv_blocks.get("host")) is not None and states["reserved"]:
+            total = sum(states.values())
+            progress("preparing host memory", total - states["reserved"], total)
+            self.engine.step()
+            time.sleep(READY_POLL_S)
+
+    def _ask(self, call: Callable[[], T]) -> T:
         """The engine does it between steps and its caller waits, so the caller is a thread of its own."""
-        evicted: list[int] = []
-        thread = threading.Thread(target=lambda: evicted.append(self.engine.reset_cache()), name="bench-reset", daemon=True)
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        thread = threading.Thread(target=run, name="bench-ask", daemon=True)
         thread.start()
         while thread.is_alive():
             self.engine.step()
             thread.join(RESET_POLL_S)
-        if not evicted:
-            raise InvariantBroken("the cache could not be reset")
-        return evicted[0]
+        return answer.result(timeout=0)
 
 
 def blocks_for(num_tokens: int, config: Config) -> int:

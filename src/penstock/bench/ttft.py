@@ -1,7 +1,9 @@
-"""Time to first token, cold and with the prefix in device memory. Owns the proof that the device served what it is said to have served."""
+"""Time to first token: cold, and with the prefix in device or host memory. Owns the proof that a tier served what it is said to have
+served."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,18 +17,30 @@ from penstock.errors import InvariantBroken
 from penstock.models.progress import Progress
 
 NEW_TOKENS = 16  # of the follow-up: the cached prompt, then so many that nobody has seen
-CASES = ("cold", "device", "device_new")
+NAMES = {
+    "cold": "nothing cached",
+    "device": "prefix on the device",
+    "device_new": f"prefix on the device, {NEW_TOKENS} new tokens",
+    "host": "prefix in host memory",
+    "host_new": f"prefix in host memory, {NEW_TOKENS} new tokens",
+}
 WARM_UP = 0  # number of the run that is not measured
 
 
 class Sample(NamedTuple):
     ttft_s: float
     source: KvSource
+    promoted_blocks: int
+
+
+def _cell(case: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row['ttft_ms'][case]['median']:.2f}" if case in row["ttft_ms"] else "-"
 
 
 @dataclass(frozen=True, slots=True)
 class TtftBench:
-    """For each length: a fresh prompt on an empty cache, the same prompt again, and the same with a few tokens more."""
+    """For each length: a fresh prompt on an empty cache, the same prompt again, and the same with a few tokens more; the prefix on the
+    device, and where there is a host tier in host memory alone."""
 
     lengths: tuple[int, ...]
     repeat: int
@@ -35,45 +49,48 @@ class TtftBench:
     name = "ttft"
     columns = (
         Column("prompt tokens", lambda row: f"{row['tokens']}"),
-        Column("cold ms", lambda row: f"{row['ttft_ms']['cold']['median']:.2f}"),
-        Column("device ms", lambda row: f"{row['ttft_ms']['device']['median']:.2f}"),
-        Column(f"device + {NEW_TOKENS} ms", lambda row: f"{row['ttft_ms']['device_new']['median']:.2f}"),
-        Column("cold / device", lambda row: f"{row['ratio']:.1f}"),
-        Column("tokens from device", lambda row: f"{row['source']['device']['device']}"),
+        *(Column(f"{case.replace('_new', f' + {NEW_TOKENS}')} ms", _cell(case)) for case in NAMES),
+        Column("cold / device", lambda row: f"{row['ratio']:.1f}" if "ratio" in row else "-"),
+        Column("cold / host", lambda row: f"{row['ratio_host']:.1f}" if "ratio_host" in row else "-"),
+        Column("blocks promoted", lambda row: f"{row['promoted_blocks'].get('host', 0)}"),
     )
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         results = Results([], [])
+        Driver(engine).wait_ready(progress)
         for length in self.lengths:
             refusal = _refusal(length, engine, config)
             if refusal is None:
-                results.rows.append(self._row(Driver(engine), length, config.kv.block_tokens, progress))
+                results.rows.append(self._row(Driver(engine), length, config, progress))
             else:
                 results.skipped.append(f"{length} tokens: {refusal}")
         return results
 
-    def _row(self, driver: Driver, length: int, block_tokens: int, progress: Progress) -> dict[str, Any]:
-        samples: dict[str, list[Sample]] = {case: [] for case in CASES}
+    def _row(self, driver: Driver, length: int, config: Config, progress: Progress) -> dict[str, Any]:
+        samples: dict[str, list[Sample]] = {}
         for run in range(1 + self.repeat):
             progress(f"ttft, {length} tokens", run, 1 + self.repeat)
             prompt = random_prompts(1, length + NEW_TOKENS, driver.engine.tokenizer.vocab_size, (self.seed, length, run))[0]
             driver.reset_cache()
-            taken = {
-                "cold": _sample(driver, prompt[:length], 0),
-                "device": _sample(driver, prompt[:length], _reusable(length, block_tokens)),
-                "device_new": _sample(driver, prompt, _reusable(length, block_tokens)),
-            }
+            taken = {"cold": _sample(driver, prompt[:length], "device", 0)}
+            for case in _cases(driver.engine, config):
+                tier = case.removesuffix("_new")
+                if tier == "host":  # the device forgets, the host has it
+                    driver.flush()
+                    driver.reset_cache("device")
+                asked = prompt if case.endswith("_new") else prompt[:length]
+                taken[case] = _sample(driver, asked, tier, _reusable(length, len(asked), config.kv.block_tokens))
             if run != WARM_UP:
                 for case, sample in taken.items():
-                    samples[case].append(sample)
+                    samples.setdefault(case, []).append(sample)
         progress(f"ttft, {length} tokens", 1 + self.repeat, 1 + self.repeat)
         return _Row(length, samples).as_dict()
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        names = {"cold": "nothing cached", "device": "prefix on the device", "device_new": f"prefix on the device, {NEW_TOKENS} new tokens"}
-        width = 0.8 / len(names)
+        names = {case: name for case, name in NAMES.items() if case in rows[0]["ttft_ms"]}
+        width = 0.85 / len(names)
         for i, (case, name) in enumerate(names.items()):
-            places = [at + (i - 1) * width for at in range(len(rows))]
+            places = [at + (i - (len(names) - 1) / 2) * width for at in range(len(rows))]
             bars = axes.bar(places, [row["ttft_ms"][case]["median"] for row in rows], width, label=name)
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
         axes.set_yscale("log")
@@ -98,7 +115,9 @@ class _Row:
                 case: {"median": medians[case], "all": [sample.ttft_s * 1000 for sample in taken]} for case, taken in self.samples.items()
             },
             "source": {case: asdict(taken[-1].source) for case, taken in self.samples.items()},
-            "ratio": medians["cold"] / medians["device"],
+            "promoted_blocks": {case: taken[-1].promoted_blocks for case, taken in self.samples.items()},
+            **({"ratio": medians["cold"] / medians["device"]} if "device" in medians else {}),
+            **({"ratio_host": medians["cold"] / medians["host"]} if "host" in medians else {}),
         }
 
 
@@ -106,27 +125,37 @@ def _refusal(length: int, engine: Engine, config: Config) -> str | None:
     total = length + NEW_TOKENS + 1
     if total > engine.max_model_len:
         return f"with {NEW_TOKENS} new ones and one to write they exceed the context of {engine.max_model_len}"
-    needed, there = blocks_for(total, config), sum(engine.stats().kv_blocks.values())
+    needed, there = blocks_for(total, config), sum(engine.stats().kv_blocks["device"].values())
     if needed > there:
         return f"they need {needed} KV blocks and the device has {there}; raise --device-kv-gib"
     return None
 
 
-def _reusable(length: int, block_tokens: int) -> int:
-    """Tokens of a prompt seen before that must come from the device: its full blocks, but never its last token."""
-    return min(length // block_tokens * block_tokens, length - 1)
+def _cases(engine: Engine, config: Config) -> list[str]:
+    """Those that this engine can show; with the device's prefix cache off, everything comes from the host."""
+    device = ["device", "device_new"] if config.kv.prefix_cache else []
+    return device + (["host", "host_new"] if "host" in engine.tiers else [])
 
 
-def _sample(driver: Driver, prompt: list[int], at_least: int) -> Sample:
-    """`at_least` tokens must come from the device, and where that is 0 none may; the engine's own counters have to agree."""
-    before = driver.engine.stats().prompt_tokens
+def _reusable(length: int, asked: int, block_tokens: int) -> int:
+    """Tokens of a prompt of `asked` tokens, of which `length` were seen before, that must come from a tier: the full blocks of those,
+    but never the last token."""
+    return min(length // block_tokens * block_tokens, asked - 1)
+
+
+def _sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Sample:
+    """`expected` tokens must come from `tier` and none from another; the engine's own counters have to agree."""
+    before = driver.engine.stats()
     reader = driver.submit(prompt, max_tokens=1)
     driver.run_all()
-    after = driver.engine.stats().prompt_tokens
+    after = driver.engine.stats()
     source = reader.source or KvSource()
-    counted = KvSource(**{name: after.get(name, 0) - before.get(name, 0) for name in asdict(source)})
-    if counted != source or source.device + source.computed != len(prompt):
+    counted = KvSource(**{name: after.prompt_tokens[name] - before.prompt_tokens[name] for name in asdict(source)})
+    if counted != source or sum(asdict(source).values()) != len(prompt):
         raise InvariantBroken(f"a prompt of {len(prompt)} tokens came from {source}, but the engine counted {counted}")
-    if source.device < at_least or (at_least == 0 and source.device):
-        raise InvariantBroken(f"{source.device} of {len(prompt)} prompt tokens came from the device; expected {at_least or 'none'}")
-    return Sample(reader.ttft_s, source)
+    if source != KvSource(**{tier: expected, "computed": len(prompt) - expected}):
+        raise InvariantBroken(f"a prompt of {len(prompt)} tokens came from {source}; expected {expected or 'none'} from the {tier}")
+    promoted = after.cache["promoted"] - before.cache["promoted"]
+    if (promoted > 0) != (tier == "host" and expected > 0):
+        raise InvariantBroken(f"{promoted} blocks were promoted for a prompt said to come from the {tier}")
+    return Sample(reader.ttft_s, source, promoted)

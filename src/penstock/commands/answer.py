@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.engine.text import TextStream
 from penstock.errors import StepFailed
@@ -34,19 +35,20 @@ class Figures:
         """For people."""
         speed = f" at {self.decode_tokens_per_s:.1f} tok/s" if self.decode_tokens_per_s else ""
         plural = "" if self.generated_tokens == 1 else "s"
+        colder = f" and {self.kv_source.host} from host memory" if self.kv_source.host else ""
         return (
             f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms; "
-            f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache ({self.finish})"
+            f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache{colder} ({self.finish})"
         )
 
 
 class Answer:
     """`pieces` submits it and reads it to its end. `interrupt` may be called at any time, from a signal handler or another thread."""
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter | None = None) -> None:
         self._engine = engine
         self._prompt = prompt
-        self._sampling = sampling
+        self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
         self._stream = TextStream(engine.tokenizer, sampling.stop)
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
         self._source = KvSource(computed=len(prompt))
@@ -61,7 +63,7 @@ class Answer:
     def pieces(self) -> Iterator[str]:
         """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where it gave it up."""
         self._submitted_s = time.monotonic()
-        self._request_id = self._engine.submit(self._prompt, self._sampling, self._events.put)
+        self._request_id = self._submit(self._events.put)
         while True:
             event = self._events.get()
             if event is None:

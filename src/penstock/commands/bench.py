@@ -1,4 +1,4 @@
-"""`penstock bench`: an engine, a measurement, a report. Owns their order; what is measured and how it looks is in `penstock.bench`."""
+"""`penstock bench`: a measurement, with an engine where it needs one, and a report. Owns their order; the rest is in `penstock.bench`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.console import Console
 
 from penstock.bench.report import Report, draw, require_matplotlib, table, write_json
 from penstock.bench.run import Bench
+from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import load_engine
 from penstock.config import Config
@@ -23,7 +24,20 @@ def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: P
     with ProgressBar() as bar:
         results = bench.measure(engine, config, bar)
     engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
-    report = Report(bench, engine.name, config, results)
+    return _show(Report(bench, engine.name, config, results), json_file, plot_file)
+
+
+def run_transfer(config: Config, bench: TransferBench, json_file: Path | None, plot_file: Path | None) -> int:
+    """No engine and no weights: the model's shape says how large a block is."""
+    if plot_file is not None:
+        require_matplotlib()
+    with ProgressBar() as bar:
+        results = bench.measure(config, bar)
+    return _show(Report(bench, dimensions_of(config.source.model)[0], config, results), json_file, plot_file)
+
+
+def _show(report: Report, json_file: Path | None, plot_file: Path | None) -> int:
+    results = report.results
     notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for skipped in results.skipped:
         notes.print(f"skipped: {skipped}")

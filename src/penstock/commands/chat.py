@@ -15,7 +15,7 @@ from rich.text import Text
 
 from penstock.commands.answer import Answer
 from penstock.commands.conversation import Conversation
-from penstock.commands.session import running_engine, tolerate_encodings
+from penstock.commands.session import given_adapter, running_engine, tolerate_encodings
 from penstock.config import Config
 from penstock.contract import SamplingParams
 from penstock.engine.engine import Engine
@@ -41,6 +41,7 @@ class Chat:
 
     def __init__(self, engine: Engine, conversation: Conversation, sampling: SamplingParams) -> None:
         self._engine = engine
+        self._adapter = given_adapter(engine)
         self._conversation = conversation
         self._sampling = sampling
         self._out = Console(soft_wrap=True, highlight=False, markup=False)
@@ -49,7 +50,8 @@ class Chat:
     def run(self) -> None:
         interactive = sys.stdin.isatty()
         if interactive:
-            self._note(f"{self._engine.name}, context of {self._engine.max_model_len} tokens. {HELP}")
+            name = self._engine.name if self._adapter is None else f"{self._engine.name} with adapter {self._adapter.name}"
+            self._note(f"{name}, context of {self._engine.max_model_len} tokens. {HELP}")
         for line in _typed_lines() if interactive else _piped_lines():
             if line.startswith("/"):
                 if not self._obey(line):
@@ -78,7 +80,7 @@ class Chat:
             return
         if turn.num_forgotten:
             self._note(f"the context is full: the oldest {turn.num_forgotten} of the conversation's turns no longer count")
-        answer = Answer(self._engine, turn.prompt, dataclasses.replace(self._sampling, max_tokens=turn.max_tokens))
+        answer = Answer(self._engine, turn.prompt, dataclasses.replace(self._sampling, max_tokens=turn.max_tokens), self._adapter)
         written: list[str] = []
         with _interrupts(answer):
             for piece in answer.pieces():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.answer import Answer, Figures
-from penstock.commands.session import running_engine, tolerate_encodings
+from penstock.commands.session import given_adapter, running_engine, tolerate_encodings
 from penstock.config import Config
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError
@@ -35,7 +35,8 @@ def generate(config: Config, task: Task) -> int:
         raise ConfigError("PROMPT is empty")
     with running_engine(config) as engine:
         prompt = _encode(engine.tokenizer, text, task.raw)
-        answer = Answer(engine, prompt, _fitting(task, engine.max_model_len - len(prompt)))
+        adapter = given_adapter(engine)
+        answer = Answer(engine, prompt, _fitting(task, engine.max_model_len - len(prompt)), adapter)
         written: list[str] = []
         for piece in answer.pieces():
             written.append(piece)
@@ -44,7 +45,8 @@ def generate(config: Config, task: Task) -> int:
         figures = answer.figures()
         print(figures.line(), file=sys.stderr)
         if task.json_file is not None:
-            report = {"model": engine.name, **_fields(figures), "text": "".join(written), "config": dataclasses.asdict(config)}
+            name = engine.name if adapter is None else adapter.name
+            report = {"model": name, **_fields(figures), "text": "".join(written), "config": dataclasses.asdict(config)}
             task.json_file.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

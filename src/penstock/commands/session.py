@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config
+from penstock.contract import Adapter
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
@@ -29,6 +30,12 @@ def running_engine(config: Config) -> Iterator[Engine]:
         yield engine
     finally:
         loop.close(deadline_s=0.0)
+
+
+def given_adapter(engine: Engine) -> Adapter | None:
+    """What answers come from where a command was given an adapter; None: the model as it is."""
+    loaded = engine.adapters.all()
+    return loaded[0].adapter if loaded else None
 
 
 def tolerate_encodings() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from penstock.config import GIB, Config
+from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine, EngineParts
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
@@ -18,14 +19,22 @@ from penstock.engine.execution.sampler import Noise, Sampler, gumbel_noise
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
+from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena, free_bytes
+from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.memory import HostMemory
+from penstock.kv.transfer.copies import make_copier
+from penstock.kv.transfer.mover import Mover
 from penstock.lanes import cuda
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane
+from penstock.models.adapters import read_adapter
 from penstock.models.layers import TorchLayerOps
 from penstock.models.model import LayerOps, Model
 from penstock.models.progress import Progress, silent
@@ -36,6 +45,10 @@ from penstock.sanitizer.sanitizer import Sanitizer
 _CPU_KV_GIB = 1.0
 _CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
 _CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
+_HOST_KV_GIB = 4.0
+_HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
+_LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
+_CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 
 
@@ -46,12 +59,15 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     dtype = _dtype(config, device)
     loaded = load_model(config.source, device, dtype, _layer_ops(device), progress)
     model = loaded.model
+    adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
     dims = model.config
     layout = BlockLayout(dims.num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, str(dtype).removeprefix("torch."))
     num_blocks = _num_blocks(config, layout, model)
     max_model_len = _max_model_len(config, model, num_blocks)
     arena = DeviceArena(layout, num_blocks, device)
-    cache = KvCache(BlockPool(num_blocks, arena.name, sanitizer), _scope(model, layout), config.kv.prefix_cache)
+    pool = BlockPool(num_blocks, arena.name, sanitizer)
+    ladder = _ladder(config, pool, arena, sanitizer)
+    cache = KvCache(pool, _scope(model, layout), config.kv.prefix_cache, ladder)
     budget = Budget(config.engine.max_batch, min(_prefill_chunk(config, device), max_model_len), config.engine.overcommit)
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -63,11 +79,15 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     )
     attention = _attention(arena, model, budget, max_model_len, progress)
     lane = _lane("compute", device, sanitizer)
+    executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters)
+    if device.type == "cuda":
+        executor.capture_all(progress)
     parts = EngineParts(
         name=loaded.name,
         tokenizer=loaded.tokenizer,
         scheduler=Scheduler(cache, budget, dims.eos_ids),
-        executor=_executor(model, attention, lane, limits, _buckets(config, budget, device), progress),
+        executor=executor,
+        adapters=adapters,
         cache=cache,
         arena=arena,
         lanes=(lane,),
@@ -88,13 +108,10 @@ def _sanitizer(config: Config) -> Sanitizer | None:
 
 
 def _executor(
-    model: Model, attention: Attention, lane: Lane, limits: StepLimits, buckets: tuple[Shape, ...], progress: Progress
+    model: Model, attention: Attention, lane: Lane, limits: StepLimits, buckets: tuple[Shape, ...], adapters: AdapterStore
 ) -> Executor:
     sampler = Sampler(limits.max_batch, model.config.vocab, model.device, _noise(model.device))
-    executor = Executor(Forward(model, attention, sampler.last_tokens), sampler, lane, limits, buckets)
-    if model.device.type == "cuda":
-        executor.capture_all(progress)
-    return executor
+    return Executor(Forward(model, attention, sampler.last_tokens), sampler, lane, limits, buckets, adapters.weights_of)
 
 
 def _device(config: Config) -> torch.device:
@@ -165,9 +182,41 @@ def _scope(model: Model, layout: BlockLayout) -> Scope:
     return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, positions)
 
 
-def _lane(name: str, device: torch.device, observer: LaneObserver | None) -> Lane:
+def _ladder(config: Config, pool: BlockPool, arena: DeviceArena, sanitizer: Sanitizer | None) -> Ladder | None:
+    if not config.offload.enabled:
+        return None
+    layout, device = arena.layout, arena.device
+    host_arena = HostArena(layout, _num_host_blocks(config, arena), device)
+    # A device cache evicts by recency; what stays in the larger tier behind it is a choice.
+    order = make_order(config.offload.eviction, host_arena.num_slots)
+    host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, sanitizer, order), layout.block_tokens, config.offload.lease_s)
+    host.withhold()
+    memory = HostMemory(host_arena, host.ready, at_once=device.type == "cpu")
+
+    def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
+        lane, launcher = _lane(name, device, sanitizer, priority), CpuLane(f"launch-{name}", sanitizer, around=torch.inference_mode)
+        return Mover((source.name, dest.name), make_copier(source.tensor, dest.tensor, layout), lane, launcher)
+
+    movers = mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
+    overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else 0
+    return Ladder(pool, host, movers, layout, LadderLimits(overlap_tokens, config.offload.load_deadline_s, memory))
+
+
+def _num_host_blocks(config: Config, arena: DeviceArena) -> int:
+    block_bytes = arena.layout.block_bytes
+    if config.offload.host_gib is not None:
+        num_blocks = int(config.offload.host_gib * GIB) // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(f"--kv-offload-host-gib {config.offload.host_gib:g} holds no KV block of {block_bytes / 1024:.0f} KiB")
+        return num_blocks
+    num_bytes = min(_HOST_KV_GIB * GIB, free_bytes(torch.device("cpu")) * _HOST_FREE_SHARE)
+    # A tiny model's blocks would number millions; sixteen times the device's is more than it can forget in a while.
+    return max(1, min(int(num_bytes) // block_bytes, 16 * arena.num_slots))
+
+
+def _lane(name: str, device: torch.device, observer: LaneObserver | None, priority: int = 0) -> Lane:
     if device.type == "cuda":
-        return cuda.CudaLane(name, device, observer)
+        return cuda.CudaLane(name, device, observer, priority)
     return CpuLane(name, observer, around=torch.inference_mode)
 
 

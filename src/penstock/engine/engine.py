@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
@@ -10,10 +11,12 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from penstock.contract import FinishReason, Listener, Request, SamplingParams, StepPlan, TokenEvent
+from penstock.contract import Adapter, FinishReason, Lease, Listener, Request, SamplingParams, StepPlan, TokenEvent
+from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.inbox import Inbox
@@ -21,8 +24,8 @@ from penstock.engine.outbox import Outbox
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.stats import EngineStats
-from penstock.errors import InvalidRequest, Overloaded
-from penstock.kv.cache import KvCache
+from penstock.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from penstock.kv.cache import KvCache, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
 from penstock.models.tokenizer import TextCodec
@@ -30,6 +33,8 @@ from penstock.sanitizer.sanitizer import Sanitizer
 
 log = logging.getLogger(__name__)
 
+FlushLevel = Literal["captured", "visible", "persisted"]
+POLL_S = 100e-6  # between two looks at transfers, while there is nothing else to do
 RESET_DEADLINE_S = 60.0  # for the engine thread to come round; a step takes seconds at most
 
 
@@ -41,6 +46,7 @@ class EngineParts:
     tokenizer: TextCodec
     scheduler: Scheduler
     executor: Executor
+    adapters: AdapterStore
     cache: KvCache
     arena: DeviceArena
     lanes: Sequence[Lane]
@@ -64,8 +70,11 @@ class Engine:
         self._running: RunningStep | None = None
         self._failure: str | None = None  # why the loop cannot go on
         self._seeds = random.Random(parts.seed)
-        self._blocked_s = {"result": 0.0}
+        self._blocked_s = {"result": 0.0, "save": 0.0, "settle": 0.0}
+        self._load_exposed_s = 0.0
+        self._flushes: list[tuple[Settling | None, Future[None]]] = []  # who waits for saves, and for which
         self._num_steps = 0
+        parts.cache.call_when_launched(self._inbox.wake)
 
     # -------------------------------------------------------------------------------------------------- from any thread
 
@@ -77,6 +86,7 @@ class Engine:
         *,
         cache_salt: str = "",
         request_id: str | None = None,
+        adapter: Adapter | None = None,
     ) -> str:
         """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most."""
         self._inbox.check_open()
@@ -85,25 +95,57 @@ class Engine:
         tokens = self._checked_prompt(prompt, sampling)
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63))
-        request = Request(
-            id=request_id or uuid.uuid4().hex,
-            prompt=tokens,
-            sampling=sampling,
-            prefix=self._parts.cache.prefix_of(tokens, cache_salt),
-            arrival_s=time.monotonic(),
-        )
-        self._inbox.put(lambda: self._add(request, listener), only_open=True)
+        arrival_s = time.monotonic()
+        cache = self._parts.cache
+        prefix = cache.prefix_of(tokens, cache_salt, adapter)
+        request = Request(request_id or uuid.uuid4().hex, tokens, sampling, prefix, arrival_s, adapter)
+        with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
+            if adapter is not None:
+                hold = self.adapters.hold(adapter)
+                undo.callback(hold.end)
+                listener = hold.until_finished(listener)
+            # Colder tiers are matched here, on the caller's thread, and what they have stays until the scheduler has looked at it.
+            lease = cache.lease(request.id, prefix) if prefix is not None and request.may_match else None
+            if lease is not None:
+                undo.callback(lease.end)
+            self._inbox.put(lambda: self._add(request, listener, lease), only_open=True)
+            undo.pop_all()
         return request.id
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """Load, unload and find adapters; see its own promises about threads."""
+        return self._parts.adapters
 
     def cancel(self, request_id: str) -> None:
         """Ask for the request to end; it does at the next step, wherever it is. No error if it has ended."""
         self._inbox.put(lambda: self._outbox.publish([self._parts.scheduler.cancel(request_id)]))
 
-    def reset_cache(self) -> int:
-        """Forget all KV that no request holds; returns the number of blocks. Blocks until the engine thread has done it."""
-        done: Future[int] = Future()
-        self._inbox.put(lambda: done.set_result(self._parts.cache.reset()), only_open=True)
+    @property
+    def cache(self) -> KvCache:
+        """The door to its KV; the engine thread's."""
+        return self._parts.cache
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Where KV can be, hottest first."""
+        return self._parts.cache.tiers
+
+    def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
+        """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine thread has done it."""
+        done: Future[dict[str, int]] = Future()
+        self._inbox.put(lambda: done.set_result(self._parts.cache.reset(tiers)), only_open=True)
         return done.result(timeout=RESET_DEADLINE_S)
+
+    def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
+        """Block until what was sealed before this call has been read from device memory (captured) or can be found in the host tier
+        (visible). Raises DeadlineExceeded."""
+        done: Future[None] = Future()
+        self._inbox.put(lambda: self._flushes.append((self._parts.cache.newest_save(), done)), only_open=True)
+        try:
+            done.result(timeout=timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the cache was not {level} within {timeout_s:g} s; what is under way goes on") from None
 
     def stats(self) -> EngineStats:
         scheduler, cache = self._parts.scheduler, self._parts.cache.stats()
@@ -111,7 +153,7 @@ class Engine:
             requests=scheduler.num_by_state(),
             prompt_tokens=dict(scheduler.counts.prompt_tokens),
             generated_tokens=scheduler.counts.generated_tokens,
-            kv_blocks={name: getattr(cache.slots, name) for name in ("free", "idle", "active", "pinned", "reserved")},
+            kv_blocks={tier: slots._asdict() for tier, slots in cache.slots.items()},
             retractions=scheduler.counts.retractions,
             blocked_s=dict(self._blocked_s),
             ttft=self._outbox.ttft.copy(),
@@ -122,13 +164,23 @@ class Engine:
                 "misses": cache.misses_total,
                 "evictions": cache.evictions_total,
                 "duplicate_seals": cache.duplicate_seals_total,
+                "promoted": cache.promoted_total,
             },
+            traffic=self._parts.cache.traffic(),
+            resume=self._outbox.resume.copy(),
+            load_exposed_s=self._load_exposed_s,
             sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
 
     def wait_work(self, timeout_s: float) -> None:
-        """Block until somebody asks for something."""
-        self._inbox.wait(timeout_s)
+        """Block until somebody asks for something or a transfer has got further."""
+        if not self._parts.cache.num_in_flight:
+            self._inbox.wait(timeout_s)
+            return
+        started = time.monotonic()
+        self._inbox.wait(min(timeout_s, POLL_S))
+        if self._parts.scheduler.num_by_state()["loading"]:
+            self._load_exposed_s += time.monotonic() - started
 
     def refuse(self, why: str) -> None:
         """Take no further submissions; what is open goes on."""
@@ -139,15 +191,21 @@ class Engine:
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""
         self._inbox.run_all()
+        settled = self._settle()
         plan = self._parts.scheduler.plan()
         launched = None if plan is None else self._launch(plan)
         previous, self._running = self._running, launched
         if previous is not None:
             self._read(previous)
-        return launched is not None or previous is not None
+        return launched is not None or previous is not None or settled
 
     def has_work(self) -> bool:
+        """Whether requests are open. Saves may be under way beyond that; they end by themselves."""
         return bool(self._inbox) or self._running is not None or self._parts.scheduler.has_work()
+
+    def is_transferring(self) -> bool:
+        """Whether KV is on its way between tiers."""
+        return self._parts.cache.num_in_flight > 0
 
     def fail_all(self, error: BaseException) -> None:
         """End every request with `error`: the loop cannot go on."""
@@ -166,9 +224,10 @@ class Engine:
         if self._running is not None:
             self._read(self._running)
             self._running = None
+        self._parts.cache.close(timeout_s)
         for lane in self._parts.lanes:
             lane.close(timeout_s)
-        self._parts.cache.close()
+        self._end_flushes()
 
     def _launch(self, plan: StepPlan) -> RunningStep:
         running = self._parts.executor.launch(plan)
@@ -180,17 +239,38 @@ class Engine:
         started = time.monotonic()
         result = step.wait_result()
         self._blocked_s["result"] += time.monotonic() - started
+        self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         if result.error is not None:
             log.error("step %d failed", result.number, exc_info=result.error)
         self._outbox.publish(self._parts.scheduler.commit(result))
+        started = time.monotonic()
+        self._parts.cache.submit_saves()
+        self._blocked_s["save"] += time.monotonic() - started
+        self._outbox.note_lives(self._parts.scheduler.lives)
 
-    def _add(self, request: Request, listener: Listener) -> None:
+    def _settle(self) -> bool:
+        started = time.monotonic()
+        settled = self._parts.cache.settle()
+        self._blocked_s["settle"] += time.monotonic() - started
+        if self._flushes:
+            self._end_flushes()
+        return settled
+
+    def _end_flushes(self) -> None:
+        for save, done in self._flushes:
+            if (save is None or save.settled) and not done.done():
+                done.set_result(None)
+        self._flushes = [(save, done) for save, done in self._flushes if not done.done()]
+
+    def _add(self, request: Request, listener: Listener, lease: Lease | None) -> None:
         error = f"request id {request.id} is in use" if request.id in self._outbox else self._failure
         if error is not None:
+            if lease is not None:
+                lease.end()
             listener(TokenEvent(request.id, finish=FinishReason.ERROR, error=error))
             return
         self._outbox.open(request.id, listener, request.arrival_s)
-        self._parts.scheduler.add(request)
+        self._parts.scheduler.add(request, lease)
 
     def _checked_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         if len(prompt) == 0:

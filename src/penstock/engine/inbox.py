@@ -17,6 +17,7 @@ class Inbox:
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
         self._changed = threading.Condition()
+        self._woken = False
         self._closed: str | None = None  # set under the lock, so that no submission slips in behind it
 
     def __len__(self) -> int:
@@ -44,7 +45,14 @@ class Inbox:
         while self._commands:
             self._commands.popleft()()
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until there is a command or the inbox is closed."""
+    def wake(self) -> None:
+        """End a wait: something outside has changed."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._commands) or self._closed is not None, timeout_s)
+            self._woken = True
+            self._changed.notify()
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until there is a command, somebody wakes it, or the inbox is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._commands) or self._woken or self._closed is not None, timeout_s)
+            self._woken = False

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.contract import Listener, TokenEvent
-from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S, Histogram
+from penstock.contract import Histogram, Listener, TokenEvent
+from penstock.engine.scheduling.track import State
+from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ class _Open:
     listener: Listener
     arrival_s: float
     last_token_s: float = 0.0
+    retracted_s: float = 0.0
 
 
 class Outbox:
@@ -27,6 +29,7 @@ class Outbox:
         self._open: dict[str, _Open] = {}
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+        self.resume = Histogram(TTFT_BOUNDS_S)  # seconds from a retraction to the first step after it
 
     def __len__(self) -> int:
         return len(self._open)
@@ -39,6 +42,17 @@ class Outbox:
 
     def open(self, request_id: str, listener: Listener, arrival_s: float) -> None:
         self._open[request_id] = _Open(listener, arrival_s)
+
+    def note_lives(self, lives: list[tuple[str, State]]) -> None:
+        """Requests that were retracted or came back since the last call; takes them out of the list."""
+        now = time.monotonic()
+        for request_id, state in lives:
+            entry = self._open.get(request_id)
+            if entry is not None and state is State.RETRACTED:
+                entry.retracted_s = now
+            elif entry is not None:
+                self.resume.add(now - entry.retracted_s)
+        lives.clear()
 
     def publish(self, events: Iterable[TokenEvent | None]) -> None:
         """Hand events to their listeners; the one with `finish` set is a request's last. A listener that raises is logged, no more."""

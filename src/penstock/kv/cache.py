@@ -1,33 +1,43 @@
-"""The door to KV storage: matches, opens, grows, seals and releases the tables of requests. Owns a pool and pending keys, no bytes.
+"""The door to KV storage: matches, opens, grows, seals and releases the tables of requests, over the device and what is colder. Owns
+the device pool and the keys that are on their way, no bytes.
 
 A table's slots are active from the moment they are drawn: "active" says that a table holds them. That their content can be trusted
-is said by the key, which `seal` gives after the block is computed; without one nobody else ever sees the block.
+is said by the key, which `seal` gives after the block is computed and `settle` after it is promoted; without one nobody else ever sees it.
 
-All calls come from the engine thread and none blocks; `prefix_of` alone reads nothing that changes and may be called from anywhere.
+All calls come from the engine thread and none blocks but `drain` and `close`; `prefix_of` and `lease` may be called from anywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from penstock.contract import Fence, Match, Prefix, Table
+from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table, Traffic
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.blocks.table import BlockTable
+from penstock.kv.tiers.host import HostLease
+from penstock.kv.tiers.ladder import Ladder, Promotion
 
-_NO_MATCH = Match(num_blocks=0, num_idle=0, pending=False)
+_CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
+
+
+class Settling(Protocol):
+    """Something under way, as far as it concerns who waits for it."""
+
+    settled: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheStats:
     """Counts at one moment, in blocks; the totals never fall."""
 
-    slots: SlotCounts
+    slots: dict[str, SlotCounts]  # by tier
     num_tables: int
     num_keys: int
     num_pending: int  # keys that open tables have announced and not sealed
@@ -35,19 +45,29 @@ class CacheStats:
     misses_total: int  # prompt blocks with a key that tables were opened without
     evictions_total: int
     duplicate_seals_total: int
+    promoted_total: int
 
 
 class KvCache:
-    """Implements `contract.KvLedger` over one pool."""
+    """Implements `contract.KvLedger` over one device pool and, where there is a ladder, colder tiers.
 
-    def __init__(self, pool: BlockPool, scope: Scope, prefix_cache: bool = True) -> None:
+    `prefix_cache` off without a ladder: nothing is reused. With one: device memory is not reused across requests, every prefix comes from
+    a colder tier.
+    """
+
+    def __init__(self, pool: BlockPool, scope: Scope, prefix_cache: bool = True, ladder: Ladder | None = None) -> None:
         self._pool = pool
         self._scope = scope
         self._prefix_cache = prefix_cache
+        self.ladder = ladder
         self._pending: dict[bytes, int] = {}  # how many open tables announce the key
         self._tables: set[BlockTable] = set()  # those that are open
+        self._promoting: dict[Promotion, BlockTable] = {}  # in flight
+        self._arriving: dict[bytes, Promotion] = {}  # by key, also where nobody waits for them any more
         self._num_hits = 0
         self._num_misses = 0
+        self._num_promoted = 0
+        self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ questions
 
@@ -63,29 +83,55 @@ class KvCache:
     def num_available(self) -> int:
         return self._pool.num_available
 
-    def prefix_of(self, tokens: Sequence[int], salt: str = "") -> Prefix | None:
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return ("device",) if self.ladder is None else ("device", "host")
+
+    @property
+    def num_settling(self) -> int:
+        return self._pool.counts.pinned
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers that have not been seen to be over."""
+        return 0 if self.ladder is None else self.ladder.num_in_flight
+
+    def prefix_of(self, tokens: Sequence[int], salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         """What KV of `tokens` may be shared under; None where nothing is shared."""
-        if not self._prefix_cache:
+        if not self._prefix_cache and self.ladder is None:
             return None
-        scope = dataclasses.replace(self._scope, salt=salt).digest()
-        return Prefix(scope, prefix_keys(tokens, self.block_tokens, scope))
+        scope = self._scope if adapter is None else dataclasses.replace(self._scope, adapter="lora", adapter_version=adapter.digest)
+        digest = dataclasses.replace(scope, salt=salt).digest()
+        return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
+
+    def lease(self, owner: str, prefix: Prefix) -> Lease | None:
+        """Protect what colder tiers have of `prefix` from eviction; None where they have nothing. For any thread."""
+        return None if self.ladder is None or not prefix.keys else self.ladder.host.lease(prefix.keys, owner)
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`, generated ones included."""
         return Prefix(prefix.scope, prefix_keys(tokens, self.block_tokens, prefix.scope))
 
-    def match(self, keys: Sequence[bytes]) -> Match:
-        """The longest run of leading `keys` that are here; holds nothing, so it is good until the next call that draws."""
-        if not self._prefix_cache or not keys:
-            return _NO_MATCH
-        slots = self._pool.find(keys)
-        pending = len(slots) < len(keys) and keys[len(slots)] in self._pending
-        return Match(len(slots), self._pool.num_idle_of(slots), pending)
+    def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
+        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it; holds nothing, so it is good
+        until the next call that draws."""
+        slots = self._pool.find(keys) if self._prefix_cache else []
+        num = len(slots)
+        pending = self._prefix_cache and num < len(keys) and self._is_coming(keys[num])
+        num_colder = 0
+        if self.ladder is not None and lease is not None and not pending:
+            num_colder = self.ladder.worth(lease.num_from(num), num)
+        return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
+
+    def _is_coming(self, key: bytes) -> bool:
+        """Whether it pays to wait for `key`: somebody computes it, or it is promoted and not late."""
+        promotion = self._arriving.get(key)
+        return key in self._pending or (promotion is not None and not promotion.overdue)
 
     def stats(self) -> CacheStats:
         pool = self._pool
         return CacheStats(
-            slots=pool.counts,
+            slots={"device": pool.counts, **({} if self.ladder is None else {"host": self.ladder.host.slots})},
             num_tables=len(self._tables),
             num_keys=pool.num_keys,
             num_pending=len(self._pending),
@@ -93,22 +139,38 @@ class KvCache:
             misses_total=self._num_misses,
             evictions_total=pool.num_evicted,
             duplicate_seals_total=pool.num_duplicates,
+            promoted_total=self._num_promoted,
         )
+
+    def traffic(self) -> Traffic | None:
+        """What moves between tiers; None where there is only the device."""
+        return None if self.ladder is None else self.ladder.traffic()
+
+    def newest_save(self) -> Settling | None:
+        """When it is settled, everything sealed so far is in the host tier or was skipped; None: it is so already."""
+        if self.ladder is None:
+            return None
+        self.ladder.submit_saves()
+        return self.ladder.newest_save()
+
+    def call_when_launched(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from another thread, when a transfer has got further."""
+        if self.ladder is not None:
+            self.ladder.call_when_launched(wake)
 
     # ---------------------------------------------------------------------------------------------------------- tables
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are announced as pending."""
-        shared = prefix if self._prefix_cache else None
-        keys: Sequence[bytes] = () if shared is None else shared.keys
+        keys: Sequence[bytes] = () if prefix is None else prefix.keys
         slots = self._pool.find(keys[:num_blocks])
-        if len(slots) != num_blocks:
+        if len(slots) != num_blocks or (num_blocks and not self._prefix_cache):
             raise InvariantBroken(f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here")
         hold = self._pool.hold(owner, slots)
-        self._announce(keys[num_blocks:])
+        table = BlockTable(hold, self.block_tokens, prefix, num_blocks)
+        self._announce(table.announced)
         self._num_hits += num_blocks
         self._num_misses += len(keys) - num_blocks
-        table = BlockTable(hold, self.block_tokens, shared, num_blocks)
         self._tables.add(table)
         return table
 
@@ -122,18 +184,47 @@ class KvCache:
         own.add_after(reservation.after)
         return True
 
-    def seal(self, table: Table, tokens: Sequence[int], num_computed: int) -> None:
-        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key."""
+    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion:
+        """Draw slots for the next `num_blocks` blocks of `table` and have them filled from `lease`, which ends with the load."""
+        own = self._own(table)
+        if self.ladder is None or not isinstance(lease, HostLease):
+            raise InvariantBroken(f"{own.owner!r} promotes, and there is no colder tier")
+        first = own.num_slots
+        reservation = self._pool.try_reserve(num_blocks, own.owner)
+        if reservation is None:
+            raise InvariantBroken(f"{own.owner!r} promotes {num_blocks} blocks without room for them")
+        reservation.commit(own.hold)
+        pin = self._pool.pin_run(own.hold, first, num_blocks, own.owner)
+        promotion = self.ladder.promote(pin, reservation.after, lease, first, num_next)
+        promotion.keys = () if own.prefix is None else own.prefix.keys[first : first + num_blocks]
+        self._promoting[promotion] = own
+        self._arriving.update(dict.fromkeys(promotion.keys, promotion))
+        return promotion
+
+    def seal(self, table: Table, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
+        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it."""
         own = self._own(table)
         num_full = num_computed // own.block_tokens
         if own.prefix is None or num_full <= own.num_keyed:
             return
+        if own in self._promoting.values():
+            raise InvariantBroken(f"{own.owner!r} seals blocks while some before them are still on their way")
         first = own.num_keyed
-        slots = own.hold.first(num_full)[first:].tolist()
         keys = own.next_keys(tokens, num_full)
-        self._pool.seal(slots, keys)
-        self._withdraw(own.prefix.keys[first:num_full])
-        own.advance(keys)
+        self._give_keys(own, first, keys)
+        if self.ladder is not None:
+            self.ladder.offer(own.hold, first, keys, fence)
+
+    def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
+        """End the table, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
+        own = self._own(table)
+        lease: Lease | None = None
+        num_blocks = -(-num_tokens // own.block_tokens)
+        # What is still being promoted into the table is in the colder tier, whose lease has ended: it is matched again.
+        if self.ladder is not None and num_tokens and own not in self._promoting.values():
+            lease = self.ladder.save(own.hold, num_blocks, own.sealed_keys, num_tokens, fence)
+        self.release(table, fence)
+        return lease
 
     def release(self, table: Table, fence: Fence | None) -> None:
         """End the table. `fence` covers the last use of its slots and travels with them."""
@@ -142,15 +233,63 @@ class KvCache:
         self._tables.remove(own)
         self._withdraw(own.announced)
 
+    def _give_keys(self, own: BlockTable, first: int, keys: Sequence[bytes]) -> None:
+        """Blocks `first..` of `own` are whole. In a cache that reuses nothing on the device the keys are only for colder tiers."""
+        if self._prefix_cache:
+            slots = own.hold.first(first + len(keys))[first:].tolist()
+            self._pool.seal(slots, keys, range(first, first + len(keys)))
+        self._withdraw(own.announced[: len(keys)])
+        own.advance(keys)
+
+    # ------------------------------------------------------------------------------------------------------- colder tiers
+
+    def submit_saves(self) -> None:
+        """Demote what was sealed since the last call."""
+        if self.ladder is not None:
+            self.ladder.submit_saves()
+
+    def settle(self) -> bool:
+        """Take in transfers that are over; says whether there were any."""
+        if self.ladder is None:
+            return False
+        before = self.ladder.num_in_flight
+        for promotion in self.ladder.settle():
+            own = self._promoting.pop(promotion)
+            for key in promotion.keys:
+                if self._arriving.get(key) is promotion:
+                    del self._arriving[key]
+            if promotion.error() is None:
+                self._land(promotion, own)
+                self._num_promoted += promotion.num_blocks
+            else:  # the slots are computed instead: by whoever has the table, after those whom the copy was to wait for
+                own.add_after(tuple(promotion.after))
+            for pin in promotion.pins:
+                pin.end()
+        return self.ladder.num_in_flight != before
+
+    def _land(self, promotion: Promotion, own: BlockTable) -> None:
+        """The bytes are there: they get their keys. The table may have ended meanwhile; then they stay as idle blocks."""
+        if own in self._tables:
+            self._give_keys(own, own.num_keyed, promotion.keys)
+        elif self._prefix_cache:
+            slots = promotion.pins[0].slots[: len(promotion.keys)]
+            first = own.num_keyed
+            self._pool.seal(slots, promotion.keys, range(first, first + len(slots)))
+
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
         """Protect `slots` for a transfer, whatever becomes of the tables that hold them."""
         return self._pool.pin(slots, owner)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def reset(self) -> int:
-        """Forget every block that nobody uses; returns how many."""
-        return self._pool.evict(self._pool.num_slots)
+    def reset(self, tiers: Iterable[str] = ("device", "host")) -> dict[str, int]:
+        """Forget every block that nobody uses; returns how many, by tier."""
+        forgotten = {}
+        if "device" in tiers:
+            forgotten["device"] = self._pool.evict(self._pool.num_slots)
+        if "host" in tiers and self.ladder is not None:
+            forgotten["host"] = self.ladder.host.reset()
+        return forgotten
 
     def check(self) -> None:
         """Recount; raises where the books do not add up."""
@@ -158,9 +297,21 @@ class KvCache:
         announced = Counter(key for table in self._tables for key in table.announced)
         if announced != self._pending:
             raise InvariantBroken(f"{len(self._pending)} keys are booked as pending, and {len(announced)} are announced by open tables")
+        if self.ladder is not None:
+            self.ladder.host.check()
 
-    def close(self) -> None:
-        """Idempotent. Raises Leaked while a table or pin is out."""
+    def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
+        """Block until no transfer is in flight that touches one of the device's `slots` (None: any), launched or not, and settle."""
+        if self.ladder is not None:
+            self.ladder.drain(timeout_s, slots)
+            self.settle()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Idempotent. Transfers end first; raises Leaked while a table, pin or lease is out."""
+        if self.ladder is not None and not self._closed:
+            self.drain(_CLOSE_S if timeout_s is None else timeout_s)
+            self.ladder.close(timeout_s)
+        self._closed = True
         self._pool.close()
 
     def _announce(self, keys: Iterable[bytes]) -> None:

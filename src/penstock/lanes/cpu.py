@@ -245,6 +245,8 @@ class CpuLane:
                 elif item.fence is not None:
                     item.fence.wait_passed()
                 elif item.op is not None:
+                    if self._observer is not None:
+                        self._observer.started(self.name, item.ticket.number)
                     item.op()
             except BaseException as raised:
                 error = raised

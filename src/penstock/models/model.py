@@ -48,6 +48,13 @@ class PagedKv(Protocol):
         `k` and `v` are this step's own, as returned by `rotate_and_write`; a backend may read them from there instead of the cache."""
 
 
+class Updates(Protocol):
+    """What adapters add to a model's projections in one step."""
+
+    def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
+        """Change `y` in place: the output of layer `layer`'s projection `name` (as in `weights.layout`) for the input `x`."""
+
+
 class LayerOps(Protocol):
     """The pieces of a layer that are not attention, one implementation per device."""
 
@@ -75,9 +82,9 @@ class Model(Protocol):
     def embed(self, tokens: Tensor) -> Tensor:
         """int32 [T] -> [T, hidden]"""
 
-    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
         """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm are one pass;
-        `residual` is None before layer 0. Returns the next (hidden, residual)."""
+        `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual)."""
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Final norm and output projection of the rows given: [S, hidden] -> logits [S, vocab] in the model's dtype."""

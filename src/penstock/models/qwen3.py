@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.layers import rope_table
-from penstock.models.model import LayerOps, ModelConfig, PagedKv
+from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates
 
 
 class Qwen3Layer(NamedTuple):
@@ -42,18 +42,24 @@ class Qwen3:
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embedding)
 
-    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
         w, eps = self.layers[index], self.config.norm_eps
         if residual is None:
             x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
         else:
             x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
-        q, k, v = kv.rotate_and_write(index, self.ops.linear(x, w.qkv), w.q_norm, w.k_norm)
-        x = self.ops.linear(kv.attend(index, q, k, v), w.out)
+        q, k, v = kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm)
+        x = self._linear(index, "out", kv.attend(index, q, k, v), lora)
         x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
-        x = self.ops.linear(self.ops.silu_mul(self.ops.linear(x, w.gate_up)), w.down)
+        x = self._linear(index, "down", self.ops.silu_mul(self._linear(index, "gate_up", x, lora)), lora)
         return x, residual
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
         return self.ops.linear(x, self.output)
+
+    def _linear(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
+        y = self.ops.linear(x, getattr(self.layers[index], name))
+        if lora is not None:
+            lora.add(index, name, x, y)
+        return y

@@ -1,24 +1,31 @@
-"""Vector clocks: what a lane or a thread knows to be over. Owns happens-before; knows nothing of slots.
+"""Vector clocks: what a lane, a thread or a running item knows to be over. Owns happens-before; knows nothing of slots.
 
-An actor is a lane or a host thread. Time on a lane is the number of the work submitted to it, so a clock maps lanes to numbers: "all work
-on that lane up to this number happens before me". Clocks only grow, by three edges:
+Time on a lane is the number of the work submitted to it, so a clock maps lanes to numbers: "all work on that lane up to this number
+happens before me". Clocks only grow, by these edges:
 
 - a lane waits for a fence: it learns what the fence's lane knew when the fence was placed, and that lane's work up to it;
 - a thread sees a fence pass, by blocking or by polling: it learns the same;
-- a thread submits to a lane: the work happens after all that the thread knows.
+- somebody submits to a lane: the work happens after all that the submitter knows;
+- work begins on a thread: until it ends, that thread acts as the item, and knows what the item's lane knew when the item was submitted;
+- work ends: what it has seen meanwhile is known behind it on its lane;
+- a slot changes hands: whoever has it next learns what was known when it was given up (`learn` and `Actor.shown`).
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Mapping
 
 Clock = dict[str, int]
+Known = Mapping[str, int]  # a clock that nobody changes any more
 
 _KEPT = 4096  # changes of one lane's knowledge that are remembered; fences older than that are taken to know a little more than they did
+_NOTHING: Known = {}
 
 
-def join(clock: Clock, other: Clock) -> bool:
+def join(clock: Clock, other: Known) -> bool:
     """Grow `clock` by `other`; says whether it grew."""
     grew = False
     for lane, number in other.items():
@@ -28,42 +35,141 @@ def join(clock: Clock, other: Clock) -> bool:
     return grew
 
 
-class Clocks:
-    """The clocks of all actors."""
+class Actor:
+    """Who submits, sees and hands over: a host thread, or the item of a lane that runs on it."""
+
+    __slots__ = ("_shown", "clock", "item", "learned")
+
+    def __init__(self, clock: Clock, item: tuple[str, int] | None = None) -> None:
+        self.clock = clock
+        self.item = item  # None: the thread itself
+        self.learned = False  # whether it has seen anything that it did not know from the start
+        self._shown: Known | None = None
+
+    def learn(self, known: Known) -> None:
+        if known is not self._shown and join(self.clock, known):
+            self._shown = None
+            self.learned = True
+
+    def shown(self) -> Known:
+        """What it knows now; the same object until it learns more."""
+        if self._shown is None:
+            self._shown = dict(self.clock)
+        return self._shown
+
+
+class _Actors(threading.local):
+    """Who acts on the calling thread, innermost last. Gone with the thread, so that nobody inherits what another one saw."""
 
     def __init__(self) -> None:
+        self.stack = [Actor({})]
+
+
+class _Changes:
+    """How a lane's knowledge grew: from which item on it knew how much."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, Known]] = deque(maxlen=_KEPT)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def note(self, number: int, known: Known) -> None:
+        """`number` never falls."""
+        entries = self._entries
+        if entries and entries[-1][0] == number:
+            entries.pop()
+        entries.append((number, known))
+
+    def at(self, number: int) -> Known:
+        entries = self._entries
+        if not entries:
+            return _NOTHING
+        if entries[-1][0] <= number:  # most fences are young
+            return entries[-1][1]
+        index = bisect_right(entries, number, key=lambda entry: entry[0]) - 1
+        return entries[max(index, 0)][1] if index >= 0 or len(entries) == _KEPT else _NOTHING
+
+
+class Clocks:
+    """The clocks of all lanes and actors."""
+
+    def __init__(self) -> None:
+        self._actors = _Actors()
         self._lanes: dict[str, Clock] = {}
-        self._threads: dict[int, Clock] = {}
-        self._changes: dict[str, deque[tuple[int, Clock]]] = {}  # by lane: from this number on it knew so much
+        self._changes: dict[str, _Changes] = {}  # by lane: what its items were submitted with
+        self._seen: dict[str, _Changes] = {}  # by lane: what its items saw while they ran, of lanes where that is more
         self._newest: Clock = {}  # work submitted, by lane
 
-    def submit(self, thread: int, lane: str, number: int) -> Clock:
-        """Work `number` comes on `lane`, from `thread`. Returns what happens before it; not to be changed."""
-        clock = self._lanes.setdefault(lane, {})
-        if join(clock, self._threads.get(thread, {})):
+    @property
+    def actor(self) -> Actor:
+        return self._actors.stack[-1]
+
+    # ------------------------------------------------------------------------------------------------------------ edges
+
+    def submit(self, lane: str, number: int) -> Known:
+        """Work `number` comes on `lane`, from the acting one. Returns what happens before it; good until the next call."""
+        clock = self._clock(lane)
+        if join(clock, self.actor.clock):
             self._note(lane, number, clock)
         self._newest[lane] = number
         return clock
 
     def wait(self, lane: str, on_lane: str, fence: int) -> None:
-        """A wait is an item of `lane` like any other, with the next number."""
-        clock = self._lanes.setdefault(lane, {})
+        """A wait is an item of `lane` like any other, with the next number. Whoever asks for it has its say as with any other."""
+        clock = self._clock(lane)
         self._newest[lane] = number = self._newest.get(lane, 0) + 1
-        if join(clock, self._at(on_lane, fence)):
+        grew = join(clock, self.actor.clock)
+        if self._learn(clock, on_lane, fence) or grew:
             self._note(lane, number, clock)
 
-    def see(self, thread: int, on_lane: str, fence: int) -> None:
-        join(self._threads.setdefault(thread, {}), self._at(on_lane, fence))
+    def see(self, on_lane: str, fence: int) -> None:
+        actor = self.actor
+        if actor.clock.get(on_lane, 0) >= fence and on_lane not in self._seen:
+            return  # most looks find what is known already
+        actor.learn(self.covered(on_lane, fence))
+
+    def start(self, lane: str, number: int) -> None:
+        """Item `number` of `lane` runs on the calling thread from now on."""
+        clock = self.covered(lane, number - 1)
+        join(clock, self._known_at(self._changes, lane, number))
+        self._actors.stack.append(Actor(clock, (lane, number)))
+
+    def finish(self, lane: str, number: int) -> None:
+        stack = self._actors.stack
+        if stack[-1].item != (lane, number):
+            return  # it was skipped, or only launched here
+        actor = stack.pop()
+        if actor.learned:
+            self._seen.setdefault(lane, _Changes()).note(number, actor.shown())
+            join(self._clock(lane), actor.clock)
+
+    # -------------------------------------------------------------------------------------------------------- knowledge
+
+    def covered(self, lane: str, fence: int | None) -> Clock:
+        """What is over when a fence of `lane` has passed: the lane's work up to it, and what that happened after. None: a fence that
+        does not say where it lies, taken to cover all that was submitted."""
+        clock: Clock = {}
+        self._learn(clock, lane, self._newest.get(lane, 0) if fence is None else fence)
+        return clock
+
+    def _learn(self, clock: Clock, lane: str, fence: int) -> bool:
+        grew = join(clock, self._known_at(self._changes, lane, fence))
+        grew = join(clock, self._known_at(self._seen, lane, fence)) or grew
+        return join(clock, {lane: fence}) or grew
+
+    @staticmethod
+    def _known_at(changes: dict[str, _Changes], lane: str, number: int) -> Known:
+        found = changes.get(lane)
+        return _NOTHING if found is None else found.at(number)
+
+    def _clock(self, lane: str) -> Clock:
+        clock = self._lanes.get(lane)
+        if clock is None:
+            clock = self._lanes[lane] = {}
+        return clock
 
     def _note(self, lane: str, number: int, clock: Clock) -> None:
-        changes = self._changes.setdefault(lane, deque(maxlen=_KEPT))
-        if changes and changes[-1][0] == number:
-            changes.pop()
-        changes.append((number, dict(clock)))
-
-    def _at(self, lane: str, fence: int) -> Clock:
-        """What a fence of `lane` covers: the lane's work up to it, and what that work happened after."""
-        changes = self._changes.get(lane, ())
-        index = bisect_right(changes, fence, key=lambda change: change[0]) - 1
-        known = changes[max(index, 0)][1] if index >= 0 or len(changes) == _KEPT else {}
-        return {**known, lane: max(fence, known.get(lane, 0))}
+        self._changes.setdefault(lane, _Changes()).note(number, dict(clock))

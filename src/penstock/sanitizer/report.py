@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+from penstock.sanitizer.stack import Frame
+
+_MAX_NAMED = 8  # slots or owners that a sentence lists
 
 
 class Kind(enum.StrEnum):
     RACE = "race"  # two accesses to the same bytes, one a write, in no order
-    LIFETIME = "lifetime"  # an access to a slot that nobody owns
+    LIFETIME = "lifetime"  # bytes that are touched, given back or published by somebody who may not, or too early
     ACCOUNTING = "accounting"  # a pool that does not balance
+    STALL = "stall"  # the engine thread blocked where it must not
 
 
-class Frame(NamedTuple):
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Deed:
-    """One piece of submitted work, as far as it concerns a finding."""
+    """One piece of submitted work, as far as it concerns a finding. Equal only to itself: there are many, and they are kept in sets."""
 
     lane: str
     number: int
@@ -29,11 +29,16 @@ class Deed:
     writes: bool
     layers: tuple[int, int]
     stack: tuple[Frame, ...]  # innermost first
+    owners: tuple[str, ...] = ()  # on whose behalf the slots were held when it was submitted
 
     def told(self) -> str:
         first, end = self.layers
         layers = f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
         return f"{'write' if self.writes else 'read'} of {layers} by {self.label!r} on lane {self.lane}"
+
+    @property
+    def place(self) -> str:
+        return f"item {self.number} of lane {self.lane}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Report:
     slots: tuple[int, ...]
     sentence: str
     deeds: tuple[Deed, ...] = ()
+    stack: tuple[Frame, ...] = ()  # where it was found, unless that is where a deed was submitted
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,6 +58,18 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.sentence}"]
         for deed in self.deeds:
-            lines.append(f"  {deed.told()}, item {deed.number}, submitted at")
-            lines += [f"    {frame.file}:{frame.line} in {frame.function}" for frame in deed.stack]
+            owners = f", for {listed(deed.owners)}" if deed.owners else ""
+            lines.append(f"  {deed.told()}, item {deed.number}{owners}, submitted at")
+            lines += [f"    {frame}" for frame in deed.stack]
+        if self.stack:
+            lines += ["  found at", *(f"    {frame}" for frame in self.stack)]
         return "\n".join(lines)
+
+
+def listed(names: Sequence[object]) -> str:
+    named = ", ".join(map(str, names[:_MAX_NAMED]))
+    return f"{named} and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else named
+
+
+def slots_told(slots: Sequence[int]) -> str:
+    return f"slot{'s' if len(slots) > 1 else ''} {listed(slots)}"

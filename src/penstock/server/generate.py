@@ -111,13 +111,14 @@ class Generate:
         engine = self._service.engine
         prompts = self._kind.prompts(engine.tokenizer, body)
         choices: list[ChoiceText] = []
-        for prompt in prompts:
-            sampling = body.sampling(engine.max_model_len - len(prompt.ids))
-            for i in range(body.num_choices):
-                seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                reading.submit(len(choices), prompt.ids, seeded, body.cache_salt or "")
-                choices.append(ChoiceText(engine.tokenizer, seeded, prompt if body.echo else None))
-        head = heading(self._kind.id_prefix, reading.id, engine.name, body.include_usage)
+        with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
+            for prompt in prompts:
+                sampling = body.sampling(engine.max_model_len - len(prompt.ids))
+                for i in range(body.num_choices):
+                    seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
+                    reading.submit(len(choices), prompt.ids, seeded, body.cache_salt or "", adapter)
+                    choices.append(ChoiceText(engine.tokenizer, seeded, prompt if body.echo else None))
+        head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
         return Running(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs))
 
 

@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from penstock.contract import Histogram, Traffic
+
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
@@ -29,6 +31,10 @@ class EngineCollector(Collector):
         yield _by_label(CounterMetricFamily, "penstock_prompt_tokens", sources, "source", stats.prompt_tokens)
         yield CounterMetricFamily("penstock_generated_tokens", "Tokens generated.", value=stats.generated_tokens)
         yield _blocks(stats.kv_blocks)
+        if stats.traffic is not None:
+            yield from _traffic(stats.traffic)
+            exposed = "Seconds that requests waited for their KV while nothing else was computed."
+            yield CounterMetricFamily("penstock_load_exposed_seconds", exposed, value=stats.load_exposed_s)
         yield CounterMetricFamily("penstock_retractions", "Running requests that gave up their device slots.", value=stats.retractions)
         blocked = "Seconds that the engine thread spent waiting or in cache calls."
         yield _by_label(CounterMetricFamily, "penstock_engine_blocked_seconds", blocked, "where", stats.blocked_s)
@@ -36,6 +42,7 @@ class EngineCollector(Collector):
         if stats.sanitizer:
             found = "Findings of the race sanitizer, by kind."
             yield _by_label(CounterMetricFamily, "penstock_sanitizer_reports", found, "kind", stats.sanitizer)
+        yield _histogram("penstock_resume_seconds", "Seconds from a retraction to the first step after it.", stats.resume)
         yield _histogram("penstock_ttft_seconds", "Seconds from submit to the first token.", stats.ttft)
         yield _histogram("penstock_inter_token_seconds", "Seconds between tokens of one request.", stats.inter_token)
 
@@ -47,18 +54,42 @@ def _by_label(family: Any, name: str, text: str, label: str, values: Mapping[str
     return metric
 
 
-def _blocks(by_state: dict[str, int]) -> GaugeMetricFamily:
+def _blocks(by_tier: dict[str, dict[str, int]]) -> GaugeMetricFamily:
     metric = GaugeMetricFamily("penstock_kv_blocks", "KV blocks by tier and state.", labels=["tier", "state"])
-    for state, count in by_state.items():
-        metric.add_metric(["device", state], count)
+    for tier, by_state in by_tier.items():
+        for state, count in by_state.items():
+            metric.add_metric([tier, state], count)
     return metric
 
 
-def _histogram(name: str, text: str, histogram: Any) -> HistogramMetricFamily:
+def _traffic(traffic: Traffic) -> Iterator[Any]:
+    route = ("src", "dst")
+    moved = CounterMetricFamily("penstock_transfer_bytes", "Bytes moved between tiers.", labels=route)
+    taken = HistogramMetricFamily("penstock_transfer_seconds", "Seconds from submitting a transfer to seeing it over.", labels=route)
+    flying = GaugeMetricFamily("penstock_transfers_inflight", "Transfers submitted and not yet seen over.", labels=route)
+    for pair, count in traffic.in_flight.items():
+        flying.add_metric(pair, count)
+        moved.add_metric(pair, traffic.bytes.get(pair, 0))
+        if (histogram := traffic.seconds.get(pair)) is not None:
+            taken.add_metric(pair, buckets=_buckets(histogram), sum_value=histogram.total)
+    failed = CounterMetricFamily("penstock_transfer_failures", "Transfers that did not arrive.", labels=["tier", "reason"])
+    for pair, count in traffic.failures.items():
+        failed.add_metric(pair, count)
+    skipped = "Blocks that were not saved."
+    yield from (moved, taken, flying, failed)
+    yield _by_label(CounterMetricFamily, "penstock_saves_skipped", skipped, "reason", traffic.skipped)
+    yield GaugeMetricFamily("penstock_leases_open", "Prefixes in colder tiers kept for requests in line.", value=traffic.leases_open)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Prometheus counts upwards: each bucket holds all below it."""
     bounds: Iterable[str] = (*map(repr, histogram.bounds), "+Inf")
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
     metric = HistogramMetricFamily(name, text)
-    metric.add_metric([], buckets=list(zip(bounds, accumulate(histogram.counts), strict=True)), sum_value=histogram.total)
+    metric.add_metric([], buckets=_buckets(histogram), sum_value=histogram.total)
     return metric
 
 

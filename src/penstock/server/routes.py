@@ -9,7 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.errors import InvalidRequest
 from penstock.server import metrics, schema
+from penstock.server.adapters import Adapters, adapter_card
 from penstock.server.faults import json_response
 from penstock.server.generate import CHAT, COMPLETIONS, Generate
 from penstock.server.limits import read_body
@@ -20,14 +22,17 @@ OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 
 
 def make_routes(service: Service) -> list[Route]:
-    small = Small(service)
+    small, adapters = Small(service), Adapters(service)
     return [
         Route("/v1/completions", Generate(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, CHAT), methods=["POST"]),
         Route("/v1/models", small.models, methods=["GET"]),
         Route("/v1/models/{model:path}", small.model, methods=["GET"]),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/tokenize", small.tokenize, methods=["POST"]),
         Route("/detokenize", small.detokenize, methods=["POST"]),
+        Route("/cache/flush", small.cache_flush, methods=["POST"]),
         Route("/cache/reset", small.cache_reset, methods=["POST"]),
         Route("/cache/stats", small.cache_stats, methods=["GET"]),
         Route("/health", small.health, methods=["GET"]),
@@ -44,10 +49,15 @@ class Small:
         self._exposition = metrics.Exposition(service.engine)
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        adapters = [adapter_card(self._service, loaded) for loaded in self._service.engine.adapters.all()]
+        return json_response({"object": "list", "data": [self._card(), *adapters]})
 
     async def model(self, request: Request) -> Response:
-        self._service.check_model(request.path_params["model"])
+        name = request.path_params["model"]
+        loaded = self._service.engine.adapters.find(name)
+        if loaded is not None:
+            return json_response(adapter_card(self._service, loaded))
+        self._service.check_model(name)
         return json_response(self._card())
 
     async def tokenize(self, request: Request) -> Response:
@@ -73,20 +83,33 @@ class Small:
             return json_response({"prompt": text})
 
     async def cache_reset(self, request: Request) -> Response:
-        schema.check_query(request.query_params, tier=("device", "all"))
-        num_evicted = await self._service.reset_cache()
-        return json_response({"tier": request.query_params.get("tier", "all"), "evicted_blocks": num_evicted})
+        present = self._service.engine.tiers
+        schema.check_query(request.query_params, tier=(*present, "all"))
+        tier = request.query_params.get("tier", "all")
+        evicted = await self._service.reset_cache(present if tier == "all" else (tier,))
+        return json_response({"tier": tier, "evicted_blocks": sum(evicted.values()), "by_tier": evicted})
+
+    async def cache_flush(self, request: Request) -> Response:
+        """Answers when what was computed before is saved as far as asked for."""
+        schema.check_query(request.query_params, level=("captured", "visible", "persisted"))
+        level = request.query_params.get("level", "visible")
+        if level == "persisted":
+            raise InvalidRequest("no tier of this server outlives it: nothing can be flushed to level persisted", "level")
+        await self._service.flush_cache("captured" if level == "captured" else "visible")
+        return json_response({"level": level})
 
     async def cache_stats(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         stats = self._service.engine.stats()
-        device = {"total": sum(stats.kv_blocks.values()), **stats.kv_blocks}
-        content = {
-            "kv_blocks": {"device": device},
+        content: dict[str, Any] = {
+            "kv_blocks": {tier: {"total": sum(states.values()), **states} for tier, states in stats.kv_blocks.items()},
             "cache": stats.cache,
             "prompt_tokens": stats.prompt_tokens,
             "retractions": stats.retractions,
         }
+        if stats.traffic is not None:
+            by_route = {f"{source} to {dest}": count for (source, dest), count in stats.traffic.bytes.items()}
+            content["traffic"] = {"bytes": by_route, "skipped_saves": stats.traffic.skipped, "leases_open": stats.traffic.leases_open}
         return json_response(content)
 
     async def health(self, request: Request) -> Response:
@@ -113,6 +136,8 @@ class Small:
             "object": "model",
             "created": self._service.created,
             "owned_by": "penstock",
+            "root": engine.name,
+            "parent": None,
             "max_model_len": engine.max_model_len,
         }
 

@@ -209,6 +209,15 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[TokenId]
 
 
+class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+
+
 def nth_seed(seed: int | None, i: int) -> int | None:
     """The seed of choice `i`; past the largest one it goes on from the smallest."""
     if seed is None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from penstock.config import ServerConfig
-from penstock.contract import FinishReason
+from penstock.contract import Adapter, FinishReason
 from penstock.errors import EngineClosed, Overloaded
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.stream import Bridge, Reading
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
+    from penstock.engine.engine import Engine, FlushLevel
     from penstock.engine.loop import EngineLoop
 
 logger = logging.getLogger("penstock.server")
@@ -31,6 +33,7 @@ INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a th
 NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
 NUM_SIDE = 32  # tokenise and detokenise calls in progress
 RESET_TIMEOUT_S = 30.0
+FLUSH_TIMEOUT_S = 60.0
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
 
 T = TypeVar("T")
@@ -48,7 +51,8 @@ class Service:
         self.side = Gate(NUM_SIDE, "tokenize calls")
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._bridge: Bridge | None = None
-        self._reset: asyncio.Future[int] | None = None
+        self._reset: asyncio.Future[dict[str, int]] | None = None
+        self._flush: asyncio.Future[None] | None = None
         self._stop: asyncio.Future[None] | None = None
         self._stop_by_s = 0.0  # monotonic; when closing has taken too long
 
@@ -111,9 +115,23 @@ class Service:
         return Reading(self.engine, self._bridge, self.generations.take(1))
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.engine.name:
-            message = f"there is no model {name!r} here; this server has {self.engine.name!r}"
-            raise Refused(404, message, param="model", code="model_not_found")
+        """Refuses a name that is neither the model's nor an adapter's."""
+        if name is not None and name != self.engine.name and self.engine.adapters.find(name) is None:
+            raise self._no_model(name)
+
+    def hold_model(self, name: str) -> AbstractContextManager[Adapter | None]:
+        """The adapter that has the name now, or None for the model itself. While it is held, its content can still be submitted to,
+        whatever becomes of the name."""
+        if name == self.engine.name:
+            return contextlib.nullcontext()
+        hold = self.engine.adapters.try_hold(name)
+        if hold is None:
+            raise self._no_model(name)
+        return hold
+
+    def _no_model(self, name: str) -> Refused:
+        message = f"there is no model {name!r} here; this server has {self.engine.name!r} (GET /v1/models lists its adapters)"
+        return Refused(404, message, param="model", code="model_not_found")
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
         """Run `work`, which grows with `num_bytes`. A hang-up while it waits for a thread undoes it; once it runs, it ends first."""
@@ -121,15 +139,25 @@ class Service:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
 
-    async def reset_cache(self) -> int:
-        """Evict idle blocks on the device. One at a time: each waits for the engine loop to come round."""
+    async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
+        """Evict idle blocks. One at a time: each waits for the engine loop to come round."""
         if self._reset is not None and not self._reset.done():
             raise Overloaded("a cache reset is in progress")
-        self._reset = _in_thread(self.engine.reset_cache, "penstock-reset")
+        self._reset = _in_thread(lambda: self.engine.reset_cache(tiers), "penstock-reset")
         done, _ = await asyncio.wait([self._reset], timeout=RESET_TIMEOUT_S)
         if not done:
             raise EngineClosed("the engine loop did not come round to reset the cache")
         return self._reset.result()
+
+    async def flush_cache(self, level: FlushLevel) -> None:
+        """One at a time, like a reset."""
+        if self._flush is not None and not self._flush.done():
+            raise Overloaded("a cache flush is in progress")
+        self._flush = _in_thread(lambda: self.engine.wait_flushed(level, FLUSH_TIMEOUT_S), "penstock-flush")
+        await asyncio.wait([self._flush], timeout=FLUSH_TIMEOUT_S + CLOSE_GRACE_S)
+        if not self._flush.done():
+            raise EngineClosed("the engine loop did not come round to flush the cache")
+        self._flush.result()
 
 
 def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:

@@ -18,7 +18,7 @@ from uuid import uuid4
 import anyio
 from starlette.types import Receive
 
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
 from penstock.server.faults import Hangup
 from penstock.server.limits import Seats
 
@@ -80,7 +80,7 @@ class Reading:
     def widen(self, num: int) -> None:
         self._seats.widen(num)
 
-    def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str) -> None:
+    def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str, adapter: Adapter | None = None) -> None:
         """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end, if not before."""
         if self._abandoned:
             raise Hangup
@@ -88,7 +88,7 @@ class Reading:
         self._live[index] = request_id
         listener = partial(self._bridge.post, self, index)
         try:
-            self._engine.submit(prompt, sampling, listener, cache_salt=cache_salt, request_id=request_id)
+            self._engine.submit(prompt, sampling, listener, cache_salt=cache_salt, request_id=request_id, adapter=adapter)
         except BaseException:
             self._live.pop(index, None)
             raise

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.layers import split_norm_rotate
-from penstock.models.model import Model, ModelConfig
+from penstock.models.model import Model, ModelConfig, Updates
 
 
 class ContiguousKv:
@@ -45,13 +45,13 @@ class ContiguousKv:
 
 
 @torch.inference_mode()
-def forward(model: Model, kv: ContiguousKv, tokens: Sequence[int]) -> Tensor:
+def forward(model: Model, kv: ContiguousKv, tokens: Sequence[int], lora: Updates | None = None) -> Tensor:
     """One step of `tokens` behind what `kv` holds; logits of all of them, [T, vocab]."""
     positions = torch.arange(kv.num_tokens, kv.num_tokens + len(tokens), dtype=torch.int32, device=model.device)
     kv.begin(positions)
     hidden, residual = model.embed(torch.tensor(tokens, dtype=torch.int32, device=model.device)), None
     for index in range(model.config.num_layers):
-        hidden, residual = model.layer(index, hidden, residual, kv)
+        hidden, residual = model.layer(index, hidden, residual, kv, lora)
     assert residual is not None
     return model.head(hidden, residual)
 

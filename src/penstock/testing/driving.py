@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
+from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.engine import Engine
+from penstock.models.dimensions import BUILT_IN
 
 
-def tiny_config(model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, **engine: Any) -> Config:
-    """Random weights, a small arena, float32: for exactness, not for speed. `prefix_cache` and `block_tokens` go to the KV side."""
+def tiny_config(model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, host_blocks: int = 0, **engine: Any) -> Config:
+    """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind the device. `prefix_cache` and
+    `block_tokens` go to the KV side."""
     kv = {name: engine.pop(name) for name in ("prefix_cache", "block_tokens") if name in engine}
+    offload = {name: engine.pop(name) for name in ("eviction", "lease_s", "load_deadline_s") if name in engine}
+    host_gib = (host_blocks + 0.5) * block_bytes(model, kv.get("block_tokens", 16)) / GIB if host_blocks else None
     return Config(
         source=ModelSource(model=model, load_format="dummy", device=device, dtype="float32"),  # type: ignore[arg-type]
         kv=KvConfig(device_blocks=blocks, **kv),
         engine=EngineConfig(**{"max_batch": 16, "prefill_chunk": 64, **engine}),
+        offload=OffloadConfig(enabled=host_blocks > 0, host_gib=host_gib, **offload),
     )
+
+
+def block_bytes(model: str, block_tokens: int) -> int:
+    """Of a built-in model, in float32."""
+    dims = BUILT_IN[model]
+    return 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * block_tokens * 4
+
+
+_WAIT_S = 1.0  # at most, for a transfer or another thread
 
 
 @dataclass(slots=True)
@@ -53,11 +68,11 @@ class Collected:
         return next((event.prompt_logprobs for event in self.events if event.prompt_logprobs is not None), None)
 
 
-def submit(engine: Engine, prompt: Sequence[int], *, salt: str = "", **sampling: Any) -> Collected:
+def submit(engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any) -> Collected:
     """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise."""
     collected = Collected()
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
-    collected.request_id = engine.submit(prompt, params, collected.events.append, cache_salt=salt)
+    collected.request_id = engine.submit(prompt, params, collected.events.append, cache_salt=salt, adapter=adapter)
     return collected
 
 
@@ -66,11 +81,22 @@ def run_all(engine: Engine, max_steps: int = 10_000) -> int:
     for turn in range(max_steps):
         if not engine.has_work():
             return turn
-        engine.step()
+        if not engine.step():
+            engine.wait_work(_WAIT_S)
     raise AssertionError(f"the engine still has work after {max_steps} turns")
 
 
-def generate(engine: Engine, prompt: Sequence[int], *, salt: str = "", **sampling: Any) -> Collected:
-    collected = submit(engine, prompt, salt=salt, **sampling)
+def settle_all(engine: Engine, timeout_s: float = 30.0) -> None:
+    """Until nothing is on its way between tiers."""
+    deadline_s = time.monotonic() + timeout_s
+    while engine.is_transferring():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"transfers are still in flight after {timeout_s} s")
+        if not engine.step():
+            engine.wait_work(_WAIT_S)
+
+
+def generate(engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any) -> Collected:
+    collected = submit(engine, prompt, salt=salt, adapter=adapter, **sampling)
     run_all(engine)
     return collected

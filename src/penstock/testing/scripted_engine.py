@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract import FinishReason, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
-from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats, Histogram
+from penstock.contract import Adapter, FinishReason, Histogram, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
+from penstock.engine.adapters import AdapterStore
+from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
 from penstock.errors import EngineClosed, InvalidRequest
+from penstock.models.adapters import AdapterFiles
+from penstock.models.lora import AdapterWeights
 from penstock.models.tokenizer import ByteTokenizer
 
 Script = Callable[[Sequence[int], SamplingParams], Iterable["int | BaseException"]]
@@ -50,7 +53,7 @@ class _Open:
     id: str
     prompt: Sequence[int]
     sampling: SamplingParams
-    cache_salt: str
+    scope: tuple[str, str]  # salt, and content of the adapter
     listener: Listener
     tokens: Iterator[int | BaseException]
     num_generated: int = 0
@@ -69,24 +72,40 @@ class ScriptedEngine:
     `pace_s` is what a step takes at least; a real one leaves the interpreter to others for as long as the device works.
     """
 
-    def __init__(self, script: Script = words, max_model_len: int = 100_000, name: str = "scripted", pace_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        script: Script = words,
+        max_model_len: int = 100_000,
+        name: str = "scripted",
+        pace_s: float = 0.0,
+        adapters: AdapterStore | None = None,
+    ) -> None:
         self.name = name
+        self.adapters = adapters or AdapterStore(name, lambda directory: AdapterFiles("", AdapterWeights(())))
         self.tokenizer = ScriptedTokenizer()
         self.max_model_len = max_model_len
         self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
+        self.adapted: list[Adapter | None] = []  # by what was submitted
         self._script = script
         self._pace_s = pace_s
         self._lock = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._permits: int | None = None  # None: not held
         self._closed = False
-        self._seen: set[tuple[str, tuple[int, ...]]] = set()  # prompts in the cache, by salt
+        self._seen: set[tuple[tuple[str, str], tuple[int, ...]]] = set()  # prompts in the cache, by salt and adapter content
         self._counts = Counter(device=0, computed=0)  # tokens by source, and what was generated in how many steps
 
     # ---- what the server calls
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *, cache_salt: str = "", request_id: str | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        listener: Listener,
+        *,
+        cache_salt: str = "",
+        request_id: str | None = None,
+        adapter: Adapter | None = None,
     ) -> str:
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -96,9 +115,13 @@ class ScriptedEngine:
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
+            if adapter is not None:
+                listener = self.adapters.hold(adapter).until_finished(listener)
             request_id = request_id or f"request-{len(self.submitted)}"
             self.submitted.append((prompt, sampling, cache_salt))
-            self._open[request_id] = _Open(request_id, prompt, sampling, cache_salt, listener, iter(tokens))
+            self.adapted.append(adapter)
+            scope = (cache_salt, "" if adapter is None else adapter.digest)
+            self._open[request_id] = _Open(request_id, prompt, sampling, scope, listener, iter(tokens))
             self._lock.notify_all()
         return request_id
 
@@ -114,23 +137,33 @@ class ScriptedEngine:
             active = sum(-(-len(request.prompt) // BLOCK_TOKENS) for request in self._open.values())
             return EngineStats(
                 requests={"waiting": len(self._open) - running, "running": running},
-                prompt_tokens={source: self._counts[source] for source in ("device", "computed")},
+                prompt_tokens={source: self._counts[source] for source in ("device", "host", "ssd", "remote", "computed")},
                 generated_tokens=self._counts["generated"],
-                kv_blocks={"free": NUM_BLOCKS - active, "active": active},
+                kv_blocks={"device": {"free": NUM_BLOCKS - active, "active": active}},
                 retractions=0,
                 blocked_s={"result": 0.5},
                 ttft=Histogram(TTFT_BOUNDS_S, [1] * (len(TTFT_BOUNDS_S) + 1), 42.0),
                 inter_token=Histogram(TTFT_BOUNDS_S),
                 steps=self._counts["steps"],
                 sanitizer={},
-                cache={"hits": 0, "misses": 0, "evictions": 0, "duplicate_seals": 0},
+                cache={"hits": 0, "misses": 0, "evictions": 0, "duplicate_seals": 0, "promoted": 0},
+                traffic=None,
+                resume=Histogram(TTFT_BOUNDS_S),
+                load_exposed_s=0.0,
             )
 
-    def reset_cache(self) -> int:
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return ("device",)
+
+    def reset_cache(self, tiers: Sequence[str] = ("device",)) -> dict[str, int]:
         with self._lock:
             num_blocks = sum(len(prompt) // BLOCK_TOKENS for _, prompt in self._seen)
             self._seen.clear()
-        return num_blocks
+        return {"device": num_blocks}
+
+    def wait_flushed(self, level: str, timeout_s: float) -> None:
+        """There is no colder tier: everything is where it will ever be."""
 
     # ---- what a test calls
 
@@ -198,7 +231,7 @@ class ScriptedEngine:
 
     def _first(self, request: _Open) -> dict[str, Any]:
         request.started = True
-        key = (request.cache_salt, tuple(request.prompt))
+        key = (request.scope, tuple(request.prompt))
         reusable = key in self._seen and request.sampling.prompt_logprobs is None
         num_cached = (len(request.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS if reusable else 0
         self._seen.add(key)

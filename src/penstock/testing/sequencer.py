@@ -1,29 +1,30 @@
 """Lanes whose interleaving is chosen, not left to chance: run one schedule, replay it, enumerate them, shrink a failing one. Owns time.
 
 A program is a function that gets a `Sequencer`, makes lanes of it and uses them as it would any lanes; it raises where something went
-wrong. Nothing runs on a thread. Whenever the program calls a lane or a fence, the sequencer decides whether the program goes on or some
-lane runs its next item first; when the program blocks, lanes run until it can go on. Work that itself submits is the program meanwhile.
+wrong. Whenever the program calls a lane or a fence, the sequencer decides whether the program goes on or somebody else does: a lane runs
+its next item, or a launcher, a lane whose work uses lanes, goes on from where it was left. When the program blocks, others run until it
+can go on. Only one of them runs at a time: launchers have threads, but they pass a baton.
 
-A schedule is the list of those decisions that differ from the default, which is: whoever ran last goes on as long as it can, then the
-program, then the lanes by name. So few entries mean few preemptions, and a schedule says all there is to say about a run.
+A schedule is the list of those decisions that differ from the default, which is: who was blocked and is no longer goes on, else whoever
+ran last, else the program, else the lanes by name. So few entries mean few preemptions, and a schedule says all there is to say.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.contract import Access, Fence
-from penstock.errors import InvariantBroken, LaneClosed
-from penstock.lanes.cpu import CpuReplay
-from penstock.lanes.lane import Op, Replay, Ticket
+from penstock.errors import InvariantBroken
 from penstock.observe import LaneObserver
+from penstock.testing.sequenced_lanes import Effects, SequencedLane
 
 HOST = "host"
+_PATIENCE_S = 60.0  # for whoever has the baton; longer means that it blocks on something that is no lane
 
 Schedule = Mapping[int, str]  # by number of the decision: who runs, where it is not the default
 Program = Callable[["Sequencer"], None]
@@ -33,229 +34,202 @@ class Deadlock(InvariantBroken):
     """The program waits for something, and no lane can run."""
 
 
+class _Abandoned(BaseException):
+    """The run is over; a launcher that was left half-way ends here."""
+
+
 class Decision(NamedTuple):
     chosen: str
     options: tuple[str, ...]
-
-
-class SequencedFence:
-    def __init__(self, lane: SequencedLane, number: int) -> None:
-        self._lane = lane
-        self.number = number
-
-    @property
-    def lane(self) -> str:
-        return self._lane.name
-
-    def passed(self) -> bool:
-        self._lane.sequencer.yield_to_lanes(f"looks at fence {self.number} of {self.lane}")
-        return self._lane.saw(self.number)
-
-    def wait_passed(self, timeout_s: float | None = None) -> None:
-        """Deadlines never come: there is no clock, and a wait that cannot end raises Deadlock."""
-        self._lane.sequencer.block(lambda: self._lane.num_finished >= self.number, f"waits for fence {self.number} of {self.lane}")
-        self._lane.saw(self.number)
-
-
-@dataclass(slots=True)
-class SequencedTicket:
-    lane: SequencedLane
-    number: int
-    label: str
-    failure: BaseException | None = None
-
-    def done(self) -> bool:
-        return SequencedFence(self.lane, self.number).passed()
-
-    def error(self) -> BaseException | None:
-        return self.failure
-
-    def wait_done(self, timeout_s: float | None = None) -> None:
-        SequencedFence(self.lane, self.number).wait_passed()
-        if self.failure is not None:
-            raise self.failure
-
-
-@dataclass(slots=True)
-class _Item:
-    ticket: SequencedTicket
-    op: Op | None = None
-    after: Ticket | None = None
-    fence: SequencedFence | None = None
-
-
-@dataclass(slots=True)
-class _Recording:
-    pending: CpuReplay
-    complete: bool = False
-
-    @property
-    def replay(self) -> CpuReplay:
-        if not self.complete:
-            raise InvariantBroken(f"capture {self.pending.label!r} is still open")
-        return self.pending
-
-
-class SequencedLane:
-    """A lane with the rules of `lanes.lane`, run by its sequencer."""
-
-    def __init__(self, name: str, sequencer: Sequencer, observer: LaneObserver | None) -> None:
-        self.name = name
-        self.sequencer = sequencer
-        self.num_finished = 0
-        self._observer = observer
-        self._queue: deque[_Item] = deque()
-        self._num_submitted = 0
-        self._recording: _Recording | None = None
-        self._running = False  # an item of this lane is being run, and may itself have let others run
-        self._closed = False
-
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
-        if self._recording is not None:
-            self._recording.pending.ops.append(op)
-            return SequencedTicket(self, 0, label)
-        ticket = self._next_ticket(label)
-        if self._observer is not None:
-            self._observer.submitted(self.name, ticket.number, label, accesses)
-        return self._put(_Item(ticket, op, after), f"submits {label!r} to {self.name}")
-
-    def record(self) -> Fence:
-        fence = SequencedFence(self, self._num_submitted)
-        if self._observer is not None:
-            self._observer.recorded(self.name, fence.number)
-        return fence
-
-    def wait(self, fence: Fence) -> None:
-        if not isinstance(fence, SequencedFence):
-            raise InvariantBroken(f"lane {self.name} cannot wait for {fence!r}: it is of another kind of lane")
-        if self._recording is not None:
-            if self._observer is not None:
-                self._observer.wait_ignored(self.name, fence.lane, fence.number)
-            return
-        if fence.lane == self.name:
-            return
-        if self._observer is not None:
-            self._observer.waited(self.name, fence.lane, fence.number)
-        self._put(_Item(self._next_ticket("wait"), fence=fence), f"lets {self.name} wait for fence {fence.number} of {fence.lane}")
-
-    @contextmanager
-    def capture(self, label: str) -> Iterator[_Recording]:
-        recording = self._recording = _Recording(CpuReplay(label))
-        try:
-            yield recording
-            recording.complete = True
-        finally:
-            self._recording = None
-
-    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
-        """One unit, as everywhere: nothing comes between its ops."""
-        ops = replay.ops if isinstance(replay, CpuReplay) else ()
-        return self.submit(lambda: [op() for op in ops], accesses, label=replay.label, after=after)
-
-    def drain(self, timeout_s: float | None = None) -> None:
-        self.record().wait_passed()
-
-    def close(self, timeout_s: float | None = None) -> None:
-        self.drain()
-        self._closed = True
-
-    # ------------------------------------------------------------------------------------------- for fences and sequencer
-
-    def saw(self, number: int) -> bool:
-        passed = self.num_finished >= number
-        if passed and self._observer is not None:
-            self._observer.host_waited(self.name, number, 0.0)
-        return passed
-
-    def can_run(self) -> bool:
-        if not self._queue or self._running:
-            return False
-        fence = self._queue[0].fence
-        return fence is None or fence._lane.num_finished >= fence.number
-
-    def run_next(self) -> str:
-        """Run the item at the head; returns what it was."""
-        item = self._queue.popleft()
-        error = item.after.error() if item.after is not None else None
-        self._running = True
-        if error is None and item.op is not None:
-            try:
-                item.op()
-            except Exception as raised:
-                error = raised
-        self._running = False
-        item.ticket.failure = error
-        self.num_finished += 1
-        if self._observer is not None and item.op is not None:
-            self._observer.finished(self.name, item.ticket.number, error)
-        return item.ticket.label
-
-    def _next_ticket(self, label: str) -> SequencedTicket:
-        if self._closed:
-            raise LaneClosed(f"lane {self.name} is closed; {label!r} was not submitted")
-        self._num_submitted += 1
-        return SequencedTicket(self, self._num_submitted, label)
-
-    def _put(self, item: _Item, what: str) -> SequencedTicket:
-        self._queue.append(item)
-        self.sequencer.yield_to_lanes(what)
-        return item.ticket
+    effects: Effects  # of what the chosen one did, up to the next decision
 
 
 class Sequencer:
-    """Decides who runs. With `rng` decisions are random and `schedule` says afterwards which they were."""
+    """Decides who runs. With `rng` decisions are random and `schedule` says afterwards which they were. Closed after use, if it has
+    launchers: their threads end."""
 
     def __init__(self, schedule: Schedule | None = None, rng: random.Random | None = None, observer: LaneObserver | None = None) -> None:
         self.schedule: dict[int, str] = {}  # as taken
         self.decisions: list[Decision] = []
         self.trace: list[str] = []
+        self.effects = Effects()
+        self.num_finished = 0
         self._wanted = dict(schedule or {})
         self._rng = rng
         self._observer = observer
         self._lanes: dict[str, SequencedLane] = {}
-        self._last = HOST
+        self._stage = _Stage()
+
+    # -------------------------------------------------------------------------------------------------------- for programs
 
     def lane(self, name: str) -> SequencedLane:
-        if name == HOST or name in self._lanes:
-            raise InvariantBroken(f"there is a {name!r} already")
-        self._lanes[name] = SequencedLane(name, self, self._observer)
-        return self._lanes[name]
+        """A lane whose work uses no lanes: each item runs at once."""
+        return self._add(name, is_launcher=False)
 
-    def yield_to_lanes(self, what: str) -> None:
-        """The program has done something, and lanes may run before it does the next."""
-        self.trace.append(f"{HOST}: {what}")
-        while (actor := self._decide(host_can_run=True)) != HOST:
-            self._run(actor)
+    def launcher(self, name: str) -> SequencedLane:
+        """A lane whose work submits to others, waits or looks, as the program does."""
+        return self._add(name, is_launcher=True)
 
-    def block(self, until: Callable[[], bool], what: str) -> None:
-        """The program cannot go on before `until`."""
-        self.trace.append(f"{HOST}: {what}")
-        while not until():
-            self._run(self._decide(host_can_run=False))
+    def watch(self, observer: LaneObserver) -> None:
+        """`observer` listens to the lanes that are made from now on."""
+        self._observer = observer
 
     def run_all(self) -> None:
         """Let every lane run dry."""
-        while any(lane.can_run() for lane in self._lanes.values()):
-            self._run(self._decide(host_can_run=False))
+        self.pause("lets all lanes run dry", lambda: not self._able(but=HOST))
+        for name, lane in self._lanes.items():
+            self.effects.after.update((name, number + 1) for number in range(lane.num_finished))
 
-    def _run(self, actor: str) -> None:
-        self.trace.append(f"{actor}: {self._lanes[actor].run_next()}")
+    def close(self) -> None:
+        """End the launchers' threads, wherever they are."""
+        self._stage.close()
 
-    def _decide(self, host_can_run: bool) -> str:
-        lanes = sorted(name for name, lane in self._lanes.items() if lane.can_run())
-        options = ((HOST,) if host_can_run else ()) + tuple(lanes)
+    # ----------------------------------------------------------------------------------------------------------- for lanes
+
+    def act(self, what: str) -> None:
+        self.trace.append(f"{self._stage.acting}: {what}")
+
+    def pause(self, what: str, until: Callable[[], bool] | None = None) -> None:
+        stage = self._stage
+        if stage.inline is not None:
+            raise stage.give_up(InvariantBroken(f"work on lane {stage.inline} {what}: make that lane with Sequencer.launcher"))
+        me = stage.acting
+        self.act(what)
+        stage.until[me] = until
+        self._let_go_on(me)
+        del stage.until[me]
+
+    # ----------------------------------------------------------------------------------------------------------- decisions
+
+    def _let_go_on(self, me: str) -> None:
+        """Run whoever is chosen, until it is `me`."""
+        stage = self._stage
+        while (chosen := self._decide(me)) != me:
+            lane = self._lanes.get(chosen)
+            if lane is None or lane.is_launcher:
+                stage.hand_to(chosen, me, None if lane is None else self._drive)
+                return
+            stage.acting = stage.inline = chosen
+            try:
+                lane.run_next()
+            finally:
+                stage.acting, stage.inline = me, None
+            stage.raise_failure()
+
+    def _drive(self, name: str) -> None:
+        """The thread of a launcher: an item whenever it is chosen."""
+        while True:
+            self._lanes[name].run_next()
+            self._let_go_on(name)
+
+    def _able(self, but: str = "") -> list[str]:
+        """Who can go on, or begin its next item; the program first."""
+        until = self._stage.until
+        names = [HOST, *sorted(self._lanes)]
+        return [
+            name
+            for name in names
+            if name != but and ((name in until and _holds(until[name])) or (name in self._lanes and self._lanes[name].can_begin()))
+        ]
+
+    def _decide(self, me: str) -> str:
+        stage = self._stage
+        options = tuple(self._able())
         if not options:
-            raise Deadlock("the program waits, and no lane can run:\n" + "\n".join(self.trace[-20:]))
-        default = self._last if self._last in options else options[0]
-        number = len(self.decisions)
-        chosen = self._rng.choice(options) if self._rng is not None else self._wanted.get(number, default)
-        if chosen not in options:
-            chosen = default  # a schedule of another program, or one that shrinking has cut
+            raise stage.give_up(Deadlock("the program waits, and no lane can run:\n" + "\n".join(self.trace[-20:])), me)
+        woken = [name for name in options if name in stage.blocked]
+        stage.blocked = {name for name, until in stage.until.items() if not _holds(until)}
+        default = woken[0] if woken else stage.last if stage.last in options else options[0]
+        chosen = self._choose(len(self.decisions), options, default)
         if chosen != default:
-            self.schedule[number] = chosen
-        self.decisions.append(Decision(chosen, options))
-        self._last = chosen
+            self.schedule[len(self.decisions)] = chosen
+        begun = self._lanes.get(chosen)
+        self.effects = Effects(accesses=begun.accesses or () if begun is not None else ())
+        self.decisions.append(Decision(chosen, options, self.effects))
+        stage.last = chosen
         return chosen
+
+    def _choose(self, number: int, options: tuple[str, ...], default: str) -> str:
+        if self._rng is not None:
+            return self._rng.choice(options)
+        wanted = self._wanted.get(number, default)
+        return wanted if wanted in options else default  # a schedule of another program, or one that shrinking has cut
+
+    def _add(self, name: str, is_launcher: bool) -> SequencedLane:
+        if name == HOST or name in self._lanes:
+            raise InvariantBroken(f"there is a {name!r} already")
+        self._lanes[name] = SequencedLane(name, self, self._observer, is_launcher)
+        return self._lanes[name]
+
+
+def _holds(until: Callable[[], bool] | None) -> bool:
+    return until is None or until()
+
+
+class _Stage:
+    """Who acts, who waits, and the baton. Launchers have threads, of which one at a time is awake."""
+
+    def __init__(self) -> None:
+        self.acting = HOST
+        self.inline: str | None = None  # the plain lane whose item runs right now, on the thread of whoever let it
+        self.last = HOST
+        self.until: dict[str, Callable[[], bool] | None] = {}  # of those who stand at a call: until when they are blocked
+        self.blocked: set[str] = set()  # at the last decision
+        self._failure: BaseException | None = None  # why the run cannot go on; raised on the program's thread
+        self._batons: dict[str, threading.Semaphore] = {HOST: threading.Semaphore(0)}
+        self._threads: list[threading.Thread] = []
+        self._is_over = False
+
+    def hand_to(self, chosen: str, me: str, drive: Callable[[str], None] | None) -> None:
+        """`chosen` goes on, its thread made where it has none; `me` stands until somebody hands back."""
+        self.acting = chosen
+        if chosen not in self._batons and drive is not None:
+            self._batons[chosen] = threading.Semaphore(0)
+            thread = threading.Thread(target=self._drive, args=(chosen, drive), name=f"sequenced-{chosen}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        else:
+            self._batons[chosen].release()
+        if not self._batons[me].acquire(timeout=_PATIENCE_S):
+            raise Deadlock(f"{self.acting} has not come back: it blocks on something that is no lane, a lock that another one holds?")
+        if self._is_over:
+            raise _Abandoned
+        if me == HOST:
+            self.raise_failure()
+
+    def give_up(self, error: BaseException, me: str | None = None) -> BaseException:
+        """The run cannot go on. Returns what the caller raises; the program gets `error`."""
+        if me == HOST:
+            return error
+        self._failure = self._failure or error
+        if me is not None:  # a launcher had the baton, and hands it on for the last time
+            self.acting = HOST
+            self._batons[HOST].release()
+            self._batons[me].acquire()
+        return _Abandoned() if me is not None else error
+
+    def raise_failure(self) -> None:
+        if self._failure is not None and self.acting == HOST:
+            raise self._failure
+
+    def close(self) -> None:
+        self._is_over = True
+        for name, baton in self._batons.items():
+            if name != HOST:
+                baton.release()
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+
+    def _drive(self, name: str, drive: Callable[[str], None]) -> None:
+        try:
+            drive(name)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            if not self._is_over:
+                self._failure = error
+                self.acting = HOST
+                self._batons[HOST].release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +247,16 @@ class Failure:
 
 def run(program: Program, schedule: Schedule | None = None, rng: random.Random | None = None) -> tuple[Sequencer, Failure | None]:
     """One run. Lanes that still have work when the program returns run dry first."""
-    sequencer = Sequencer(schedule, rng)
-    try:
-        program(sequencer)
-        sequencer.run_all()
-    except Exception as error:
-        return sequencer, Failure(dict(sequencer.schedule), error, sequencer.trace)
+    return run_on(Sequencer(schedule, rng), program)
+
+
+def run_on(sequencer: Sequencer, program: Program) -> tuple[Sequencer, Failure | None]:
+    with closing(sequencer):
+        try:
+            program(sequencer)
+            sequencer.run_all()
+        except Exception as error:
+            return sequencer, Failure(dict(sequencer.schedule), error, sequencer.trace)
     return sequencer, None
 
 

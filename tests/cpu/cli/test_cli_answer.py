@@ -63,7 +63,7 @@ class _Failing:
 
     tokenizer = ByteTokenizer(256)
 
-    def submit(self, prompt, sampling, listener):
+    def submit(self, prompt, sampling, listener, adapter=None):
         listener(TokenEvent("r", tokens=(65,), source=KvSource(computed=len(prompt))))
         listener(TokenEvent("r", finish=FinishReason.ERROR, error="the step broke"))
         return "r"

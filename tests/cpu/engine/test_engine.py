@@ -25,7 +25,9 @@ def check_at_rest(engine: Engine) -> None:
     engine._parts.cache.check()
     stats = engine.stats()
     assert sum(stats.requests.values()) == 0
-    assert stats.kv_blocks["active"] == stats.kv_blocks["pinned"] == stats.kv_blocks["reserved"] == 0
+    for states in stats.kv_blocks.values():
+        assert states["active"] == states["pinned"] == states["reserved"] == 0
+    assert stats.traffic is None or stats.traffic.leases_open == 0
 
 
 @pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])

@@ -78,7 +78,7 @@ def test_strict_stops_the_engine_and_the_findings_are_counted_and_written(
     file = tmp_path / "found.json"
     engine = build(dataclasses.replace(tiny_config(), sanitize=SanitizeConfig("strict", str(file))))
     assert json.loads(file.read_text()) == []
-    assert engine.stats().sanitizer == {"race": 0, "lifetime": 0, "accounting": 0}
+    assert engine.stats().sanitizer == {"race": 0, "lifetime": 0, "accounting": 0, "stall": 0}
     found = submit(engine, prompts(40))
     engine._inbox.run_all()
     lose_the_table(engine, found.request_id, monkeypatch)

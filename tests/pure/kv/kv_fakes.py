@@ -45,12 +45,23 @@ class Heard:
 
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []
+        self.handed_over: list[tuple[object, ...]] = []
+        self.left: tuple[str, ...] | None = None  # by a close
 
     def opened(self, pool: str, num_slots: int) -> None:
         self.num_slots = num_slots
 
     def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
         self.events.append(("moved", tuple(slots), old, new, owner))
+
+    def lent(self, pool: str, slots: Sequence[int], owner: str) -> None:
+        self.handed_over.append(("lent", tuple(slots), owner))
+
+    def returned(self, pool: str, slots: Sequence[int], owner: str, fence: object) -> None:
+        self.handed_over.append(("returned", tuple(slots), owner, fence))
+
+    def closed(self, pool: str, left: Sequence[str]) -> None:
+        self.left = tuple(left)
 
     def sealed(self, pool: str, slot: int, key: bytes) -> None:
         self.events.append(("sealed", slot, key))

@@ -26,6 +26,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
+        self.starts: list[tuple[str, int, int]] = []  # not among the events: a CUDA lane has nothing to say about it
 
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         self.events.append(("submitted", lane, label, tuple(accesses)))
@@ -41,6 +42,9 @@ class Heard:
 
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
         self.events.append(("host_waited", on_lane, fence))
+
+    def started(self, lane: str, ticket: int) -> None:
+        self.starts.append((lane, ticket, threading.get_ident()))
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
         self.events.append(("finished", lane, type(error).__name__))

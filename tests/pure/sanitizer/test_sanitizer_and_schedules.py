@@ -13,7 +13,7 @@ from penstock.contract import Access, Mode
 from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.testing.sequencer import HOST, Sequencer, run
+from penstock.testing.sequencer import Sequencer, run
 
 LANES = ("a", "b", "c")
 
@@ -73,10 +73,12 @@ class Delaying(Sequencer):
         super().__init__()
         self._held = (lane, label)
 
-    def _decide(self, host_can_run: bool) -> str:
-        ready = sorted(name for name, lane in self._lanes.items() if lane.can_run())
-        free = [name for name in ready if (name, self._lanes[name]._queue[0].ticket.label) != self._held]
-        return (HOST if host_can_run else None) or next(iter(free or ready))
+    def _choose(self, number: int, options: tuple[str, ...], default: str) -> str:
+        lanes = self._lanes
+        others = [
+            name for name in options if name not in lanes or lanes[name].accesses is not None or (name, lanes[name].head) != self._held
+        ]
+        return (others or options)[0]
 
 
 def can_be_reversed(program: list[Instruction], first: int, second: int) -> bool:

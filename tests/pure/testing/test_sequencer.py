@@ -39,7 +39,7 @@ def flush_of_a_pending_save(covers_submitted: bool) -> object:
     """A save is handed to a background lane, which launches its gather later; a flush then frees the page, and it is written anew."""
 
     def program(sequencer: Sequencer) -> None:
-        background, copies, compute = sequencer.lane("background"), sequencer.lane("copies"), sequencer.lane("compute")
+        background, copies, compute = sequencer.launcher("background"), sequencer.lane("copies"), sequencer.lane("compute")
         page, saved, launched = ["mine"], [], []
 
         def gather() -> None:
@@ -164,7 +164,7 @@ def test_the_sanitizer_needs_no_bad_luck_to_see_what_exploration_finds() -> None
 
 def test_a_lane_does_not_begin_its_next_item_while_one_is_running() -> None:
     def program(sequencer: Sequencer) -> None:
-        a, b = sequencer.lane("a"), sequencer.lane("b")
+        a, b = sequencer.launcher("a"), sequencer.lane("b")
         seen: list[str] = []
 
         def outer() -> None:

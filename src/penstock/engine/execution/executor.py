@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import Access, Mode, StepPlan
+from penstock.contract import Access, Adapter, Mode, StepPlan
+from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packed, Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.outcome import Outputs, RunningStep
@@ -18,6 +19,7 @@ from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_c
 from penstock.engine.execution.sampler import SampleOutput, Sampler, token_logprobs
 from penstock.engine.execution.staging import StagingRing, to_host
 from penstock.lanes.lane import Lane, Op, Ticket
+from penstock.models.lora import AdapterWeights, LoraRuns, lora_runs
 
 _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
 
@@ -54,8 +56,17 @@ class _Chain:
 class Executor:
     """One model on one compute lane. Called from the engine thread; only `RunningStep.wait_result` blocks."""
 
-    def __init__(self, forward: Forward, sampler: Sampler, lane: Lane, limits: StepLimits, buckets: Sequence[Shape]) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: Sampler,
+        lane: Lane,
+        limits: StepLimits,
+        buckets: Sequence[Shape],
+        weights_of: Callable[[Adapter], AdapterWeights],
+    ) -> None:
         device = forward.model.device
+        self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
         self._lane = lane
@@ -85,15 +96,17 @@ class Executor:
             self._rows.start(start)
             if needs_counts(start.request.sampling):
                 chain.submit(lambda start=start: self._sampler.start(start), "start")  # type: ignore[misc]
-        bucket = self._bucket_for(plan)
+        arriving = Arriving(plan.loads)
+        lora = lora_runs(plan.chunks, self._weights_of)
+        bucket = None if arriving.overlaps or lora is not None else self._bucket_for(plan)
         host, array = self._staging.next()
         packed = self._packer.pack(plan.chunks, bucket, array)
         sample_plan, num_ints = self._plan_sampling(packed, array)
-        outputs = Outputs()
+        outputs = Outputs(lora=lora)
         if bucket is not None:
-            flow, device_ints = self._replay(chain, bucket, packed, host[:num_ints])
+            flow, device_ints = self._replay(chain, arriving, bucket, packed, host[:num_ints])
         else:
-            flow, device_ints = self._run_eagerly(chain, packed, host[:num_ints])
+            flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], lora)
             self._submit_prompt_logprobs(chain, plan, flow, outputs)
         tokens = self._results.next()[0][: packed.shape.num_samples]
         if packed.shape.num_samples:
@@ -116,8 +129,10 @@ class Executor:
         arena = self._limits.arena
         return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
 
-    def _run_eagerly(self, chain: _Chain, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
-        flow = Flow()
+    def _run_eagerly(
+        self, chain: _Chain, arriving: Arriving, packed: Packed, host: Tensor, lora: LoraRuns | None
+    ) -> tuple[Flow, Callable[[], Tensor]]:
+        flow = Flow(lora=lora)
         landed: list[Tensor] = []
 
         def upload() -> None:
@@ -127,13 +142,19 @@ class Executor:
 
         chain.submit(upload, "upload")
         for op, layers, label in self._forward.ops(flow):
+            self._wait_for(arriving, chain, layers[1])
             chain.submit(op, label, self._accesses(packed, layers) if layers[1] > layers[0] else ())
         return flow, lambda: landed[0]
 
-    def _replay(self, chain: _Chain, bucket: Shape, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
+    def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:
+        if arriving.wait_on(self._lane, end):
+            chain.submit(arriving.check, "arrived")
+
+    def _replay(self, chain: _Chain, arriving: Arriving, bucket: Shape, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
         captured = self._replays.get(bucket)
         inputs = self._replays.inputs
         chain.submit(lambda: inputs[: len(host)].copy_(host, non_blocking=True), "upload")
+        self._wait_for(arriving, chain, self._forward.model.config.num_layers)  # no wait is kept inside a replay
         accesses = self._accesses(packed, (0, self._forward.model.config.num_layers))
         chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
         return captured.flow, lambda: inputs

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import StepInputs
 from penstock.lanes.lane import Op
+from penstock.models.lora import LoraRuns
 from penstock.models.model import Model
 
 
@@ -39,6 +40,7 @@ class Flow:
     hidden: Tensor | None = None
     residual: Tensor | None = None
     logits: Tensor | None = None  # [S, vocab], None where the step samples nothing
+    lora: LoraRuns | None = None  # None: no token of the step has an adapter
 
     def bound_inputs(self) -> StepInputs:
         assert self.inputs is not None, "a step's ops ran before its upload"
@@ -80,7 +82,7 @@ class Forward:
         def layer() -> None:
             assert flow.hidden is not None
             kv = BoundKv(self._attention, flow.bound_inputs())
-            flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv)
+            flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
         return layer
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from penstock.contract import Chunk, Fence, Sampled, StepResult, TokenLogprob
 from penstock.engine.execution.sampler import SampleOutput
 from penstock.lanes.lane import Ticket
+from penstock.models.lora import LoraRuns
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class Outputs:
 
     sampled: SampleOutput | None = None
     prompts: list[tuple[str, SampleOutput]] = field(default_factory=list)
+    lora: LoraRuns | None = None  # only kept: the device may still read weights that everybody else has let go
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from penstock.contract import FinishReason, Prefix, Request, Table, TokenLogprob
+from penstock.contract import FinishReason, Lease, Load, Prefix, Request, Table, TokenLogprob
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
 class State(enum.Enum):
-    WAITING = "waiting"  # holds nothing yet
+    WAITING = "waiting"  # holds nothing yet, but for a lease
+    LOADING = "loading"  # has a row, a table and the promise of its blocks; some of its KV is on its way
     RUNNING = "running"  # has a row and a table
     RETRACTED = "retracted"  # gave both up under pressure; will run again
     ENDED = "ended"
 
 
 _LEGAL = {
-    State.WAITING: {State.RUNNING, State.ENDED},
+    State.WAITING: {State.LOADING, State.RUNNING, State.ENDED},
+    State.LOADING: {State.RUNNING, State.WAITING, State.RETRACTED, State.ENDED},
     State.RUNNING: {State.RETRACTED, State.ENDED},
-    State.RETRACTED: {State.RUNNING, State.ENDED},
+    State.RETRACTED: {State.LOADING, State.RUNNING, State.ENDED},
     State.ENDED: set(),
 }
 
@@ -41,6 +43,11 @@ class Track:
     num_in_flight: int = 0  # tokens being sampled, not yet known
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
     num_device: int = 0  # prompt tokens found in device memory when it first ran
+    num_host: int = 0  # prompt tokens promoted from host memory when it first ran
+    num_resident: int = 0  # tokens whose KV was on the device when its table was opened
+    lease: Lease | None = None  # what colder tiers keep for it until it is admitted
+    load: Load | None = None  # what is on its way into its table, until a step has taken it up
+    computes: bool = False  # colder tiers have failed it once: it relies on them no more
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1
     table: Table | None = None
@@ -74,6 +81,12 @@ class Track:
     def lifetime_tokens(self) -> int:
         """KV entries it needs at most: the last generated token is never fed back."""
         return self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
+
+    def end_lease(self) -> None:
+        """Idempotent."""
+        if self.lease is not None:
+            self.lease.end()
+            self.lease = None
 
     def held_table(self) -> Table:
         if self.table is None:

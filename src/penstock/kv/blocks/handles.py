@@ -98,16 +98,44 @@ class Pin(Handle):
         self._give_back(fence)
 
 
+class RunPin(Pin):
+    """A transfer's protection of consecutive slots of one hold. Costs nothing while the hold is open, since nobody can take its slots;
+    when the hold ends first, the pool books the pin slot by slot."""
+
+    __slots__ = ("_first", "hold", "num_slots")
+
+    def __init__(self, owner: str, lender: Lender, hold: Hold, first: int, num_slots: int) -> None:
+        super().__init__(owner, lender, ())
+        self.hold = hold
+        self.num_slots = num_slots
+        self._first = first
+
+    @property
+    def slots(self) -> Sequence[int]:
+        run: list[int] = self.array.tolist()
+        return run
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        return self.hold.first(self._first + self.num_slots)[self._first :]
+
+    @property
+    def booked(self) -> bool:
+        """Whether the pool counts it by slot."""
+        return self.hold.ended
+
+
 class Hold(Handle):
     """The slots of one table, in token order, as kernels read them. It only grows, and what it has shown never changes, so that a
     step may keep a view of it while the next one is prepared."""
 
     kind = "hold"
-    __slots__ = ("_buffer", "_shown", "num_slots")
+    __slots__ = ("_buffer", "_shown", "num_slots", "run_pins")
 
     def __init__(self, owner: str, lender: Lender) -> None:
         super().__init__(owner, lender)
         self.num_slots = 0
+        self.run_pins: set[RunPin] = set()  # transfers that use some of its slots
         self._make_room(_FIRST_ROOM)
 
     @property

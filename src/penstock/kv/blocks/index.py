@@ -28,6 +28,11 @@ class KeyIndex:
             slots.append(slot)
         return slots
 
+    def find_each(self, keys: Sequence[bytes]) -> list[int]:
+        """The slot of each key; -1 where it is not here."""
+        get = self._slot_of.get
+        return [get(key, -1) for key in keys]
+
     def add(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Give each slot its key unless the key lives elsewhere: first writer wins. Returns the slots that got theirs."""
         key_of, slot_of = self.key_of, self._slot_of

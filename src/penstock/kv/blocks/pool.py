@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from penstock.contract import Fence
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
-from penstock.kv.blocks.eviction import LruOrder
+from penstock.kv.blocks.eviction import EvictionOrder, LruOrder
 from penstock.kv.blocks.fences import LastUse
-from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
 from penstock.kv.blocks.index import KeyIndex
 from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
 from penstock.observe import PoolObserver
@@ -23,7 +23,7 @@ _MAX_NAMED = 16  # handles that a Leaked message lists
 class BlockPool:
     """Slots `0..num_slots`, lent out as reservations, holds and pins."""
 
-    def __init__(self, num_slots: int, name: str, observer: PoolObserver | None = None, eviction: LruOrder | None = None) -> None:
+    def __init__(self, num_slots: int, name: str, observer: PoolObserver | None = None, eviction: EvictionOrder | None = None) -> None:
         if num_slots < 1:
             raise ConfigError(f"pool {name!r} needs at least one slot, got {num_slots}")
         self.name = name
@@ -37,7 +37,7 @@ class BlockPool:
         self._index = KeyIndex(num_slots)
         # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
         self._free = deque(range(num_slots))
-        self._idle = LruOrder() if eviction is None else eviction
+        self._idle: EvictionOrder = LruOrder() if eviction is None else eviction
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
 
@@ -59,6 +59,10 @@ class BlockPool:
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Slots of the longest run of leading `keys` that are here."""
         return self._index.find(keys)
+
+    def find_each(self, keys: Sequence[bytes]) -> list[int]:
+        """The slot of each key; -1 where it is not here."""
+        return self._index.find_each(keys)
 
     def num_idle_of(self, slots: Sequence[int]) -> int:
         return len(self._book.those_in(SlotState.IDLE, slots))
@@ -100,12 +104,15 @@ class BlockPool:
             if key_of[slot] is None:
                 raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
         self._idle.remove(book.those_in(SlotState.IDLE, shared))
+        self._idle.hit(shared)
         book.move(shared, SlotEvent.SHARE, SlotState.ACTIVE, owner)
         for slot in shared:
             book.holds[slot] += 1
         hold = Hold(owner, self)
         hold.append(shared)
         out[hold] = None
+        if self._observer is not None:
+            self._observer.lent(self.name, shared, owner)
         return hold
 
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
@@ -120,12 +127,35 @@ class BlockPool:
             book.pins[slot] += 1
         pin = Pin(owner, self, run)
         out[pin] = None
+        if self._observer is not None:
+            self._observer.lent(self.name, run, owner)
+        return pin
+
+    def pin_run(self, hold: Hold, first: int, num_slots: int, owner: str) -> RunPin:
+        """Protect slots `first..first + num_slots` of `hold` beyond its end; the same effort for any number."""
+        hold.require_open()
+        if hold not in self._handles or not 0 <= first <= first + num_slots <= hold.num_slots:
+            raise InvariantBroken(f"pool {self.name!r}: {owner!r} pins slots {first} to {first + num_slots} of the {hold}")
+        pin = RunPin(owner, self, hold, first, num_slots)
+        hold.run_pins.add(pin)
+        self._handles[pin] = None
         return pin
 
     def take_back(self, handle: Handle, fence: Fence | None) -> None:
         """For the handles: `handle` ends. A slot that nobody holds or pins any more goes idle where it is sealed, free where not."""
+        if self._observer is not None:
+            self._observer.returned(self.name, handle.slots, handle.owner, fence)
+        if isinstance(handle, RunPin) and not handle.booked:
+            del self._handles[handle]
+            handle.hold.run_pins.remove(handle)
+            self._last_use.note(handle.slots if fence is not None else (), fence)
+            return
         slots, book, key_of = handle.slots, self._book, self._index.key_of
         del self._handles[handle]
+        if isinstance(handle, Hold):
+            for pin in handle.run_pins:
+                for slot in pin.slots:
+                    book.pins[slot] += 1
         self._last_use.note(slots, fence)
         holds, pins = book.holds, book.pins
         counter = pins if isinstance(handle, Pin) else holds
@@ -145,19 +175,28 @@ class BlockPool:
 
     # --------------------------------------------------------------------------------------------------------- content
 
-    def seal(self, slots: Sequence[int], keys: Sequence[bytes]) -> int:
+    def seal(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int] | None = None) -> int:
         """`slots` are full and written: give each its key. A slot whose key lives elsewhere stays private, without one.
-        Returns how many got theirs."""
-        if len(slots) != len(keys):
-            raise InvariantBroken(f"{len(slots)} slots cannot be sealed with {len(keys)} keys")
+        Returns how many got theirs. `depths` are the blocks' places in their prefixes, for the order of eviction."""
+        if len(slots) != len(keys) or (depths is not None and len(depths) != len(keys)):
+            raise InvariantBroken(f"{len(slots)} slots cannot be sealed with {len(keys)} keys or another number of depths")
         self._book.require(slots, SlotEvent.SEAL)
         taken = self._index.add(slots, keys)
-        self.num_duplicates += len(slots) - len(taken)
+        depths = [0] * len(slots) if depths is None else depths
+        if len(taken) < len(slots):
+            kept = set(taken)
+            places = [place for place, slot in enumerate(slots) if slot in kept]
+            keys, depths = [keys[place] for place in places], [depths[place] for place in places]
+            self.num_duplicates += len(slots) - len(taken)
+        self._idle.sealed(taken, keys, depths)
         if self._observer is not None:
-            key_of = dict(zip(slots, keys, strict=True))
-            for slot in taken:
-                self._observer.sealed(self.name, slot, key_of[slot])
+            for slot, key in zip(taken, keys, strict=True):
+                self._observer.sealed(self.name, slot, key)
         return len(taken)
+
+    def note_hits(self, slots: Sequence[int]) -> None:
+        """For the order of eviction: the sealed `slots` were found again by somebody who reads them under a pin, not a hold."""
+        self._idle.hit(slots)
 
     def evict(self, num_slots: int) -> int:
         """Forget that many idle blocks, or all where there are fewer. Returns how many."""
@@ -176,15 +215,16 @@ class BlockPool:
     def check(self) -> None:
         """Recount everything from the handles that are out, and raise where the running books differ."""
         out = list(self._out or ())
-        pins = Counter(slot for handle in out if isinstance(handle, Pin) for slot in handle.slots)
+        booked = (handle for handle in out if isinstance(handle, Pin) and not (isinstance(handle, RunPin) and not handle.booked))
+        pins = Counter(slot for handle in booked for slot in handle.slots)
         holds = Counter(slot for handle in out if not isinstance(handle, Pin) for slot in handle.slots)
         reserved = {slot for handle in out if isinstance(handle, Reservation) for slot in handle.slots}
         for slot, state in enumerate(self._book.state):
-            booked = (state, self._book.holds[slot], self._book.pins[slot])
+            noted = (state, self._book.holds[slot], self._book.pins[slot])
             sealed = self._index.key_of[slot] is not None
             counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
-            if booked != counted:
-                raise InvariantBroken(f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {booked}, counted {counted}")
+            if noted != counted:
+                raise InvariantBroken(f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted {counted}")
         in_state = {state: [slot for slot, found in enumerate(self._book.state) if found is state] for state in SlotState}
         if self.counts != SlotCounts(*(len(in_state[state]) for state in SlotState)):
             raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
@@ -194,8 +234,10 @@ class BlockPool:
 
     def close(self) -> None:
         """Idempotent. Raises Leaked, and stays open, while anything is out."""
+        named = [str(handle) for handle in list(self._out or ())[:_MAX_NAMED]]
+        if self._observer is not None:
+            self._observer.closed(self.name, named)
         if self._out:
-            named = [str(handle) for handle in list(self._out)[:_MAX_NAMED]]
             more = f", and {len(self._out) - len(named)} more" if len(self._out) > len(named) else ""
             raise Leaked(f"pool {self.name!r} was closed with {len(self._out)} handles out: {', '.join(named)}{more}")
         self._out = None

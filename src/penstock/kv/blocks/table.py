@@ -16,14 +16,13 @@ from penstock.kv.blocks.key import block_key
 class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
-    __slots__ = ("_after", "_last_key", "block_tokens", "hold", "num_keyed", "prefix")
+    __slots__ = ("_after", "block_tokens", "hold", "prefix", "sealed_keys")
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
         self.hold = hold
         self.block_tokens = block_tokens
         self.prefix = prefix  # None: its blocks never get a key
-        self.num_keyed = num_matched
-        self._last_key = prefix.keys[num_matched - 1] if prefix is not None and num_matched else None
+        self.sealed_keys = [] if prefix is None else list(prefix.keys[:num_matched])
         self._after: tuple[Fence, ...] = ()
 
     @property
@@ -33,6 +32,10 @@ class BlockTable:
     @property
     def num_slots(self) -> int:
         return self.hold.num_slots
+
+    @property
+    def num_keyed(self) -> int:
+        return len(self.sealed_keys)
 
     @property
     def announced(self) -> Sequence[bytes]:
@@ -49,7 +52,7 @@ class BlockTable:
         if self.prefix is None or len(tokens) < num_full * self.block_tokens:
             raise InvariantBroken(f"table of {self.owner!r} has no keys for {num_full} blocks of {len(tokens)} tokens")
         keys = list(self.prefix.keys[self.num_keyed : num_full])
-        last = keys[-1] if keys else self._last_key
+        last = keys[-1] if keys else self.sealed_keys[-1] if self.sealed_keys else None
         for block in range(self.num_keyed + len(keys), num_full):
             last = block_key(last, tokens[block * self.block_tokens : (block + 1) * self.block_tokens], self.prefix.scope)
             keys.append(last)
@@ -57,8 +60,7 @@ class BlockTable:
 
     def advance(self, keys: Sequence[bytes]) -> None:
         """`keys` are sealed."""
-        self.num_keyed += len(keys)
-        self._last_key = keys[-1]
+        self.sealed_keys += keys
 
     def add_after(self, fences: tuple[Fence, ...]) -> None:
         """Slots were drawn that may not be written before `fences`."""

@@ -1,4 +1,4 @@
-"""The order in which idle slots are evicted. Owns the order, not the states."""
+"""Least recently used first. Owns one queue; knows neither keys nor depths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 
 class LruOrder:
-    """Idle slots, least recently used first. Holds exactly the idle ones, so nothing held or pinned can be popped."""
+    """Idle slots in the order in which they became idle."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -18,19 +18,22 @@ class LruOrder:
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)
 
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        """What a block is plays no part."""
+
+    def hit(self, slots: Sequence[int]) -> None:
+        """A block that was used goes to the end when it becomes idle again; that is all."""
+
     def add(self, slots: Sequence[int]) -> None:
-        """`slots` became idle; of these the first is to go first."""
         order = self._order
         for slot in slots:
             order[slot] = None
 
     def remove(self, slots: Sequence[int]) -> None:
-        """`slots` are in use again."""
         order = self._order
         for slot in slots:
             del order[slot]
 
     def pop(self, num: int) -> list[int]:
-        """Take out the first `num`, or all where there are fewer."""
         order = self._order
         return [order.popitem(last=False)[0] for _ in range(min(num, len(order)))]

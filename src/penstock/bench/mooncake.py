@@ -1,0 +1,82 @@
+"""Reads a Mooncake trace: one request per line, its prompt as ids of blocks of 512 tokens. Owns the format; replays nothing.
+
+    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}
+
+An id stands for the content of its block and of all before it, as a key does here. Only full blocks have a key, so the id of a prompt's
+unfinished last block is left out. Times and output lengths are not used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeGuard
+
+from penstock.errors import ConfigError
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The prompts of one file, in its order, as keys of full blocks."""
+
+    name: str
+    prompts: list[list[bytes]]
+    num_tokens: int  # of all prompts, unfinished blocks included
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_distinct(self) -> int:
+        return len({key for keys in self.prompts for key in keys})
+
+
+def read_trace(path: Path, num_requests: int | None = None) -> Trace:
+    """The first `num_requests` of them, or all."""
+    prompts: list[list[bytes]] = []
+    num_tokens = 0
+    keys: dict[int, bytes] = {}
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if len(prompts) == num_requests:
+                    break
+                if line.strip():
+                    length, ids = _parse(line, f"{path}, line {number}")
+                    num_tokens += length
+                    prompts.append([keys.setdefault(i, _key(i)) for i in ids[: length // BLOCK_TOKENS]])
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error}") from None
+    if not any(prompts):
+        raise ConfigError(f"the trace {path} has no prompt with a full block of {BLOCK_TOKENS} tokens: there is nothing to keep")
+    return Trace(path.name, prompts, num_tokens)
+
+
+def _key(block: int) -> bytes:
+    return blake2b(str(block).encode(), digest_size=16).digest()
+
+
+def _parse(line: str, where: str) -> tuple[int, list[int]]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: expected an object with input_length and hash_ids")
+    length, ids = fields.get("input_length"), fields.get("hash_ids")
+    if not _is_count(length) or not isinstance(ids, list) or not all(map(_is_count, ids)):
+        raise ConfigError(f"{where}: input_length must be a whole number and hash_ids a list of them, none negative")
+    if len(ids) != -(-length // BLOCK_TOKENS):
+        raise ConfigError(f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} tokens")
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"{where}: hash_ids names a block twice; an id stands for its block and all before it")
+    return length, ids
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

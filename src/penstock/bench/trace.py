@@ -1,0 +1,128 @@
+"""Hit rates of eviction policies on a trace, and the best that any could have. Owns the replay; needs no model, no engine and no torch.
+
+A request finds the leading run of its blocks, holds them, takes slots for the rest, seals them and lets go: the calls that the engine
+makes, on the same pool, one request at a time. What does not fit beside its own prefix is computed and not kept.
+
+The reference is Belady's rule: forget what is used again last, keep nothing that is not. It takes blocks one by one, as if a block could
+be used without those before it and need not be kept while its request runs, so it bounds every policy from above. The bound is close: a
+block's ancestors are used whenever it is, and earlier, so the rule forgets none of them before it, and no hit that it counts stands on a
+missing prefix.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from penstock.bench.mooncake import BLOCK_TOKENS, Trace
+from penstock.kv.blocks.eviction import make_order
+from penstock.kv.blocks.eviction.cost import prefill_cost
+from penstock.kv.blocks.pool import BlockPool
+from penstock.models.progress import Progress
+
+OPTIMUM = "optimum"
+LADDER = 9  # capacities by default, each twice the one before, the last with room for every block
+_REPORT_EVERY = 256  # requests or, for the optimum, as many blocks times a hundred
+
+
+class Hits(NamedTuple):
+    """What a cache had when it was asked."""
+
+    blocks: int
+    prefill: float | None  # work that they saved, in units of a prompt's first token; None: not known
+
+
+def ladder(trace: Trace) -> list[int]:
+    """Capacities from a small part of the trace's distinct blocks to all of them."""
+    most = trace.num_distinct
+    return sorted({max(1, -(-most >> step)) for step in range(LADDER)})
+
+
+def measure(trace: Trace, policies: Sequence[str], capacities: Sequence[int], progress: Progress) -> list[dict[str, Any]]:
+    """A row per policy and capacity; those of the optimum come last."""
+    rows = []
+    whole = sum(prefill_cost(len(keys) * BLOCK_TOKENS) for keys in trace.prompts)
+    num_blocks = trace.num_blocks
+    uses = next_uses(trace)
+    for policy in (*policies, OPTIMUM):
+        for capacity in capacities:
+            before = time.perf_counter()
+            hits = best_hits(uses, capacity, progress) if policy == OPTIMUM else replay(trace, policy, capacity, progress)
+            rows.append(
+                {
+                    "policy": policy,
+                    "capacity_blocks": capacity,
+                    "hit_blocks": hits.blocks,
+                    "hit_rate": hits.blocks / num_blocks,
+                    "hit_rate_tokens": hits.blocks * BLOCK_TOKENS / trace.num_tokens,
+                    "prefill_saved": None if hits.prefill is None else hits.prefill / whole,
+                    "replay_s": round(time.perf_counter() - before, 3),
+                }
+            )
+    return rows
+
+
+def replay(trace: Trace, policy: str, capacity: int, progress: Progress) -> Hits:
+    """The trace against a pool of `capacity` blocks."""
+    pool = BlockPool(capacity, "trace", eviction=make_order(policy, capacity, BLOCK_TOKENS))
+    stage, total = f"{policy}, {capacity} blocks", len(trace.prompts)
+    num_hits, saved = 0, 0.0
+    for number, keys in enumerate(trace.prompts):
+        if number % _REPORT_EVERY == 0:
+            progress(stage, number, total)
+        found = _use(pool, keys)
+        num_hits += found
+        saved += prefill_cost(found * BLOCK_TOKENS)
+    pool.check()
+    pool.close()
+    progress(stage, total, total)
+    return Hits(num_hits, saved)
+
+
+def _use(pool: BlockPool, keys: Sequence[bytes]) -> int:
+    """One request comes and goes; returns how many of its blocks were there."""
+    shared = pool.find(keys)
+    first = len(shared)
+    hold = pool.hold("request", shared)
+    reservation = pool.try_reserve(min(len(keys) - first, pool.num_available), "request")
+    if reservation is not None:
+        slots = reservation.slots
+        reservation.commit(hold)
+        pool.seal(slots, keys[first : first + len(slots)], range(first, first + len(slots)))
+    hold.end()
+    return first
+
+
+def next_uses(trace: Trace) -> list[int]:
+    """For each use of a block, in order, when it is used next; their number where it is not."""
+    keys = [key for prompt in trace.prompts for key in prompt]
+    never = len(keys)
+    following: dict[bytes, int] = {}
+    uses = [never] * never
+    for place in range(never - 1, -1, -1):
+        uses[place] = following.get(keys[place], never)
+        following[keys[place]] = place
+    return uses
+
+
+def best_hits(uses: Sequence[int], capacity: int, progress: Progress) -> Hits:
+    """Hits of Belady's rule. A block that is kept is known by the place of its next use: the furthest of those is the largest."""
+    never, every = len(uses), _REPORT_EVERY * 100
+    kept: set[int] = set()
+    furthest: list[int] = []  # negated; places that have come stay at the bottom and are never taken out
+    num_hits = 0
+    for place, next_use in enumerate(uses):
+        if place % every == 0:
+            progress(f"{OPTIMUM}, {capacity} blocks", place, never)
+        if place in kept:
+            kept.remove(place)
+            num_hits += 1
+        if next_use < never:
+            kept.add(next_use)
+            heappush(furthest, -next_use)
+            if len(kept) > capacity:
+                kept.remove(-heappop(furthest))
+    progress(f"{OPTIMUM}, {capacity} blocks", never, never)
+    return Hits(num_hits, None)

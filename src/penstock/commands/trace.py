@@ -1,0 +1,42 @@
+"""`penstock bench trace`: a trace, a replay per policy and capacity, a report. Owns their order; imports nothing that needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.bench.mooncake import read_trace
+from penstock.bench.picture import require_matplotlib
+from penstock.bench.trace import ladder, measure
+from penstock.bench.trace_report import TraceReport, draw, tables, write_json
+from penstock.commands.progress import ProgressBar
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """What is replayed against what."""
+
+    trace: Path
+    policies: Sequence[str]
+    capacities: Sequence[int] | None = None  # in blocks; None: a ladder up to all of the trace's blocks
+    num_requests: int | None = None  # None: all
+
+
+def bench_trace(replays: Replays, json_file: Path | None, plot_file: Path | None) -> int:
+    if plot_file is not None:
+        require_matplotlib()
+    trace = read_trace(replays.trace, replays.num_requests)
+    with ProgressBar() as bar:
+        rows = measure(trace, replays.policies, replays.capacities or ladder(trace), bar)
+    report = TraceReport(trace, rows)
+    console = Console()
+    for table in tables(report):
+        console.print(table)
+    if json_file is not None:
+        write_json(report, json_file)
+    if plot_file is not None:
+        draw(report, plot_file)
+    return 0

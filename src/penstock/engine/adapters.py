@@ -1,0 +1,199 @@
+"""The adapters that requests may name: loaded, replaced and unloaded while others run. Owns names, and weights for as long as anybody
+uses them; reads files on the caller's thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from penstock.config import ADAPTER_NAME, LoraConfig
+from penstock.contract import Adapter, Listener, TokenEvent
+from penstock.errors import ConfigError, HandleEnded, InvalidRequest, ModelError, UserError
+from penstock.models.adapters import CONFIG_FILE, TENSORS_FILE, AdapterFiles
+from penstock.models.lora import AdapterWeights
+from penstock.models.progress import Progress
+
+log = logging.getLogger(__name__)
+
+MAX_NAMES = 1024  # names cost nothing but must not grow without bound; equal content is kept once, under however many names
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter under its name."""
+
+    adapter: Adapter
+    root: str  # the directory, as it was given
+    loaded_s: float  # time.time()
+    replaced: bool  # the name was another's before
+
+
+class AdapterHold:
+    """Keeps the weights of one adapter, unloaded or not, until it ends; ends exactly once, from any thread."""
+
+    def __init__(self, store: AdapterStore, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self._store: AdapterStore | None = store
+
+    def end(self) -> None:
+        store, self._store = self._store, None
+        if store is None:
+            raise HandleEnded(f"the hold on adapter {self.adapter.name} had ended")
+        store.let_go(self.adapter)
+
+    def until_finished(self, listener: Listener) -> Listener:
+        """`listener`, and the hold ends with its last event."""
+
+        def listen(event: TokenEvent) -> None:
+            try:
+                listener(event)
+            finally:
+                if event.finish is not None:
+                    self.end()
+
+        return listen
+
+    def __enter__(self) -> Adapter:
+        return self.adapter
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+
+class AdapterStore:
+    """Every method may be called from any thread, and none but the loading ones takes long. `read` makes weights of a directory."""
+
+    def __init__(self, base: str, read: Callable[[Path], AdapterFiles], root: Path | None = None) -> None:
+        self.root = root  # resolved; what `load_inside` may read
+        self._base = base  # the model's own name, which no adapter may take
+        self._read = read
+        self._lock = threading.Lock()
+        self._named: dict[str, LoadedAdapter] = {}
+        self._weights: dict[str, AdapterWeights] = {}  # by digest: of everything named or held
+        self._num_holds: Counter[str] = Counter()  # by digest
+
+    # ------------------------------------------------------------------------------------------------------------ names
+
+    def load(self, name: str, directory: Path, root: str | None = None) -> LoadedAdapter:
+        """Read the adapter in `directory` and give it `name`. Where another had the name, requests that run on that finish on it. Blocks
+        while files are read; a failure changes nothing."""
+        self._check_name(name)
+        files = self._read(directory)
+        with self._lock:
+            if name not in self._named and len(self._named) >= MAX_NAMES:
+                raise InvalidRequest(f"{MAX_NAMES} adapters are loaded already; unload one first", "lora_name")
+            before = self._named.get(name)
+            loaded = LoadedAdapter(Adapter(name, files.digest), root or str(directory), time.time(), replaced=before is not None)
+            self._named[name] = loaded
+            self._weights.setdefault(files.digest, files.weights)
+            if before is not None:
+                self._drop_unused(before.adapter.digest)
+        log.info("adapter %s: %.1f MiB from %s", name, files.weights.num_bytes / 2**20, directory)
+        return loaded
+
+    def load_inside(self, name: str, path: str) -> LoadedAdapter:
+        """As `load`, for callers who may name only what lies inside `root`, symbolic links followed."""
+        if self.root is None:
+            raise ConfigError("clients may not load adapters: there is no --lora-dir")
+        self._check_name(name)
+        directory = _resolved(self.root / path)
+        files = () if directory is None else (_resolved(directory / CONFIG_FILE), _resolved(directory / TENSORS_FILE))
+        if directory is None or not all(file is not None and file.is_relative_to(self.root) for file in (directory, *files)):
+            raise InvalidRequest("lora_path must lie inside the directory that the server was given as --lora-dir", "lora_path")
+        try:
+            return self.load(name, directory, path)
+        except ModelError as error:
+            # Where the directory lies is not the caller's to know.
+            raise InvalidRequest(str(error).replace(f"{self.root}/", "").replace(str(self.root), "--lora-dir"), "lora_path") from error
+
+    def unload(self, name: str) -> bool:
+        """Forget the name; False where there is none. Requests that run on it finish."""
+        with self._lock:
+            loaded = self._named.pop(name, None)
+            if loaded is not None:
+                self._drop_unused(loaded.adapter.digest)
+        return loaded is not None
+
+    def all(self) -> tuple[LoadedAdapter, ...]:
+        """In the order in which the names came."""
+        with self._lock:
+            return tuple(self._named.values())
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        with self._lock:
+            return self._named.get(name)
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    def try_hold(self, name: str) -> AdapterHold | None:
+        """The adapter that has the name now; None where none has."""
+        with self._lock:
+            loaded = self._named.get(name)
+            return None if loaded is None else self._hold(loaded.adapter)
+
+    def hold(self, adapter: Adapter) -> AdapterHold:
+        """Exactly this content. Raises InvalidRequest once it is gone."""
+        with self._lock:
+            if adapter.digest not in self._weights:
+                raise InvalidRequest(f"adapter {adapter.name!r} is not loaded, or no longer with this content", "model")
+            return self._hold(adapter)
+
+    def weights_of(self, adapter: Adapter) -> AdapterWeights:
+        """Of an adapter that the caller has a hold on."""
+        return self._weights[adapter.digest]
+
+    def let_go(self, adapter: Adapter) -> None:
+        """What a hold does when it ends."""
+        with self._lock:
+            self._num_holds[adapter.digest] -= 1
+            self._drop_unused(adapter.digest)
+
+    def _hold(self, adapter: Adapter) -> AdapterHold:
+        self._num_holds[adapter.digest] += 1
+        return AdapterHold(self, adapter)
+
+    def _drop_unused(self, digest: str) -> None:
+        if not self._num_holds[digest]:
+            del self._num_holds[digest]
+            if all(loaded.adapter.digest != digest for loaded in self._named.values()):
+                self._weights.pop(digest, None)
+
+    # ----------------------------------------------------------------------------------------------------------- checks
+
+    def _check_name(self, name: str) -> None:
+        if ADAPTER_NAME.fullmatch(name) is None:
+            raise InvalidRequest(f"{name!r} is no name for an adapter: letters, digits and ._:/@+-, at most 128", "lora_name")
+        if name == self._base:
+            raise InvalidRequest(f"{name!r} is the name of the model itself; give the adapter another", "lora_name")
+
+
+def _resolved(path: Path) -> Path | None:
+    """None: a loop of links, or what no file can be called."""
+    try:
+        return path.resolve()
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def open_store(config: LoraConfig, base: str, read: Callable[[Path], AdapterFiles], progress: Progress) -> AdapterStore:
+    """A store with the adapters that the configuration names. Everything that is wrong with them is a ConfigError."""
+    root = None
+    if config.dir is not None:
+        root = Path(config.dir).expanduser()
+        if not root.is_dir():
+            raise ConfigError(f"--lora-dir {config.dir} is no directory")
+    store = AdapterStore(base, read, None if root is None else root.resolve())
+    for done, (name, path) in enumerate(config.adapters):
+        progress("loading adapters", done, len(config.adapters))
+        try:
+            store.load(name, Path(path).expanduser(), path)
+        except UserError as error:
+            raise ConfigError(f"--lora {name}={path}: {error}") from error
+    if config.adapters:
+        progress("loading adapters", len(config.adapters), len(config.adapters))
+    return store

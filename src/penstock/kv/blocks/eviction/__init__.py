@@ -1,0 +1,26 @@
+"""Which idle block is forgotten first. Owns the choice of a policy by its name; each policy is a file of its own."""
+
+from __future__ import annotations
+
+from penstock.config import EVICTIONS
+from penstock.errors import ConfigError
+from penstock.kv.blocks.eviction.cost import CostOrder
+from penstock.kv.blocks.eviction.lru import LruOrder
+from penstock.kv.blocks.eviction.order import EvictionOrder
+from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
+from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
+
+__all__ = ["CostOrder", "EvictionOrder", "LruOrder", "S3FifoOrder", "TinyLfuOrder", "make_order"]
+
+
+def make_order(name: str, num_slots: int, block_tokens: int = 16) -> EvictionOrder:
+    """An order for one pool of `num_slots` blocks of `block_tokens` tokens."""
+    if name == "lru":
+        return LruOrder()
+    if name == "s3fifo":
+        return S3FifoOrder(num_slots)
+    if name == "tinylfu":
+        return TinyLfuOrder(num_slots)
+    if name == "cost":
+        return CostOrder(num_slots, block_tokens)
+    raise ConfigError(f"the order of eviction is one of {', '.join(EVICTIONS)}, got {name!r}")

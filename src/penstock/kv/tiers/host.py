@@ -1,0 +1,245 @@
+"""The host tier: which blocks host memory has, and who needs them to stay. Owns the host pool and its lock; moves no bytes.
+
+Several threads meet here: callers lease what a prompt needs, the launcher of demotions takes slots for new blocks, the engine thread lands
+and ends transfers. Every method takes the lock for bookkeeping only, never across a copy, a wait or an allocation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import InvariantBroken
+from penstock.kv.blocks.handles import Handle, Pin, Reservation
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import SlotCounts
+
+ABSENT = -1
+_EXPIRY_S = 1.0  # between two looks for leases that have expired
+_PIECE = 64  # slots that become ready together
+
+
+@dataclass(slots=True)
+class HostCounts:
+    """Totals that never fall, in blocks; read without the lock."""
+
+    landed: int = 0
+    skipped_full: int = 0  # saves for which there was no room
+    deduplicated: int = 0
+    leases_expired: int = 0
+
+
+class HostLease:
+    """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`."""
+
+    def __init__(self, tier: HostTier, owner: str, slots: list[int], num_tokens: int) -> None:
+        self.ready = True
+        self.expired = False
+        self.owner = owner
+        self.slots = slots
+        self.num_tokens = num_tokens
+        self.deadline_s = float("inf")
+        self._tier = tier
+
+    def num_from(self, block: int) -> int:
+        end = block
+        while end < len(self.slots) and self.slots[end] != ABSENT:
+            end += 1
+        return max(0, end - block)
+
+    def end(self) -> None:
+        self._tier.end_lease(self)
+
+
+@dataclass(slots=True)
+class Taken:
+    """Slots for blocks that are about to be written: which of the blocks asked for, and where. Lands or is dropped, exactly once."""
+
+    places: list[int]  # indices into the keys that were asked for
+    keys: list[bytes]
+    depths: list[int]
+    reservation: Reservation | None = None
+
+
+class HostTier:
+    """A pool of host slots that several threads share."""
+
+    def __init__(self, pool: BlockPool, block_tokens: int, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_slots = pool.num_slots
+        self.counts = HostCounts()
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._lease_s = lease_s
+        self._clock = clock
+        self._look_again_s = 0.0
+        self._lock = threading.Lock()
+        self._arriving: set[bytes] = set()  # taken, not landed
+        self._leases: dict[HostLease, list[Handle]] = {}  # open ones, and what each keeps
+        self._missing: deque[Reservation] = deque()  # slots whose memory is not ready yet, in order
+
+    # ------------------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def slots(self) -> SlotCounts:
+        return self._pool.counts
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_keys(self) -> int:
+        return self._pool.num_keys
+
+    def has(self, key: bytes) -> bool:
+        return self._pool.find_each([key]) != [ABSENT]
+
+    # --------------------------------------------------------------------------------------------------------------- leases
+
+    def lease(self, keys: Sequence[bytes], owner: str) -> HostLease | None:
+        """Protect every block of `keys` that is here; None where none is."""
+        with self._lock:
+            slots = self._pool.find_each(keys)
+            here = [slot for slot in slots if slot != ABSENT]
+            if not here:
+                return None
+            lease = HostLease(self, owner, slots, len(slots) * self._block_tokens)
+            lease.deadline_s = self._clock() + self._lease_s
+            self._leases[lease] = [self._pool.pin(here, f"lease of {owner}")]
+            return lease
+
+    def keep(self, lease: HostLease, *handles: Handle) -> None:
+        """`lease` protects these as well from now on; it is open from its first on."""
+        with self._lock:
+            self._leases.setdefault(lease, []).extend(handles)
+
+    def end_lease(self, lease: HostLease) -> None:
+        """Give it up. One that has ended or expired is left alone."""
+        with self._lock:
+            self._end_handles(self._leases.pop(lease, []))
+
+    def take_lease(self, lease: HostLease) -> list[Handle] | None:
+        """Its protection, for the transfer that reads from it; None where it has expired."""
+        with self._lock:
+            return self._leases.pop(lease, None)
+
+    def end_handles(self, handles: Sequence[Handle]) -> None:
+        """The transfer that they protected is over."""
+        with self._lock:
+            self._end_handles(handles)
+
+    def expire(self) -> None:
+        """End the leases that nobody came for. What a transfer reads has left the lease, so nothing in use is given back."""
+        now = self._clock()
+        if now < self._look_again_s:
+            return
+        self._look_again_s = now + _EXPIRY_S
+        with self._lock:
+            for lease in [lease for lease in self._leases if lease.deadline_s < now]:
+                self._end_handles(self._leases.pop(lease))
+                lease.slots, lease.expired = [], True
+                self.counts.leases_expired += 1
+
+    @staticmethod
+    def _end_handles(handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            if isinstance(handle, Reservation):
+                handle.rollback()
+            elif isinstance(handle, Pin):
+                handle.end()
+
+    # ------------------------------------------------------------------------------------------------------- writing blocks
+
+    def take(self, keys: Sequence[bytes], depths: Sequence[int], owner: str) -> Taken:
+        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones first."""
+        with self._lock:
+            found = self._pool.find_each(keys)
+            seen: set[bytes] = set()
+            new: list[int] = []
+            for place, (key, slot) in enumerate(zip(keys, found, strict=True)):
+                if slot == ABSENT and key not in self._arriving and key not in seen:
+                    seen.add(key)
+                    new.append(place)
+            self.counts.deduplicated += len(keys) - len(new)
+            room = min(len(new), self._pool.num_available)
+            self.counts.skipped_full += len(new) - room
+            places = new[:room]
+            taken = Taken(places, [keys[place] for place in places], [depths[place] for place in places])
+            if places:
+                taken.reservation = self._reserve(room, owner)
+                self._arriving.update(taken.keys)
+            return taken
+
+    def take_private(self, num_slots: int, owner: str) -> Reservation | None:
+        """Room for blocks without a key, for their owner alone; None where there is not enough."""
+        with self._lock:
+            if num_slots > self._pool.num_available:
+                self.counts.skipped_full += num_slots
+                return None
+            return self._reserve(num_slots, owner)
+
+    def land(self, taken: Taken) -> None:
+        """The bytes are there: they can be found under their keys from now on."""
+        with self._lock:
+            self._arriving.difference_update(taken.keys)
+            if taken.reservation is None:
+                return
+            slots = taken.reservation.slots
+            hold = self._pool.hold(taken.reservation.owner)
+            taken.reservation.commit(hold)
+            self.counts.landed += self._pool.seal(slots, taken.keys, taken.depths)
+            hold.end()
+
+    def drop(self, taken: Taken) -> None:
+        """The bytes did not arrive: nothing is published."""
+        with self._lock:
+            self._arriving.difference_update(taken.keys)
+            if taken.reservation is not None:
+                taken.reservation.rollback()
+
+    def pin_each(self, keys: Sequence[bytes], owner: str) -> tuple[list[int], Pin | None]:
+        """The slot of each key, ABSENT where it is not here, and a pin on those that are."""
+        with self._lock:
+            slots = self._pool.find_each(keys)
+            here = [slot for slot in slots if slot != ABSENT]
+            return slots, self._pool.pin(here, owner) if here else None
+
+    def _reserve(self, num_slots: int, owner: str) -> Reservation:
+        reservation = self._pool.try_reserve(num_slots, owner)
+        if reservation is None:
+            raise InvariantBroken(f"host slots vanished under the lock: {num_slots} were available")
+        return reservation
+
+    # --------------------------------------------------------------------------------------------------------------- memory
+
+    def withhold(self) -> None:
+        """No memory is ready yet. Called once, before the tier is used."""
+        while self._pool.num_available:
+            self._missing.append(self._reserve(min(_PIECE, self._pool.num_available), "memory being prepared"))
+
+    def ready(self, slots: range) -> None:
+        """The memory behind `slots`, which follow those of the call before, can be used from now on."""
+        with self._lock:
+            while self._missing and self._missing[0].slots[-1] < slots.stop:
+                self._missing.popleft().rollback()
+
+    # ------------------------------------------------------------------------------------------------------------------ end
+
+    def reset(self) -> int:
+        """Forget every block that nobody needs; returns how many."""
+        with self._lock:
+            return self._pool.evict(self._pool.num_slots)
+
+    def check(self) -> None:
+        with self._lock:
+            self._pool.check()
+
+    def close(self) -> None:
+        """Idempotent. Raises Leaked while a lease or transfer is out."""
+        with self._lock:
+            while self._missing:
+                self._missing.popleft().rollback()
+            self._pool.close()

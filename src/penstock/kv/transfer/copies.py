@@ -1,0 +1,206 @@
+"""Copies of blocks between two arenas. Owns how bytes get across; when, and that both ends stay in place, is the mover's business."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.errors import InvariantBroken, TransferFailed
+from penstock.kv.memory.host import piece_slots
+from penstock.kv.memory.layout import BlockLayout
+
+Slots = NDArray[np.int64]
+Layers = tuple[int, int]
+
+_BATCH_SINCE = 12080  # version of CUDA that brought copies in batches
+_FIRST_PART_BYTES = 16 << 20  # a third of a millisecond at 54 GB/s, in which the driver takes some hundred entries
+_PART_GROWTH = 8
+
+
+class Copier(Protocol):
+    """Copies blocks from one arena to another."""
+
+    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
+        """Copy `layers` of each source slot into the same layers of the dest slot of the same place. An op of the transfer's lane."""
+
+
+def make_copier(source: Tensor, dest: Tensor, layout: BlockLayout) -> Copier:
+    """For two arenas' tensors, the slot their first dimension."""
+    on_cpu = source.device.type == dest.device.type == "cpu"
+    return CpuCopier(source, dest, layout) if on_cpu else CudaCopier(source, dest, layout)
+
+
+class CpuCopier:
+    """One memmove per run of neighbouring blocks, without the GIL. The lane's thread does all of it: torch would fetch as many threads
+    again as compute has, and they would fight for its cores."""
+
+    def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
+        self._ends = _Ends(source, dest, layout)
+
+    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
+        entries = self._ends.entries(source_slots, dest_slots, layers)
+        for source, dest, num_bytes in zip(entries.sources.tolist(), entries.dests.tolist(), entries.sizes.tolist(), strict=True):
+            ctypes.memmove(dest, source, num_bytes)
+
+
+class CudaCopier:
+    """Calls of the driver for many blocks at once, on the current stream; copy engines do the rest, and compute keeps its multiprocessors.
+
+    A call takes up to a microsecond per entry, without the GIL. Behind an unresolved fence a stream takes some 25,000 entries before it
+    blocks its caller (as single copies, a thousand), so calls are still made from a thread that may wait. Where the CUDA runtime has no
+    copies in batches, each block is a copy of its own.
+    """
+
+    def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
+        self._ends = _Ends(source, dest, layout)
+        self._tensors = (source, dest)
+        self._device = source.device if source.device.type == "cuda" else dest.device
+        self._batch = _batch_copy()
+        self._host = 0 if source.device.type == "cpu" else 1
+        self._piece_slots = piece_slots(layout)
+
+    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
+        if self._batch is None:
+            self._copy_each(source_slots, dest_slots, layers)
+            return
+        entries = self._ends.entries(source_slots, dest_slots, layers, (self._host, self._piece_slots))
+        # A batch starts when all of it has been handed over: what a transfer begins with starts with a little, and the rest follows.
+        for part in _growing_parts(entries) if layers[0] == 0 else (entries,):
+            self._batch(part, _current_stream(self._device))
+
+    def _copy_each(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
+        self._ends.checked(source_slots, dest_slots)
+        self._ends.extent(layers)
+        source, dest = self._tensors
+        first, end = layers
+        try:
+            for source_slot, dest_slot in zip(source_slots.tolist(), dest_slots.tolist(), strict=True):
+                dest[dest_slot, first:end].copy_(source[source_slot, first:end], non_blocking=True)
+        except RuntimeError as error:
+            raise TransferFailed(f"a copy of {len(source_slots)} blocks: {error}") from error
+
+
+class Entries(NamedTuple):
+    """What is copied: addresses and bytes, one of each per contiguous piece."""
+
+    sources: Slots
+    dests: Slots
+    sizes: Slots
+
+
+class _Ends:
+    """Two arenas of one layout as addresses. Raw addresses forgive nothing, so slots are checked against the arenas each time."""
+
+    def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
+        for tensor in (source, dest):
+            if tensor.shape[1:] != layout.shape or tensor.dtype != getattr(torch, layout.dtype) or not tensor.is_contiguous():
+                raise InvariantBroken(f"an arena of {tuple(tensor.shape)} in {tensor.dtype} is not laid out as {layout}")
+        self._block_bytes = layout.block_bytes
+        self._source, self._dest = source.data_ptr(), dest.data_ptr()
+        self._num_slots = len(source), len(dest)
+        self.extent = layout.extent
+
+    def checked(self, source_slots: Slots, dest_slots: Slots) -> tuple[Slots, Slots]:
+        if len(source_slots) != len(dest_slots):
+            raise InvariantBroken(f"{len(source_slots)} blocks cannot be copied into {len(dest_slots)} slots")
+        ends = source_slots.astype(np.int64, copy=False), dest_slots.astype(np.int64, copy=False)
+        for slots, num_slots in zip(ends, self._num_slots, strict=True):
+            if len(slots) and slots.view(np.uint64).max() >= num_slots:  # a negative one is very large there
+                raise InvariantBroken(f"an arena of {num_slots} slots has no slots {slots.min()} to {slots.max()}")
+        return ends
+
+    def entries(self, source_slots: Slots, dest_slots: Slots, layers: Layers, seams: tuple[int, int] | None = None) -> Entries:
+        """Whole blocks that are neighbours on both sides become one piece. `seams`: none goes on into a slot, on that side (0: source,
+        1: dest), that is a multiple of so many."""
+        slots = self.checked(source_slots, dest_slots)
+        first, num_bytes = self.extent(layers)
+        sources, dests = slots[0] * self._block_bytes + (self._source + first), slots[1] * self._block_bytes + (self._dest + first)
+        if num_bytes == self._block_bytes:
+            goes_on = (sources[1:] - sources[:-1] == num_bytes) & (dests[1:] - dests[:-1] == num_bytes)
+            if goes_on.any():
+                if seams is not None:
+                    goes_on &= slots[seams[0]][1:] % seams[1] != 0
+                starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+                return Entries(sources[starts], dests[starts], np.diff(starts, append=len(sources)) * num_bytes)
+        return Entries(sources, dests, np.full(len(sources), num_bytes, np.int64))
+
+
+def _growing_parts(entries: Entries) -> Iterator[Entries]:
+    """Each is on its way while the next, several times as large, is handed over."""
+    start, part_bytes = 0, _FIRST_PART_BYTES
+    ends = np.cumsum(entries.sizes)
+    while start < len(ends):
+        before = int(ends[start - 1]) if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + part_bytes, side="right")))
+        if ends[-1] - before < 2 * part_bytes:
+            end = len(ends)  # too little would be left over for a call of its own
+        yield Entries(entries.sources[start:end], entries.dests[start:end], entries.sizes[start:end])
+        start, part_bytes = end, part_bytes * _PART_GROWTH
+
+
+# ---------------------------------------------------------------------------------------------------------------- CUDA runtime
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes"""
+
+    _fields_ = (("source_order", ctypes.c_int), ("source", _Location), ("dest", _Location), ("flags", ctypes.c_uint))
+
+
+_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream: with any other, sources are read before what the stream waits for has happened
+
+
+class _BatchCopy:
+    """cudaMemcpyBatchAsync. Called through ctypes: no loop over entries in Python, and the GIL is free meanwhile."""
+
+    def __init__(self, runtime: ctypes.CDLL, version: int) -> None:
+        runtime.cudaGetErrorName.restype = ctypes.c_char_p
+        self._runtime = runtime
+        self._attributes = _Attributes(source_order=_STREAM_ORDER)
+        self._first_entry = ctypes.c_size_t(0)  # from which the attributes hold
+        failed_entry = (ctypes.byref(ctypes.c_size_t(0)),) if version < 13000 else ()  # an argument that CUDA 13 has dropped
+        self._fixed = (ctypes.byref(self._attributes), ctypes.byref(self._first_entry), ctypes.c_size_t(1), *failed_entry)
+
+    def __call__(self, entries: Entries, stream: int) -> None:
+        if stream == 0:
+            raise InvariantBroken("blocks are copied on a lane's stream, not on CUDA's default one")
+        if not len(entries.sizes):
+            return
+        arrays = (ctypes.c_void_p(array.ctypes.data) for array in (entries.dests, entries.sources, entries.sizes))
+        num = ctypes.c_size_t(len(entries.sizes))
+        code = self._runtime.cudaMemcpyBatchAsync(*arrays, num, *self._fixed, ctypes.c_void_p(stream))
+        if code != 0:
+            self._runtime.cudaGetLastError()  # or this thread's next launch would be blamed for it
+            name = self._runtime.cudaGetErrorName(code).decode()
+            raise TransferFailed(f"cudaMemcpyBatchAsync of {len(entries.sizes)} pieces: {name}")
+
+
+@functools.cache
+def _batch_copy() -> _BatchCopy | None:
+    """None: the CUDA runtime that torch has loaded, or the driver below it, is older than copies in batches."""
+    try:
+        # Never loads one: a second runtime would know nothing of torch's memory.
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        versions = ctypes.c_int(0), ctypes.c_int(0)
+        codes = runtime.cudaRuntimeGetVersion(ctypes.byref(versions[0])), runtime.cudaDriverGetVersion(ctypes.byref(versions[1]))
+        if any(codes) or min(version.value for version in versions) < _BATCH_SINCE or not runtime.cudaMemcpyBatchAsync:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return _BatchCopy(runtime, versions[0].value)
+
+
+def _current_stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,208 @@
+"""Moves blocks between two arenas: launches transfers off the engine thread and says when they are over. Owns their order, not their slots.
+
+    submit (engine thread, O(1))  ->  prepare, waits, copies (launcher)  ->  bytes (lane)  ->  settle (engine thread polls)
+
+A transfer is in flight from `submit` on, launched or not: whoever drains sees both. Transfers of one mover are launched, and so end, in
+the order of their submission.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract import Access, Arrival, Fence, Mode
+from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
+from penstock.lanes.lane import Lane, Ticket
+
+Slots = NDArray[np.int64]
+Layers = tuple[int, int]
+
+_NO_SLOTS: Slots = np.empty(0, np.int64)
+
+
+class Copier(Protocol):
+    """Copies blocks from one arena to another; called as an op of the transfer's lane."""
+
+    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None: ...
+
+
+class Transfer:
+    """Blocks on their way. Implements `contract.Load`.
+
+    Whoever makes one keeps both ends protected until `settled`, whatever becomes of the request it was made for. The launcher sets
+    `arrivals` last, so that who sees them sees everything before.
+    """
+
+    def __init__(self, label: str, groups: Sequence[Layers], after: Sequence[Fence] = ()) -> None:
+        self.label = label
+        self.groups = groups  # layers that land together, in order
+        self.after = after  # the lane waits for these before it touches either end
+        self.source_slots = self.dest_slots = _NO_SLOTS
+        self.arrivals: tuple[Arrival, ...] | None = None
+        self.settled = False
+        self.submitted_s = 0.0
+        self.settled_s = 0.0
+        self.deadline_s = float("inf")
+        self._ticket: Ticket | None = None  # of the launch
+        self._copies: list[Ticket] = []
+        self._end: Fence | None = None  # behind everything that was put on the lane
+        self._launched = False
+        self._error: BaseException | None = None
+
+    def prepare(self) -> bool:
+        """On the launcher, before anything is enqueued: the last moment to choose slots. False: there is nothing to copy."""
+        return True
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.source_slots)
+
+    @property
+    def layered(self) -> bool:
+        return False
+
+    @property
+    def overdue(self) -> bool:
+        return not self.settled and time.monotonic() > self.deadline_s
+
+    def nearly_landed(self) -> bool:
+        arrivals = self.arrivals
+        return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())
+
+    def error(self) -> BaseException | None:
+        if self._error is None:
+            self._error = next((error for ticket in self._copies if (error := ticket.error()) is not None), None)
+        return self._error
+
+    # ------------------------------------------------------------------------------------------------------- for the mover
+
+    def submitted(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def enqueued(self, copy: Ticket) -> None:
+        self._copies.append(copy)
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+
+    def launched(self, end: Fence | None, arrivals: Sequence[Arrival]) -> None:
+        self._end = end
+        self._launched = True
+        self.arrivals = tuple(arrivals)
+
+    def over(self) -> bool:
+        return self._launched and (self._end is None or self._end.passed())
+
+    def wait_over(self, deadline_s: float) -> None:
+        """Block until it is launched, then until it is over. Raises DeadlineExceeded, never gives up quietly."""
+        if self._ticket is None:
+            raise InvariantBroken(f"{self.label!r} was never submitted")
+        try:
+            self._ticket.wait_done(max(0.0, deadline_s - time.monotonic()))
+        except DeadlineExceeded:
+            raise
+        except Exception as error:  # the launch itself failed: what it had enqueued, if anything, is behind `_end`
+            self.fail(error)
+        if self._end is not None:
+            self._end.wait_passed(max(0.0, deadline_s - time.monotonic()))
+
+
+class Mover:
+    """One direction between two arenas. `submit` and `settle` are the engine thread's; launching happens on `launcher`, a CPU lane,
+    because a long run of launches behind an unresolved fence blocks whoever makes them."""
+
+    def __init__(self, arenas: tuple[str, str], copier: Copier, lane: Lane, launcher: Lane) -> None:
+        self.wake: Callable[[], None] = lambda: None  # called on the launcher when a transfer can be waited for on the device
+        self.lane = lane
+        self._source, self._dest = arenas
+        self.copier = copier
+        self._launcher = launcher
+        self._flying: deque[Transfer] = deque()
+
+    def __len__(self) -> int:
+        """Transfers that have not been seen to be over."""
+        return len(self._flying)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(transfer.num_blocks for transfer in self._flying)
+
+    def is_late(self) -> bool:
+        """Whether the transfer that is next to end is overdue."""
+        return bool(self._flying) and self._flying[0].overdue
+
+    def submit(self, transfer: Transfer) -> None:
+        """Hand it over; returns at once. If this raises, nothing of it will ever run."""
+        transfer.submitted_s = time.monotonic()
+        transfer.submitted(self._launcher.submit(lambda: self._launch(transfer), label=f"launch {transfer.label}"))
+        self._flying.append(transfer)
+
+    def settle(self) -> list[Transfer]:
+        """Those that are over since the last call, oldest first; never blocks."""
+        over: list[Transfer] = []
+        while self._flying and self._flying[0].over():
+            over.append(self._settled(self._flying.popleft()))
+        return over
+
+    def in_flight(self) -> tuple[Transfer, ...]:
+        return tuple(self._flying)
+
+    def drain(self, timeout_s: float, concerned: Callable[[Transfer], bool] = lambda transfer: True) -> None:
+        """Block until every transfer in flight that is `concerned` is over: also those that are not launched yet. The next `settle`
+        finds them."""
+        deadline_s = time.monotonic() + timeout_s
+        for transfer in self.in_flight():
+            if concerned(transfer):
+                transfer.wait_over(deadline_s)
+
+    def close(self, timeout_s: float | None) -> None:
+        self._launcher.close(timeout_s)
+        self.lane.close(timeout_s)
+
+    # ------------------------------------------------------------------------------------------------------ on the launcher
+
+    def _launch(self, transfer: Transfer) -> None:
+        arrivals: list[Arrival] = []
+        try:
+            if transfer.prepare():
+                self._enqueue(transfer, arrivals)
+        except Exception as error:
+            transfer.fail(error)
+        finally:
+            # Whatever went wrong, what is on the lane already ends before either side is given back.
+            transfer.launched(self.lane.record() if transfer.num_blocks else None, arrivals)
+            self.wake()
+
+    def _enqueue(self, transfer: Transfer, arrivals: list[Arrival]) -> None:
+        source, dest = transfer.source_slots, transfer.dest_slots
+        if len(source) != len(dest):
+            raise InvariantBroken(f"{transfer.label!r} has {len(source)} sources and {len(dest)} destinations")
+        for fence in transfer.after:
+            self.lane.wait(fence)
+        last: Ticket | None = None
+        for layers in transfer.groups:
+            accesses = (Access(self._source, source, layers, Mode.READ), Access(self._dest, dest, layers, Mode.WRITE))
+            last = self.lane.submit(self._copy(transfer, layers), accesses, label=transfer.label, after=last)
+            transfer.enqueued(last)
+            arrivals.append(Arrival(layers, self.lane.record()))
+
+    def _copy(self, transfer: Transfer, layers: Layers) -> Callable[[], None]:
+        def copy() -> None:
+            try:
+                self.copier.copy(transfer.source_slots, transfer.dest_slots, layers)
+            except Exception as error:
+                raise TransferFailed(f"{transfer.label}: {error}") from error
+
+        return copy
+
+    @staticmethod
+    def _settled(transfer: Transfer) -> Transfer:
+        transfer.settled_s = time.monotonic()
+        transfer.settled = True
+        return transfer

@@ -1,0 +1,182 @@
+"""A LoRA adapter directory in PEFT's format, from files to weights on the device. Owns the check against the model, and the digest.
+
+The directory holds adapter_config.json and adapter_model.safetensors. Tensors are named after the module they adapt, behind
+"base_model.model.": base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [r, in], ...lora_B.weight is [out, r].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from penstock.errors import ModelError
+from penstock.models.adapter_config import AdapterConfig, parse_adapter_config
+from penstock.models.cache import DIGEST_BYTES
+from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
+from penstock.models.model import Model, ModelConfig
+from penstock.models.safetensors_dir import read_json
+from penstock.models.weights import Weight, layout, listed
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_PICKLE_FILE = "adapter_model.bin"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OUTER_MODULES = ("lm_head", "model.embed_tokens")  # that PEFT can adapt and we cannot
+_DIGEST_KEY = b"penstock lora adapter 1"
+
+
+class AdapterFiles(NamedTuple):
+    """What one adapter was read from: the identity of its content, and its weights ready to be applied."""
+
+    digest: str
+    weights: AdapterWeights
+
+
+class _Module(NamedTuple):
+    """A linear module that can be adapted, as part of one of the model's weights."""
+
+    name: str  # as the base model calls it
+    rows: slice  # of the stacked weight
+    num_in: int
+
+    @property
+    def a(self) -> str:
+        return f"{PREFIX}{self.name}.lora_A.weight"
+
+    @property
+    def b(self) -> str:
+        return f"{PREFIX}{self.name}.lora_B.weight"
+
+
+def read_adapter(directory: Path, model: Model) -> AdapterFiles:
+    """The adapter in `directory`, for `model`. Everything that is wrong with it is a ModelError. Files are read once, so what was digested
+    is what runs, whatever is written to them meanwhile."""
+    config_file, tensors_file = adapter_files(directory)
+    config = parse_adapter_config(read_json(config_file), str(config_file))
+    stacks = _stacks(model.config)
+    modules = [module for _, parts in stacks for module in parts]
+    _refuse_outer(config, config_file)
+    tensors = _read_tensors(tensors_file)
+    adapted = _check(tensors, config, modules, tensors_file)
+    digest = _digest(tensors, config, adapted)
+    try:
+        return AdapterFiles(digest, _weights(tensors, config, stacks, model))
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"the adapter in {directory} does not fit into the memory of {model.device}: {error}") from error
+
+
+def adapter_files(directory: Path) -> tuple[Path, Path]:
+    """Its two files, both there."""
+    try:
+        if not directory.is_dir():
+            raise ModelError(f"{directory} is no directory; an adapter is one with {CONFIG_FILE} and {TENSORS_FILE}")
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            if not (directory / name).is_file():
+                pickled = name == TENSORS_FILE and (directory / _PICKLE_FILE).exists()
+                hint = f"; {_PICKLE_FILE} is a pickle, which can run code: save the adapter as safetensors" if pickled else ""
+                raise ModelError(f"{directory} has no {name}{hint}")
+    except OSError as error:  # no permission, or a name that no file can have
+        raise ModelError(f"{directory} cannot be read: {error.strerror or error}") from error
+    return directory / CONFIG_FILE, directory / TENSORS_FILE
+
+
+def _stacks(config: ModelConfig) -> list[tuple[Weight, list[_Module]]]:
+    """The model's matrices inside layers, with the modules that are stacked in each."""
+    matrices = [weight for weight in layout(config) if weight.name.startswith("layers.") and len(weight.shape) == 2]
+    return [(weight, list(_modules(weight))) for weight in matrices]
+
+
+def _modules(weight: Weight) -> Iterator[_Module]:
+    row = 0
+    for part in weight.parts:
+        yield _Module(part.name.removesuffix(".weight"), slice(row, row + part.shape[0]), part.shape[1])
+        row += part.shape[0]
+
+
+def _refuse_outer(config: AdapterConfig, where: Path) -> None:
+    outer = [name for name in _OUTER_MODULES if config.targets(name)]
+    if outer:
+        raise ModelError(f"{where}: adapting {listed(outer)} is not supported, only the linear modules inside layers")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
+
+
+def _check(tensors: Mapping[str, Tensor], config: AdapterConfig, modules: list[_Module], where: Path) -> list[_Module]:
+    """The modules that the adapter has tensors for. All that is wrong with the tensors is one ModelError."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for module in modules:
+        rank = config.rank_of(module.name)
+        shapes |= {module.a: (rank, module.num_in), module.b: (module.rows.stop - module.rows.start, rank)}
+    adapted = [module for module in modules if module.a in tensors or module.b in tensors]
+    wanted = [module for module in modules if config.targets(module.name) or module in adapted]
+    found = {name: tensor for name, tensor in tensors.items() if name in shapes}
+    sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
+    problems = {
+        "missing tensors": [name for module in wanted for name in (module.a, module.b) if name not in tensors],
+        "tensors that fit no module of the model": [name for name in tensors if name not in shapes],
+        "tensors of modules that are not targeted": [module.a for module in adapted if config.targets(module.name) is False],
+        "misshapen tensors": [f"{name} is {shape}, expected {right}" for name, shape, right in sized if shape != right],
+        "dtypes other than F32, BF16, F16": [f"{name} is {t.dtype}" for name, t in found.items() if t.dtype not in _DTYPES],
+        "tensors that are not finite": [name for name, t in found.items() if t.dtype in _DTYPES and not torch.isfinite(t).all()],
+    }
+    if any(problems.values()):
+        stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
+        raise ModelError(f"the tensors in {where} do not fit the model and {CONFIG_FILE}: {stated}")
+    if not adapted:
+        raise ModelError(f"{where} holds no tensors")
+    return adapted
+
+
+def _digest(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module]) -> str:
+    """Of all that decides what the adapter computes: each module's name and scale, and dtype, shape and bytes of its two tensors. Each
+    piece goes in behind its length, so that no two adapters read the same."""
+    state = hashlib.blake2b(key=_DIGEST_KEY, digest_size=DIGEST_BYTES)
+    for module in adapted:
+        pieces = [module.name.encode(), config.scale_of(module.name).hex().encode()]
+        for tensor in (tensors[module.a], tensors[module.b]):
+            pieces += [f"{tensor.dtype} {list(tensor.shape)}".encode(), tensor.contiguous().view(torch.uint8).numpy().tobytes()]
+        for piece in pieces:
+            state.update(len(piece).to_bytes(8, "little"))
+            state.update(piece)
+    return state.hexdigest()
+
+
+def _weights(
+    tensors: Mapping[str, Tensor], config: AdapterConfig, stacks: list[tuple[Weight, list[_Module]]], model: Model
+) -> AdapterWeights:
+    layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
+    for weight, modules in stacks:
+        _, layer, name = weight.name.split(".")
+        adapted = [module for module in modules if module.a in tensors]
+        if adapted:
+            layers[int(layer)][name] = _stacked(tensors, config, adapted, model)
+    return AdapterWeights(tuple(layers))
+
+
+def _stacked(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module], model: Model) -> LoraWeight:
+    """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before the copy to the device, which
+    is over when it returns: nothing is left for other lanes to wait for."""
+    a = torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype)
+    parts = []
+    at = 0
+    for module in adapted:
+        b = (tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype)
+        ranks = slice(at, at + b.shape[1])
+        parts.append(LoraPart(module.rows, ranks, b.to(model.device)))
+        at = ranks.stop
+    return LoraWeight(a.to(model.device), tuple(parts))

@@ -1,0 +1,91 @@
+"""Low-rank updates on top of a model's projections: y += (x A^T) B^T for the tokens of each adapter. Owns no base weights and no files.
+
+The model stacks q, k, v and gate, up into one matrix each, an adapter has them one by one: its A matrices of one stack are stacked too,
+and each B adds to its own columns of the stack's output.
+
+    x [T, in]  --A^T-->  [T, r_q + r_k + r_v]  --B_q^T, B_k^T, B_v^T-->  columns q | k | v of y [T, out]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.contract import Adapter, Chunk
+
+
+class LoraPart(NamedTuple):
+    """One adapted module inside a stack."""
+
+    columns: slice  # of the stack's output
+    ranks: slice  # of the stack's A rows
+    b: Tensor  # [out of the module, r], the adapter's scale multiplied in
+
+
+class LoraWeight(NamedTuple):
+    """What an adapter adds to one stack of modules of one layer."""
+
+    a: Tensor  # [sum of ranks, in]
+    parts: tuple[LoraPart, ...]
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """`y` [T, out] is changed in place."""
+        low = F.linear(x, self.a)
+        for columns, ranks, b in self.parts:
+            y[:, columns].addmm_(low[:, ranks], b.t())
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """An adapter on the device: for each layer, by the names of `weights.layout` ("qkv", "out", "gate_up", "down")."""
+
+    layers: tuple[Mapping[str, LoraWeight], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        weights = [weight for layer in self.layers for weight in layer.values()]
+        return sum(tensor.nbytes for weight in weights for tensor in (weight.a, *(part.b for part in weight.parts)))
+
+
+class LoraRun(NamedTuple):
+    """Neighbouring tokens of a step that one adapter applies to."""
+
+    start: int
+    end: int
+    weights: AdapterWeights
+
+
+class LoraRuns:
+    """The adapters of one step. Keeps their weights alive, whatever becomes of the adapters meanwhile."""
+
+    __slots__ = ("runs",)
+
+    def __init__(self, runs: Sequence[LoraRun]) -> None:
+        self.runs = tuple(runs)
+
+    def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
+        """Add what the adapters say to `y`, the output of projection `name` for input `x`; tokens without an adapter stay as they are."""
+        for start, end, weights in self.runs:
+            weight = weights.layers[layer].get(name)
+            if weight is not None:
+                weight.add(x[start:end], y[start:end])
+
+
+def lora_runs(chunks: Sequence[Chunk], weights_of: Callable[[Adapter], AdapterWeights]) -> LoraRuns | None:
+    """Which tokens of a step of `chunks` belong to which adapter; None where none has one. Neighbours with the same weights are one run."""
+    runs: list[LoraRun] = []
+    at = 0
+    for chunk in chunks:
+        end = at + len(chunk.tokens)
+        if chunk.adapter is not None:
+            weights = weights_of(chunk.adapter)
+            if runs and runs[-1].end == at and runs[-1].weights is weights:
+                runs[-1] = runs[-1]._replace(end=end)
+            else:
+                runs.append(LoraRun(at, end, weights))
+        at = end
+    return LoraRuns(runs) if runs else None

@@ -1,0 +1,156 @@
+"""One arena under watch: every access to it and every change of its pool is judged here. Owns the rules for slots; what happens before
+what is the clocks' business.
+
+The rules: work touches only slots that somebody holds; no work writes a slot that has a key; a slot gets its key when whoever gives it
+has seen all its writes to be over; a slot is given back when all work on it has been seen to be over or is covered by a fence that
+travels with it; every change of state follows from the last; nothing happens in a pool that is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from penstock.sanitizer.clock import Actor, Known
+from penstock.sanitizer.findings import Findings
+from penstock.sanitizer.history import Histories, History, Race
+from penstock.sanitizer.report import Deed, Kind, Report, slots_told
+from penstock.sanitizer.shadow import UNHELD, PoolShadow, Standing
+
+
+class ArenaWatch:
+    """Accesses to one arena, and its pool where it has one."""
+
+    def __init__(self, name: str, findings: Findings) -> None:
+        self.name = name
+        self.histories = Histories()
+        self.pool: PoolShadow | None = None  # None: nobody keeps book of this arena
+        self._findings = findings
+
+    # ----------------------------------------------------------------------------------------------------------- accesses
+
+    def standings(self, slots: set[int]) -> set[Standing]:
+        return set() if self.pool is None else self.pool.standings(slots)
+
+    def touch(self, deed: Deed, slots: set[int], standings: set[Standing], clock: Known) -> None:
+        """Work that touches `slots`, which stand so, is submitted; it happens after `clock`."""
+        races = self.histories.take(deed, slots, clock)
+        if self.pool is not None:
+            self._check_held(self.pool, deed, slots, standings)
+        for race in races:
+            self._race(deed, race)
+
+    def _check_held(self, pool: PoolShadow, deed: Deed, slots: set[int], standings: set[Standing]) -> None:
+        if pool.is_closed:
+            self._misuse(deed, slots, f"touches {self.name}, whose pool is closed")
+        elif any(standing.state in UNHELD for standing in standings):
+            found = pool.unheld(slots)
+            self._misuse(deed, found, f"touches {slots_told(found)} of {self.name}, which nobody holds")
+        if deed.writes and (found := pool.sealed(slots)):
+            self._misuse(deed, found, f"changes {slots_told(found)} of {self.name}, which others may find under a key")
+
+    def _misuse(self, deed: Deed, slots: Iterable[int], what: str) -> None:
+        report = Report(Kind.LIFETIME, self.name, tuple(sorted(slots)), f"{deed.told()} {what}", (deed,))
+        self._findings.tell(report, self.name, what.partition(" ")[0], deed.lane, deed.label)
+
+    def _race(self, deed: Deed, race: Race) -> None:
+        earlier = race.earlier
+        sentence = (
+            f"{deed.told()} is not ordered after {earlier.told()} in {slots_told(race.slots)} of {self.name}: "
+            f"nothing on lane {deed.lane}, and nothing that its submitter saw, waits for {earlier.place}"
+        )
+        key = (self.name, deed.lane, deed.label, deed.writes, earlier.lane, earlier.label, earlier.writes)
+        self._findings.tell(Report(Kind.RACE, self.name, race.slots, sentence, (earlier, deed)), *key)
+
+    # --------------------------------------------------------------------------------------------------------------- pool
+
+    def open(self, num_slots: int) -> None:
+        self.pool = PoolShadow(num_slots)
+        self.histories = Histories()
+
+    def move(self, actor: Actor, slots: Sequence[int], states: tuple[str, str], owner: str) -> None:
+        pool = self._open_pool(owner)
+        if pool is None:
+            return
+        wrong = pool.move(actor, slots, states, owner)
+        if wrong:
+            slot, state = wrong[0]
+            sentence = f"slot {slot} of {self.name} went from {states[0]} to {states[1]} for {owner!r}, but it was {state}"
+            self._findings.tell(self._found(Kind.ACCOUNTING, sentence, [slot for slot, _ in wrong]), self.name, states)
+        if states[1] in UNHELD and states[0] not in UNHELD:
+            self._check_over(pool, actor, slots, owner)
+
+    def hand_over(self, actor: Actor, slots: Sequence[int], owner: str, fenced: Known | None = None) -> None:
+        pool = self._open_pool(owner)
+        if pool is not None:
+            pool.hand_over(actor, slots, fenced or {})
+
+    def seal(self, actor: Actor, slot: int, key: bytes) -> None:
+        pool = self._open_pool(f"key {key.hex()[:8]}")
+        if pool is None:
+            return
+        pool.hand_over(actor, (slot,))
+        if slot in pool.key_of:
+            sentence = f"slot {slot} of {self.name} gets a key, and it has one already: two keys name the same bytes"
+            self._lifetime(sentence, (slot,), (), "keys")
+        pool.key_of[slot] = key
+        unseen = tuple(deed for deed in self.histories.of(slot).unseen(actor.clock) if deed.writes)
+        if unseen:
+            first = unseen[0]
+            sentence = (
+                f"slot {slot} of {self.name} gets its key, and {first.told()} may not have landed: "
+                f"who gives the key has not seen {first.place} to be over"
+            )
+            self._lifetime(sentence, (slot,), unseen, "landed", first.lane, first.label)
+
+    def evict(self, slot: int) -> None:
+        if self.pool is not None:
+            self.pool.key_of.pop(slot, None)
+
+    def close(self, left: Sequence[str]) -> None:
+        if self.pool is None:
+            return
+        self.pool.is_closed = not left
+        for handle in left:
+            sentence = f"the pool of {self.name} is closed, and the {handle} has not ended: it outlives its owner"
+            self._lifetime(sentence, (), (), "left", handle)
+
+    def balance(self, counts: Mapping[str, int]) -> None:
+        """The pool says that so many of its slots are in each state."""
+        pool = self.pool
+        if pool is None:
+            return
+        told = {state: num for state, num in counts.items() if num}
+        booked = {state: num for state, num in pool.counts.items() if num}
+        if told != booked:
+            sentence = f"the pool of {self.name} says that it has {told} at a step boundary, and its changes add up to {booked}"
+            self._findings.tell(self._found(Kind.ACCOUNTING, sentence, ()), self.name, "balance")
+
+    # ------------------------------------------------------------------------------------------------------------ findings
+
+    def _open_pool(self, who: str) -> PoolShadow | None:
+        if self.pool is not None and self.pool.is_closed:
+            self._lifetime(f"the pool of {self.name} is closed, and something changes in it for {who!r}", (), (), "after close")
+        return self.pool
+
+    def _check_over(self, pool: PoolShadow, actor: Actor, slots: Sequence[int], owner: str) -> None:
+        """Nobody holds `slots` any more: is all work on them over, as far as those know who had them, or fenced?"""
+        histories, standings = self.histories.each(slots), pool.each(slots)
+        late: dict[tuple[History, Standing], tuple[Deed, ...]] = {}
+        for pair in set(zip(histories, standings, strict=True)):
+            if unseen := tuple(pair[0].unseen(actor.clock, pair[1].fenced)):
+                late[pair] = unseen
+        if not late:
+            return
+        found = sorted(slot for slot, pair in zip(slots, zip(histories, standings, strict=True), strict=True) if pair in late)
+        first = min((deeds[0] for deeds in late.values()), key=lambda deed: (deed.lane, deed.number))
+        sentence = (
+            f"{slots_told(found)} of {self.name} {'are' if len(found) > 1 else 'is'} given back for {owner!r} while {first.told()} may "
+            f"still be under way: none of those who had it has seen {first.place} to be over, and no fence behind that travels with it"
+        )
+        self._lifetime(sentence, found, (first,), "given back", first.lane, first.label)
+
+    def _lifetime(self, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object) -> None:
+        self._findings.tell(self._found(Kind.LIFETIME, sentence, slots, deeds), self.name, *key)
+
+    def _found(self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...] = ()) -> Report:
+        return Report(kind, self.name, tuple(slots), sentence, deeds, self._findings.stacks.here())

@@ -1,0 +1,177 @@
+"""Every schedule of a program, one of each that differ only in the order of things that commute. Owns what commutes with what; running
+a schedule is the sequencer's work.
+
+Two items on different lanes commute unless they touch the same bytes, one of them writing. What an item touches is what it declares; one
+that declares nothing is taken to touch everything. The program and launchers are code that declares nothing, so they never commute with
+each other, nor with such an item; with an item that declares what it touches they do, unless they look whether it is over.
+
+The search is dynamic partial-order reduction with sleep sets: a run shows which of its steps could have come the other way round and do
+not commute, and only for those the other way is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from penstock.contract import Access, Mode
+from penstock.testing.sequencer import HOST, Decision, Failure, Program, Sequencer, shrink
+
+
+class _Pruned(BaseException):
+    """Whatever could come now was tried before, in another order that commutes with this one."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """One decision of the run at hand: what was tried from here, and what must be."""
+
+    decision: Decision
+    asleep: dict[str, Decision]  # tried before it came to this, and nothing since has touched upon it
+    tried: dict[str, Decision] = field(default_factory=dict)
+    wanted: set[str] = field(default_factory=set)
+
+    def next_choice(self) -> str | None:
+        left = self.wanted - self.tried.keys() - self.asleep.keys()
+        return min(left, default=None)
+
+
+class _Guided(Sequencer):
+    """Follows `path`, takes `choice` at its end, and then goes where nobody is asleep."""
+
+    def __init__(self, path: Sequence[_Node], choice: str | None) -> None:
+        super().__init__()
+        self.sleeping: list[dict[str, Decision]] = [node.asleep for node in path]  # at each decision
+        self._path = [node.decision.chosen for node in path[:-1]] + ([] if choice is None else [choice])
+        self._tried = path[-1].tried if path else {}
+
+    def code(self) -> frozenset[str]:
+        return frozenset({HOST, *(name for name, lane in self._lanes.items() if lane.is_launcher)})
+
+    def _choose(self, number: int, options: tuple[str, ...], default: str) -> str:
+        if number < len(self._path):
+            return self._path[number]
+        asleep = self._asleep(number)
+        self.sleeping.append(asleep)
+        awake = [name for name in options if name not in asleep]
+        if not awake:
+            raise _Pruned
+        return default if default in awake else awake[0]
+
+    def _asleep(self, number: int) -> dict[str, Decision]:
+        if number == 0:
+            return {}
+        before, last, code = self.sleeping[number - 1], self.decisions[number - 1], self.code()
+        if number == len(self._path):
+            before = {**before, **self._tried}
+        return {name: step for name, step in before.items() if not _depend(step, last, code)}
+
+
+def explore_all(program: Program, max_runs: int = 20_000) -> tuple[int, Failure | None]:
+    """Returns the number of runs, cut short ones included, and the first failure, shrunk."""
+    path: list[_Node] = []
+    choice: str | None = None
+    for num_runs in range(1, max_runs + 1):
+        sequencer = _Guided(path, choice)
+        failure = _run(sequencer, program)
+        if failure is not None:
+            return num_runs, shrink(program, failure)
+        path = _extended(path, sequencer)
+        _want_reversals(path, sequencer.code())
+        while path and (choice := path[-1].next_choice()) is None:
+            path.pop()
+            if path:
+                path[-1].tried[path[-1].decision.chosen] = path[-1].decision
+        if not path:
+            return num_runs, None
+    return max_runs, None
+
+
+def _run(sequencer: Sequencer, program: Program) -> Failure | None:
+    with closing(sequencer):
+        try:
+            program(sequencer)
+            sequencer.run_all()
+        except _Pruned:
+            return None
+        except Exception as error:
+            return Failure(dict(sequencer.schedule), error, sequencer.trace)
+    return None
+
+
+def _extended(path: list[_Node], sequencer: _Guided) -> list[_Node]:
+    """The nodes of the run just made: those it followed, the last of them with its new choice, and those it added."""
+    nodes = path[: len(sequencer.decisions)]
+    for node, decision in zip(nodes, sequencer.decisions, strict=False):
+        node.decision = decision
+    for decision, asleep in zip(sequencer.decisions[len(nodes) :], sequencer.sleeping[len(nodes) :], strict=False):
+        nodes.append(_Node(decision, asleep))
+    if nodes:
+        nodes[-1].tried[nodes[-1].decision.chosen] = nodes[-1].decision
+    return nodes
+
+
+def _want_reversals(path: Sequence[_Node], code: frozenset[str]) -> None:
+    """For each two steps that do not commute, with nothing between that keeps their order: the later one, or what leads to it, first."""
+    steps = [node.decision for node in path]
+    before: list[int] = []  # by step: the steps that come before it in every order that commutes with this one, as bits
+    for later, step in enumerate(steps):
+        known = 0
+        for earlier in range(later - 1, -1, -1):
+            if known >> earlier & 1:
+                continue
+            enables = _enables(steps[earlier], step)
+            if enables or _depend(steps[earlier], step, code):
+                if not enables and steps[earlier].chosen != step.chosen:
+                    leading = [k for k in range(earlier + 1, later) if known >> k & 1]
+                    _want(path[earlier], [steps[k].chosen for k in (*leading, later) if not _follows(before, leading, k)])
+                known |= before[earlier] | 1 << earlier
+        before.append(known)
+
+
+def _follows(before: Sequence[int], leading: Sequence[int], step: int) -> bool:
+    """Whether one of `leading` must come before `step`, which they lead to where it is the last."""
+    return bool(leading) if step == len(before) else any(before[step] >> k & 1 for k in leading)
+
+
+def _want(node: _Node, first: Sequence[str]) -> None:
+    """Begin here with one of `first`, each of which leads to the other order."""
+    if not (node.wanted | node.tried.keys()).intersection(first):
+        possible = [name for name in first if name in node.decision.options]
+        node.wanted.update(possible[:1] or node.decision.options)
+
+
+# ------------------------------------------------------------------------------------------------------------------ commuting
+
+
+def _enables(first: Decision, second: Decision) -> bool:
+    """Whether `second` could not have come before `first` was over."""
+    a, b = first.effects, second.effects
+    return (b.begun is not None and b.begun in a.submitted) or (a.finished is not None and a.finished in b.after)
+
+
+def _depend(first: Decision, second: Decision, code: frozenset[str]) -> bool:
+    if first.chosen == second.chosen:
+        return True
+    a, b = first.effects, second.effects
+    if a.finished in b.looked_at or b.finished in a.looked_at:
+        return True
+    a_code, b_code = first.chosen in code, second.chosen in code
+    if (a_code or a.may_touch_anything) and (b_code or b.may_touch_anything):
+        return True
+    if (a.may_touch_anything and b.accesses) or (b.may_touch_anything and a.accesses):
+        return True
+    return _conflict(a.accesses, b.accesses)
+
+
+def _conflict(some: Iterable[Access], others: Sequence[Access]) -> bool:
+    return any(
+        Mode.WRITE in (a.mode, b.mode)
+        and a.arena == b.arena
+        and a.layers[0] < b.layers[1]
+        and b.layers[0] < a.layers[1]
+        and not set(map(int, a.slots)).isdisjoint(map(int, b.slots))
+        for a in some
+        for b in others
+    )

@@ -1,0 +1,501 @@
+"""Adapters in a running engine: whatever shares a step with them, each request gets the tokens of its own content, before and after a
+reload; KV of one content is never taken for another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
+from penstock.contract import Adapter, FinishReason, Prefix, SamplingParams, TokenEvent
+from penstock.engine.adapters import MAX_NAMES, AdapterStore
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.errors import ConfigError, EngineClosed, HandleEnded, InvalidRequest, ModelError
+from penstock.kv.blocks.key import prefix_keys
+from penstock.kv.cache import KvCache
+from penstock.models.adapters import AdapterFiles, adapter_files
+from penstock.models.lora import AdapterWeights
+from penstock.models.model import ModelConfig
+from penstock.testing.adapters import adapter_tensors, merged, write_adapter, write_random_adapter
+from penstock.testing.driving import generate, run_all, submit, tiny_config
+from penstock.testing.sanitized import build_sanitized, check_silent
+from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+Load = Callable[..., Adapter]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Writes a random adapter and loads it under a name; the seed is its content."""
+
+    def load(engine: Engine, name: str, seed: int, config: ModelConfig = TINY_QWEN3) -> Adapter:
+        return engine.adapters.load(name, write_random_adapter(tmp_path / name, config, seed)).adapter
+
+    return load
+
+
+@pytest.fixture
+def expected(make_engine: MakeEngine, load: Load) -> Callable[..., list[int]]:
+    """What an engine that has seen nothing else says to `prompt` under content `seed`; None: the base model."""
+
+    def tokens(prompt: list[int], seed: int | None, **settings: Any) -> list[int]:
+        engine = make_engine(prefix_cache=False)
+        adapter = None if seed is None else load(engine, f"fresh-{seed}", seed)
+        return generate(engine, prompt, adapter=adapter, **settings).tokens
+
+    return tokens
+
+
+def weights_kept(engine: Engine) -> set[str]:
+    return set(engine.adapters._weights)
+
+
+def check_nothing_held(engine: Engine) -> None:
+    assert engine.adapters._num_holds.total() == 0
+    assert weights_kept(engine) == {loaded.adapter.digest for loaded in engine.adapters.all()}
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize(("model", "config"), [("tiny-qwen3", TINY_QWEN3), ("tiny-llama", TINY_LLAMA)])
+def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
+    make_engine: MakeEngine, prompts: Prompts, load: Load, model: str, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, together = make_engine(model, prefix_cache=False), make_engine(model)
+    work = [(n, which) for n in (1, 16, 30, 70, 130) for which in ("base", "one", "two")]
+    for engine in (alone, together):
+        load(engine, "one", 1, config)
+        load(engine, "two", 2, config)
+
+    def adapter(engine: Engine, which: str) -> Adapter | None:
+        found = engine.adapters.find(which)
+        return None if found is None else found.adapter
+
+    right = [generate(alone, prompts(n, seed=n), adapter=adapter(alone, which)).tokens for n, which in work]
+    mixtures, launch = set(), together._parts.executor.launch
+
+    def watched(plan: Any) -> Any:
+        mixtures.add(frozenset(chunk.adapter for chunk in plan.chunks))
+        return launch(plan)
+
+    monkeypatch.setattr(together._parts.executor, "launch", watched)
+    found = [submit(together, prompts(n, seed=n), adapter=adapter(together, which)) for n, which in work]
+    run_all(together)
+    assert [c.tokens for c in found] == right
+    assert max(map(len, mixtures)) == 3, "no step had all three"
+    assert len({tuple(tokens) for tokens in right}) == len(right), "an adapter that changes nothing proves nothing"
+    check_nothing_held(together)
+
+
+@pytest.fixture
+def make_from_files() -> Iterator[Callable[..., Engine]]:
+    """Engines over model directories, under the sanitizer."""
+    made = []
+
+    def make(directory: Path, **lora: Any) -> Engine:
+        kv, steps = KvConfig(device_blocks=64), EngineConfig(max_batch=4, prefill_chunk=16)
+        source = ModelSource(str(directory), device="cpu", dtype="float32")
+        made.append(build_sanitized(Config(source, kv, steps, OffloadConfig(enabled=False), lora=LoraConfig(**lora))))
+        return made[-1][0]
+
+    yield make
+    for engine, sanitizer in made:
+        engine.close(timeout_s=20.0)
+        check_silent(sanitizer)
+
+
+@pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
+def test_an_adapter_says_what_merged_weights_say(
+    tmp_path: Path, make_from_files: Callable[..., Engine], prompts: Prompts, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    base, tensors = tiny_tensors(config), adapter_tensors(config, seed=5)
+    directory = write_adapter(tmp_path / "adapter", tensors, lora_alpha=8)
+    engine = make_from_files(write_tiny_model(tmp_path / "base", config, tensors=base), adapters=(("tuned", str(directory)),))
+    dense = make_from_files(write_tiny_model(tmp_path / "merged", config, tensors=merged(base, tensors, 2.0)))
+    (tuned,) = engine.adapters.all()
+    for n, settings in ((50, {}), (40, {"prompt_logprobs": 2, "logprobs": 2})):
+        found = generate(engine, prompts(n), adapter=tuned.adapter, max_tokens=20, **settings)
+        right = generate(dense, prompts(n), max_tokens=20, **settings)
+        assert found.tokens == right.tokens != generate(engine, prompts(n), max_tokens=20).tokens
+    scores = [[entry.logprob for entry in (*c.prompt_logprobs[1:], *c.logprobs)] for c in (found, right)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+def test_steps_without_adapters_are_replayed_and_those_with_are_not(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+    engine = make_engine()
+    replays = engine._parts.executor._replays
+    adapter = load(engine, "one", 1)
+    generate(engine, prompts(20), adapter=adapter)
+    assert not replays._captured
+    generate(engine, prompts(20))
+    assert replays._captured
+
+
+def test_a_retracted_request_resumes_on_its_own_content(make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any) -> None:
+    """Promises exceed memory, requests are pushed out, and the adapters are reloaded meanwhile."""
+    engine = make_engine(blocks=14, overcommit=4.0)
+    adapters = [load(engine, "one", 1), None, load(engine, "two", 2), load(engine, "one-again", 1)]
+    found = [submit(engine, prompts(30, seed=i), adapter=adapter, max_tokens=60) for i, adapter in enumerate(adapters)]
+    for _ in range(25):
+        engine.step()
+    load(engine, "one", 7)
+    engine.adapters.unload("two")
+    run_all(engine)
+    assert engine.stats().retractions > 0
+    assert [c.tokens for c in found] == [expected(prompts(30, seed=i), seed, max_tokens=60) for i, seed in enumerate((1, None, 2, 1))]
+    check_nothing_held(engine)
+
+
+# ----------------------------------------------------------------------------------------------------- identity of KV
+
+
+def check_reload(engine: Engine, prompt: list[int], load: Load, expected: Any) -> None:
+    """Reloaded under the same name with other content, then with the first again."""
+    first = generate(engine, prompt, adapter=load(engine, "tuned", 1))
+    again = generate(engine, prompt, adapter=engine.adapters.find("tuned").adapter)  # type: ignore[union-attr]
+    second = generate(engine, prompt, adapter=load(engine, "tuned", 2))
+    back = generate(engine, prompt, adapter=load(engine, "tuned", 1))
+    assert again.source is not None and again.source.device == 32, "what was computed under one content is found under it"
+    assert second.source is not None and second.source.device == 0
+    assert first.tokens == again.tokens == back.tokens == expected(prompt, 1)
+    assert second.tokens == expected(prompt, 2) != first.tokens
+    assert back.source is not None and back.source.device == 32, "the same content is the same adapter, whenever it was loaded"
+
+
+def test_an_adapter_reloaded_under_the_same_name_never_hits_stale_kv(
+    make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any
+) -> None:
+    check_reload(make_engine(), prompts(40), load, expected)
+
+
+@pytest.mark.parametrize("fault", ["no version", "the name for a version", "no adapter at all"])
+def test_the_reload_test_turns_red_with(
+    make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prefix_of(self: KvCache, tokens: list[int], salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
+        kept = {"no version": "", "the name for a version": "" if adapter is None else adapter.name}
+        scope = self._scope
+        if adapter is not None and fault in kept:
+            scope = dataclasses.replace(scope, adapter="lora", adapter_version=kept[fault])
+        digest = dataclasses.replace(scope, salt=salt).digest()
+        return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
+
+    engine = make_engine()
+    monkeypatch.setattr(KvCache, "prefix_of", prefix_of)
+    with pytest.raises(AssertionError):
+        check_reload(engine, prompts(40), load, expected)
+
+
+def test_salts_adapters_and_their_names_never_collide(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+    engine = make_engine(blocks=512)
+    prompt = prompts(40)
+    x, tenant = load(engine, "x", 1), load(engine, "tenant", 2)
+    salts = ("", "x", "tenant", "lora", x.digest, f"lora{x.digest}", tenant.digest)
+    scopes = [(salt, adapter) for salt in salts for adapter in (None, x, tenant)]
+    for cached in (0, 32):
+        for salt, adapter in scopes:
+            source = generate(engine, prompt, salt=salt, adapter=adapter).source
+            assert source is not None and source.device == cached, (salt, adapter)
+
+
+def test_equal_content_under_two_names_shares_weights_and_kv(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+    engine = make_engine()
+    one, twin = load(engine, "one", 1), load(engine, "twin", 1)
+    assert one.digest == twin.digest and len(weights_kept(engine)) == 1
+    first, second = generate(engine, prompts(40), adapter=one), generate(engine, prompts(40), adapter=twin)
+    assert second.tokens == first.tokens and second.source is not None and second.source.device == 32
+    engine.adapters.unload("one")
+    assert generate(engine, prompts(40), adapter=twin).tokens == first.tokens
+    engine.adapters.unload("twin")
+    assert weights_kept(engine) == set()
+
+
+def test_content_that_has_left_the_device_is_found_in_host_memory_under_its_own_scope_only(
+    make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any
+) -> None:
+    engine = make_engine(host_blocks=64)
+    prompt = prompts(70)
+    one = load(engine, "tuned", 1)
+    first = generate(engine, prompt, adapter=one)
+    for adapter, seed in ((load(engine, "tuned", 2), 2), (None, None), (load(engine, "other", 1), 1)):
+        deadline = threading.Event()
+        while engine.stats().kv_blocks["host"]["idle"] < 4:  # what the first has computed is saved
+            engine.step()
+            deadline.wait(0.001)
+        engine._parts.cache.reset(("device",))
+        found = generate(engine, prompt, adapter=adapter)
+        assert found.source is not None and found.source.device == 0
+        assert found.source.host == (64 if seed == 1 else 0)
+        assert found.tokens == (first.tokens if seed == 1 else expected(prompt, seed))
+
+
+# ------------------------------------------------------------------------------------------------------------ lifetime
+
+
+@pytest.mark.parametrize("change", ["reload", "unload"])
+def test_a_request_finishes_on_the_content_it_began_with(
+    make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any, change: str
+) -> None:
+    engine = make_engine()
+    old = load(engine, "tuned", 1)
+    running = submit(engine, prompts(40), adapter=old, max_tokens=30)
+    for _ in range(8):
+        engine.step()
+    assert 0 < len(running.tokens) < 30
+    if change == "reload":
+        new = load(engine, "tuned", 2)
+        assert generate(engine, prompts(20), adapter=new).tokens == expected(prompts(20), 2)
+    else:
+        assert engine.adapters.unload("tuned")
+    assert engine.adapters.find("tuned") is None or engine.adapters.find("tuned").adapter != old  # type: ignore[union-attr]
+    run_all(engine)
+    assert running.tokens == expected(prompts(40), 1, max_tokens=30)
+    assert old.digest not in weights_kept(engine)
+    check_nothing_held(engine)
+
+
+def test_weights_go_when_the_last_step_that_reads_them_has_been_read(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+    engine = make_engine()
+    adapter = load(engine, "tuned", 1)
+    alive = weakref.ref(engine.adapters.weights_of(adapter).layers[0]["qkv"].a)
+    running = submit(engine, prompts(40), adapter=adapter, max_tokens=30)
+    engine.step()
+    engine.cancel(running.request_id)
+    engine.adapters.unload("tuned")
+    engine._inbox.run_all()
+    assert running.finish is FinishReason.CANCELLED and weights_kept(engine) == set()
+    step = engine._running
+    assert step is not None and step.outputs.lora is not None and alive() is not None, "the step that still runs keeps them"
+    del step
+    generate(engine, prompts(20))  # of the step read last, a lane may keep the op that it ran last
+    gc.collect()
+    assert alive() is None
+
+
+def test_every_way_in_which_a_request_ends_lets_go_of_its_adapter(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+    engine = make_engine(max_batch=1)
+    adapter = load(engine, "tuned", 1)
+    finished, cancelled, waiting = (submit(engine, prompts(20, seed), adapter=adapter) for seed in range(3))
+    params = SamplingParams(max_tokens=1)
+    events: list[TokenEvent] = []
+    engine.submit([1], params, events.append, request_id=finished.request_id, adapter=adapter)
+    engine.step()
+    assert engine.adapters._num_holds[adapter.digest] == 3, "the one whose id was in use has let go"
+    assert events[0].finish is FinishReason.ERROR
+    engine.cancel(cancelled.request_id)
+    engine.cancel(waiting.request_id)
+    run_all(engine)
+    check_nothing_held(engine)
+    open_at_the_end = submit(engine, prompts(20), adapter=adapter)
+    engine.step()
+    engine.refuse("closing")
+    with pytest.raises(EngineClosed):
+        submit(engine, prompts(20), adapter=adapter)
+    engine.close(timeout_s=20.0)
+    assert open_at_the_end.finish is FinishReason.CANCELLED
+    check_nothing_held(engine)
+
+
+def test_content_that_is_gone_is_refused_and_changes_nothing(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+    engine = make_engine()
+    old = load(engine, "tuned", 1)
+    load(engine, "tuned", 2)
+    for gone in (old, Adapter("nobody", "00")):
+        with pytest.raises(InvalidRequest, match="is not loaded") as refused:
+            submit(engine, prompts(20), adapter=gone)
+        assert refused.value.param == "model"
+    assert not engine.has_work()
+    check_nothing_held(engine)
+
+
+def test_a_hold_ends_exactly_once(make_engine: MakeEngine, load: Load) -> None:
+    engine = make_engine()
+    load(engine, "tuned", 1)
+    hold = engine.adapters.try_hold("tuned")
+    assert hold is not None and engine.adapters.try_hold("nobody") is None
+    hold.end()
+    with pytest.raises(HandleEnded):
+        hold.end()
+    check_nothing_held(engine)
+
+
+def test_adapters_come_and_go_while_requests_stream(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path, expected: Any) -> None:
+    """A thread reloads one name with three contents in turn; whoever asks for the name gets the tokens of the content it was given."""
+    directories = [write_random_adapter(tmp_path / f"content-{seed}", TINY_QWEN3, seed) for seed in (1, 2, 3)]
+    prompt = prompts(24)
+    right = [expected(prompt, seed) for seed in (1, 2, 3)]
+    engine = build(tiny_config())
+    digests = [engine.adapters.load("tuned", directory).adapter.digest for directory in directories]
+    loop = EngineLoop(engine)
+    loop.start()
+    stop = threading.Event()
+
+    def reload() -> None:
+        for turn in range(10_000):
+            if stop.is_set():
+                return
+            engine.adapters.load("tuned", directories[turn % 3])
+            if turn % 5 == 4:
+                engine.adapters.unload("tuned")
+
+    reloading = threading.Thread(target=reload)
+    reloading.start()
+    wrong: list[str] = []
+    asked = 0
+    try:
+        while asked < 30:
+            hold = engine.adapters.try_hold("tuned")
+            if hold is None:
+                continue
+            done, tokens = threading.Event(), []
+
+            def listen(event: TokenEvent, done: threading.Event = done, tokens: list[int] = tokens) -> None:
+                tokens += event.tokens
+                if event.finish is not None:
+                    done.set()
+
+            with hold as adapter:
+                engine.submit(prompt, SamplingParams(8, temperature=0.0, ignore_eos=True), listen, adapter=adapter)
+            assert done.wait(60)
+            asked += 1
+            if tokens != right[digests.index(adapter.digest)]:
+                wrong.append(adapter.digest)
+    finally:
+        stop.set()
+        reloading.join()
+        check_nothing_held(engine)
+        loop.close(deadline_s=5.0)
+    assert not wrong and loop.failed() is None
+
+
+# ------------------------------------------------------------------------------------------------------- configuration
+
+
+def built(**lora: Any) -> Engine:
+    return build(dataclasses.replace(tiny_config(), lora=LoraConfig(**lora)))
+
+
+def test_adapters_of_the_configuration_are_there_from_the_start(tmp_path: Path) -> None:
+    one, two = (str(write_random_adapter(tmp_path / name, TINY_QWEN3, seed)) for seed, name in enumerate(("one", "two")))
+    engine = built(adapters=(("a", one), ("org/b", two)), dir=str(tmp_path))
+    assert [(loaded.adapter.name, loaded.root) for loaded in engine.adapters.all()] == [("a", one), ("org/b", two)]
+    assert engine.adapters.root == tmp_path.resolve()
+    engine.close(timeout_s=20.0)
+
+
+def test_a_configuration_that_cannot_work_is_refused_at_start(tmp_path: Path) -> None:
+    good = str(write_random_adapter(tmp_path / "good", TINY_QWEN3, 1))
+    other = str(write_random_adapter(tmp_path / "other", TINY_LLAMA, 1))
+    for lora, said in (
+        ({"adapters": (("tiny-qwen3", good),)}, "--lora tiny-qwen3=.* is the name of the model itself"),
+        ({"adapters": (("a", str(tmp_path / "nowhere")),)}, "--lora a=.*nowhere.* is no directory"),
+        ({"adapters": (("a", other),)}, "--lora a=.* do not fit the model"),
+        ({"dir": str(tmp_path / "nowhere")}, "--lora-dir .*nowhere is no directory"),
+        ({"dir": f"{good}/adapter_config.json"}, "--lora-dir .* is no directory"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            built(**lora)
+
+
+# --------------------------------------------------------------------------------------------------- the store by itself
+
+
+def store_in(root: Path | None) -> AdapterStore:
+    """Content is the text of one file."""
+
+    def read(directory: Path) -> AdapterFiles:
+        return AdapterFiles(adapter_files(directory)[0].read_text(), AdapterWeights(()))
+
+    return AdapterStore("base", read, root)
+
+
+def folder(path: Path, content: str = "x") -> Path:
+    path.mkdir(parents=True)
+    (path / "adapter_config.json").write_text(content)
+    (path / "adapter_model.safetensors").write_text("")
+    return path
+
+
+def test_only_what_lies_inside_the_directory_is_loaded_from_it(tmp_path: Path) -> None:
+    root, outside = tmp_path / "allowed", folder(tmp_path / "outside")
+    inside = folder(root / "group" / "inside")
+    folder(tmp_path / "allowed-not")
+    (root / "link").symlink_to(outside)
+    (root / "good-link").symlink_to(inside)
+    (root / "loop").symlink_to(root / "loop")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        borrowed = folder(root / f"borrowed-{name}")
+        (borrowed / name).unlink()
+        (borrowed / name).symlink_to(outside / name)
+    store = store_in(root.resolve())
+    for path in ("group/inside", str(inside), "good-link", "group/../group/inside", f"{tmp_path}/outside/../allowed/good-link"):
+        assert store.load_inside("a", path).root == path
+    escapes = ["../outside", str(outside), "link", "group/../../outside", "../allowed-not", "/", "..", "/etc", "loop", "a\0b"]
+    escapes += ["borrowed-adapter_config.json", "borrowed-adapter_model.safetensors", str(tmp_path / "nowhere")]
+    before = store.all()
+    for path in escapes:
+        with pytest.raises(InvalidRequest) as refused:
+            store.load_inside("b", path)
+        assert refused.value.param == "lora_path"
+        assert str(refused.value) == "lora_path must lie inside the directory that the server was given as --lora-dir"
+    assert store.all() == before
+
+
+def test_errors_do_not_tell_where_the_directory_lies(tmp_path: Path) -> None:
+    store = store_in(tmp_path.resolve())
+    for path in ("nowhere", "."):
+        with pytest.raises(InvalidRequest) as refused:
+            store.load_inside("a", path)
+        assert "adapter_config.json" in str(refused.value) and str(tmp_path) not in str(refused.value)
+    with pytest.raises(InvalidRequest, match="cannot be read: File name too long"):
+        store.load_inside("a", "x" * 300)
+
+
+def test_without_a_directory_nothing_is_loaded_from_outside(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no --lora-dir"):
+        store_in(None).load_inside("a", str(folder(tmp_path / "a")))
+
+
+@pytest.mark.parametrize("name", ["", "base", " a", "a b", "-a", ".", "a\n", "ä", "a=b", "a" * 129, "a\0"])
+def test_names_that_could_be_confused_are_refused(tmp_path: Path, name: str) -> None:
+    store = store_in(tmp_path.resolve())
+    folder(tmp_path / "a")
+    for load in (lambda: store.load(name, tmp_path / "a"), lambda: store.load_inside(name, "a")):
+        with pytest.raises(InvalidRequest) as refused:
+            load()
+        assert refused.value.param == "lora_name"
+    assert store.all() == ()
+
+
+def test_a_failed_load_leaves_what_had_the_name(tmp_path: Path) -> None:
+    store = store_in(None)
+    first = store.load("a", folder(tmp_path / "a"))
+    with pytest.raises(ModelError):
+        store.load("a", tmp_path / "nowhere")
+    assert store.find("a") == first and not first.replaced
+    assert store.load("a", folder(tmp_path / "b", "y")).replaced
+    assert store.unload("a") and not store.unload("a")
+
+
+def test_names_are_bounded(tmp_path: Path) -> None:
+    store, directory = store_in(None), folder(tmp_path / "a")
+    for i in range(MAX_NAMES):
+        store.load(f"a{i}", directory)
+    with pytest.raises(InvalidRequest, match="unload one first"):
+        store.load("one-more", directory)
+    assert store.load("a7", directory).replaced and len(store._weights) == 1
+    store.unload("a7")
+    store.load("one-more", directory)

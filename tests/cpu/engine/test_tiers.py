@@ -1,0 +1,452 @@
+"""The engine with a host tier: wherever KV comes back from, and whatever goes wrong on the way, the tokens are those of a request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cpu.engine.test_engine import check_at_rest
+from penstock.contract import FinishReason, KvSource, StepPlan
+from penstock.engine.engine import Engine
+from penstock.engine.execution.arriving import Arriving
+from penstock.engine.scheduling.track import State
+from penstock.errors import DeadlineExceeded
+from penstock.testing.driving import Collected, generate, run_all, settle_all, submit
+from penstock.testing.gates import gates
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+
+def forget(engine: Engine, tier: str = "device") -> None:
+    settle_all(engine)
+    engine.cache.reset((tier,))
+
+
+def states(engine: Engine) -> dict[str, int]:
+    return {state: num for state, num in engine.stats().requests.items() if num}
+
+
+def turn(engine: Engine, times: int = 1) -> None:
+    for _ in range(times):
+        if not engine.step():
+            engine.wait_work(0.01)
+
+
+def until(engine: Engine, condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        turn(engine)
+    raise AssertionError("it never came to that")
+
+
+def busy(engine: Engine, prompts: Prompts) -> Collected:
+    """Another request that decodes all along, so that no step is launched over a load before it has landed."""
+    other = submit(engine, prompts(20, seed=1), max_tokens=150)
+    until(engine, lambda: len(other.tokens) > 2)
+    return other
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 100])
+def test_a_prefix_comes_back_from_host_memory_with_the_same_tokens(make_engine: MakeEngine, prompts: Prompts, length: int) -> None:
+    engine = make_engine(host_blocks=64)
+    cold = generate(engine, prompts(length))
+    forget(engine)
+    warm = generate(engine, prompts(length))
+    assert warm.tokens == cold.tokens
+    from_host = min(length // 16 * 16, length - 1)
+    assert warm.source == KvSource(host=from_host, computed=length - from_host)
+    assert engine.stats().cache["promoted"] == length // 16
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    whole, stem = prompts(100), prompts(100)[:40]
+    cold = generate(engine, whole)
+    forget(engine)
+    generate(engine, stem)  # the first two blocks are on the device again
+    split = generate(engine, whole)
+    assert split.source == KvSource(device=32, host=64, computed=4)
+    assert split.tokens == cold.tokens
+
+
+def test_restored_bytes_are_the_bytes_that_were_saved(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    prompt = prompts(96)
+    generate(engine, prompt, max_tokens=1)
+    prefix = engine.cache.prefix_of(prompt)
+    assert prefix is not None
+    arena, pool = engine._parts.arena.tensor, engine.cache._pool
+    before = arena[pool.find(prefix.keys)].clone()
+    settle_all(engine)
+    forget(engine)
+    arena[: engine.cache.num_blocks].fill_(float("nan"))  # the device's copy is destroyed
+    generate(engine, prompts(30, seed=5))  # other slots come first now
+    generate(engine, prompt, max_tokens=1)
+    slots = pool.find(prefix.keys)
+    assert len(slots) == 6 and torch.equal(arena[slots], before)
+
+
+def test_with_the_device_cache_off_every_prefix_comes_from_the_host(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64, prefix_cache=False)
+    _, save = gates(engine)
+    save.hold()
+    first = generate(engine, prompts(50))
+    assert engine.stats().kv_blocks["device"]["pinned"] == 3, "a save that has not ended keeps the blocks of a request that has"
+    again = generate(engine, prompts(50))
+    assert again.source == KvSource(computed=50), "what is still being saved on the device is not reused there"
+    save.let()
+    settle_all(engine)
+    third = generate(engine, prompts(50))
+    assert third.source == KvSource(host=48, computed=2)
+    assert first.tokens == again.tokens == third.tokens
+    settle_all(engine)
+    assert engine.stats().kv_blocks["device"]["idle"] == 0
+
+
+def test_others_run_while_one_is_loading(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    expected = generate(engine, prompts(80), max_tokens=4).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    other = submit(engine, prompts(20, seed=1), max_tokens=30)
+    until(engine, lambda: len(other.tokens) > 2)
+    returning = submit(engine, prompts(80), max_tokens=4)
+    until(engine, lambda: other.finish is not None)
+    assert states(engine) == {"loading": 1} and returning.tokens == []
+    load.let()
+    run_all(engine)
+    assert returning.tokens == expected and returning.source == KvSource(host=79, computed=1)
+
+
+def test_identical_promotions_in_flight_are_shared(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    expected = generate(engine, prompts(80)).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)
+    found = [submit(engine, prompts(80)) for _ in range(3)]
+    turn(engine, 5)
+    load.let()
+    run_all(engine)
+    assert [one.tokens for one in found] == [expected] * 3
+    assert engine.stats().cache["promoted"] == 5
+    assert [one.source for one in found] == [KvSource(host=79, computed=1)] + [KvSource(device=79, computed=1)] * 2
+
+
+def test_a_promotion_is_shared_even_when_the_one_who_asked_for_it_is_gone(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    expected = generate(engine, prompts(80)).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)
+    first = submit(engine, prompts(80))
+    turn(engine, 3)
+    engine.cancel(first.request_id)
+    second = submit(engine, prompts(80))
+    turn(engine, 3)
+    load.let()
+    run_all(engine)
+    assert first.finish is FinishReason.CANCELLED and second.tokens == expected
+    assert engine.stats().cache["promoted"] == 5
+
+
+def test_cancel_during_load_leaves_the_destinations_with_the_transfer(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64, blocks=18)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)  # up to eleven blocks
+    returning = submit(engine, prompts(80), max_tokens=4)
+    until(engine, lambda: states(engine) == {"running": 1, "loading": 1})
+    engine.cancel(returning.request_id)
+    turn(engine)
+    assert returning.finish is FinishReason.CANCELLED, "a cancel does not wait for a transfer"
+    assert engine.stats().kv_blocks["device"]["pinned"] == 5
+    other = submit(engine, prompts(70, seed=3), max_tokens=4)  # needs more than the two slots that are left
+    turn(engine, 5)
+    assert other.tokens == []
+    load.let()
+    run_all(engine)
+    assert other.tokens == generate(make_engine(), prompts(70, seed=3), max_tokens=4).tokens
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def retracting(make_engine: MakeEngine, **settings: Any) -> Engine:
+    return make_engine(**{"blocks": 24, "host_blocks": 128, "overcommit": 4.0, "max_batch": 8, **settings})
+
+
+def crowd(engine: Engine, prompts: Prompts, **sampling: Any) -> list[Collected]:
+    found = [submit(engine, prompts(60 + i, seed=10 + i), **{"max_tokens": 80, **sampling}) for i in range(6)]
+    run_all(engine)
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefix_cache": False}, {"capture": False}, {"prefill_chunk": 16}])
+def test_a_retracted_request_resumes_from_host_memory_with_no_token_computed_again(
+    make_engine: MakeEngine, prompts: Prompts, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = retracting(make_engine, **settings)
+    planned: list[int] = []
+    launch = engine._parts.executor.launch
+
+    def launched(plan: StepPlan) -> Any:
+        planned.append(plan.num_tokens)
+        return launch(plan)
+
+    monkeypatch.setattr(engine._parts.executor, "launch", launched)
+    found = crowd(engine, prompts)
+    alone = make_engine(prefix_cache=False)
+    assert [one.tokens for one in found] == [generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)]
+    stats = engine.stats()
+    assert stats.retractions > 0 and sum(stats.resume.counts) == stats.retractions
+    assert sum(planned) == sum(60 + i + 80 - 1 for i in range(6)), "every token was computed once"
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_retracted_request_whose_tail_could_not_be_saved_computes_it_again(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = retracting(make_engine, host_blocks=6)
+    found = crowd(engine, prompts)
+    alone = make_engine(prefix_cache=False)
+    assert [one.tokens for one in found] == [generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)]
+    stats = engine.stats()
+    assert stats.retractions > 0 and stats.traffic is not None and stats.traffic.skipped["full"] > 0
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_retracted_request_can_be_cancelled_while_it_is_being_saved(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = retracting(make_engine)
+    _, save = gates(engine)
+    found = [submit(engine, prompts(60 + i, seed=10 + i), max_tokens=80) for i in range(6)]
+    until(engine, lambda: engine.stats().requests["running"] > 2)
+    save.hold()
+    until(engine, lambda: engine.stats().requests["retracted"] > 0)
+    for one in found:
+        engine.cancel(one.request_id)
+    turn(engine, 2)
+    assert all(one.finish is FinishReason.CANCELLED for one in found)
+    save.let()
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_nobody_is_retracted_while_transfers_under_way_free_enough(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(blocks=8, host_blocks=64, overcommit=4.0, prefix_cache=False)
+    _, save = gates(engine)
+    save.hold()
+    generate(engine, prompts(64), max_tokens=1)  # four slots stay with the save
+    other = submit(engine, prompts(60, seed=1), max_tokens=20)  # needs five, and four are there
+    until(engine, lambda: len(other.tokens) == 5)
+    turn(engine, 5)
+    assert engine.stats().retractions == 0 and states(engine) == {"running": 1}
+    save.let()
+    run_all(engine)
+    assert len(other.tokens) == 20 and engine.stats().retractions == 0
+
+
+@pytest.mark.parametrize("copies_before", [0, 1])
+def test_a_promotion_that_fails_is_computed_instead(make_engine: MakeEngine, prompts: Prompts, copies_before: int) -> None:
+    engine = make_engine(host_blocks=64)
+    expected = generate(engine, prompts(80), max_tokens=6).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)
+    returning = submit(engine, prompts(80), max_tokens=6)
+    until(engine, lambda: engine.stats().requests["loading"] == 1)
+    load.let(copies_before)
+    load.fail_next = 1
+    load.let()
+    run_all(engine)
+    assert returning.tokens == expected and returning.source == KvSource(computed=80)
+    traffic = engine.stats().traffic
+    assert traffic is not None and traffic.failures == {("host", "copy"): 1}
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_step_launched_over_a_promotion_that_then_fails_is_computed_again(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    expected = generate(engine, prompts(90), max_tokens=6).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    load.fail_next = 1
+    returning = generate(engine, prompts(90), max_tokens=6)
+    assert returning.tokens == expected and returning.error is None
+    assert returning.source is not None and returning.source.host in (0, 80)
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64, load_deadline_s=0.02)
+    expected = generate(engine, prompts(80), max_tokens=6).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)
+    returning = submit(engine, prompts(80), max_tokens=6)
+    until(engine, lambda: returning.finish is not None)
+    second = generate(engine, prompts(80), max_tokens=6)
+    assert second.tokens == expected, "nobody else waits for the one that is stuck"
+    assert returning.tokens == expected and returning.source == KvSource(computed=80)
+    assert engine.stats().kv_blocks["device"]["pinned"] == 5, "a deadline ends a wait, never an ownership"
+    load.let()
+    run_all(engine)
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_full_host_pool_skips_saves_and_disturbs_nobody(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=4)
+    _, save = gates(engine)
+    save.hold()  # four slots are taken and none can be evicted
+    found = [generate(engine, prompts(64, seed=i)) for i in range(3)]
+    save.let()
+    settle_all(engine)
+    alone = make_engine()
+    assert [one.tokens for one in found] == [generate(alone, prompts(64, seed=i)).tokens for i in range(3)]
+    traffic = engine.stats().traffic
+    assert traffic is not None and traffic.skipped["full"] == 8
+
+
+def test_a_flush_covers_what_is_submitted_and_not_launched(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    _, save = gates(engine)
+    save.hold()
+    generate(engine, prompts(64), max_tokens=1)
+    with pytest.raises(DeadlineExceeded):
+        engine.cache.drain(0.05)
+    assert engine.stats().kv_blocks["host"]["idle"] == 0
+    save.let()
+    engine.cache.drain(20.0)
+    assert engine.stats().kv_blocks["host"]["idle"] == 4
+
+
+def test_a_save_reads_a_block_before_its_slot_is_used_again(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(blocks=6, host_blocks=64)
+    cold = generate(engine, prompts(64), max_tokens=1)
+    _, save = gates(engine)
+    forget(engine)
+    forget(engine, "host")
+    save.hold()
+    assert generate(engine, prompts(64), max_tokens=1).tokens == cold.tokens
+    other = submit(engine, prompts(60, seed=9), max_tokens=2)  # four blocks; two are free, four wait for the save
+    turn(engine, 5)
+    assert other.tokens == [] and states(engine) == {"waiting": 1}
+    save.let()
+    run_all(engine)
+    settle_all(engine)
+    forget(engine)
+    again = generate(engine, prompts(64), max_tokens=1)
+    assert again.tokens == cold.tokens and again.source == KvSource(host=63, computed=1)
+
+
+def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(host_blocks=64)
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    monkeypatch.setattr(ladder, "_groups", lambda num_blocks, layered: [(i, i + 1) for i in range(engine._parts.arena.layout.num_layers)])
+    expected = generate(engine, prompts(90), max_tokens=4).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    order: list[str] = []
+    load.on_copy = lambda layers: order.append(f"copy {layers[0]}")
+    layer = type(engine._parts.executor._forward.model).layer
+
+    def noted(self: Any, index: int, *rest: Any) -> Any:
+        order.append(f"layer {index}")
+        if index == 0:
+            load.let()
+        return layer(self, index, *rest)
+
+    monkeypatch.setattr(type(engine._parts.executor._forward.model), "layer", noted)
+    load.hold()
+    load.let(1)
+    returning = submit(engine, prompts(90), max_tokens=4)  # the second layer's copy goes only once the first layer is computed
+    run_all(engine)
+    assert returning.tokens == expected and returning.source == KvSource(host=80, computed=10)
+    assert order[:3] == ["copy 0", "layer 0", "copy 1"], order[:8]
+
+
+def test_a_step_that_does_not_wait_for_its_load_is_reported(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault behind the tests above: with the waits gone, the sanitizer says which edge is missing."""
+    engine = make_engine(host_blocks=64)
+    sanitizer = engine._parts.sanitizer
+    assert sanitizer is not None
+    generate(engine, prompts(90), max_tokens=1)
+    forget(engine)
+    monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
+    load, _ = gates(engine)
+    load.hold()
+    returning = submit(engine, prompts(90), max_tokens=1)
+    until(engine, lambda: engine.stats().steps > 2 or returning.finish is not None)
+    load.let()
+    run_all(engine)
+    said = [report.sentence for report in sanitizer.reports]
+    assert any("promote of" in sentence and "on lane load" in sentence for sentence in said), said
+    sanitizer.reports.clear()
+
+
+def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)
+    returning = submit(engine, prompts(80), max_tokens=1)
+    turn(engine, 4)
+    (track,) = [track for track in engine._parts.scheduler._running.values() if track.request.id == returning.request_id]
+    assert track.state is State.LOADING and track.load is not None and not track.load.settled
+    load.let()
+    run_all(engine)
+    assert returning.finish is FinishReason.LENGTH
+
+
+def test_requests_that_cannot_use_restored_kv_never_lease_or_promote(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    echo = submit(engine, prompts(80), max_tokens=1, prompt_logprobs=1)
+    traffic = engine.stats().traffic
+    assert traffic is not None and traffic.leases_open == 0
+    run_all(engine)
+    assert echo.source == KvSource(computed=80) and engine.stats().cache["promoted"] == 0
+
+
+def test_salts_keep_tenants_apart_in_host_memory(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    generate(engine, prompts(80), salt="one")
+    forget(engine)
+    assert generate(engine, prompts(80), salt="two").source == KvSource(computed=80)
+    forget(engine)
+    assert generate(engine, prompts(80), salt="one").source == KvSource(host=79, computed=1)
+
+
+def test_close_with_everything_in_flight_leaves_nothing(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64, blocks=24)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    for seed in range(6):
+        submit(engine, prompts(80, seed=seed), max_tokens=30)
+    turn(engine, 4)

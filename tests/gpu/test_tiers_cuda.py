@@ -1,0 +1,12 @@
+"""The host tier's engine tests once more on CUDA: real copies over the link, captured graphs, streams and events."""
+
+from __future__ import annotations
+
+import pytest
+from cpu.engine.conftest import prompts
+from cpu.engine.test_tiers import *  # noqa: F403
+
+from gpu.test_engine_cuda import make_engine
+
+pytestmark = pytest.mark.gpu
+__all__ = ["make_engine", "prompts"]
