@@ -63,7 +63,7 @@ def tables(report: TraceReport) -> list[Table]:
     """Of blocks found, and of work saved, for which no bound is known."""
     policies = report.policies
     return [
-        _table(report, f"{report.title}\nblocks found, %", policies, "hit_rate"),
+        _table(report, f"{report.title}\nblocks found, % ({OPTIMUM}: Belady, an upper bound)", policies, "hit_rate"),
         _table(report, "prefill work saved, %", policies[:-1], "prefill_saved"),
     ]
 
@@ -72,7 +72,7 @@ def _table(report: TraceReport, title: str, policies: list[str], figure: str) ->
     drawn = Table(title=title, title_justify="left")
     drawn.add_column("capacity, blocks", justify="right")
     for policy in policies:
-        drawn.add_column(BOUND if policy == OPTIMUM else policy, justify="right")
+        drawn.add_column(policy, justify="right")
     lines = [report.line(policy, figure) for policy in policies]
     for capacity in lines[0]:
         drawn.add_row(str(capacity), *(_percent(line[capacity]) for line in lines))

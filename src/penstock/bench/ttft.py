@@ -70,15 +70,16 @@ class TtftBench:
         samples: dict[str, list[Sample]] = {}
         for run in range(1 + self.repeat):
             progress(f"ttft, {length} tokens", run, 1 + self.repeat)
-            prompt = random_prompts(1, length + NEW_TOKENS, driver.engine.tokenizer.vocab_size, (self.seed, length, run))[0]
+            drawn = random_prompts(1, length + 2 * NEW_TOKENS, driver.engine.tokenizer.vocab_size, (self.seed, length, run))[0]
+            prompt, new = drawn[:length], {"device_new": drawn[length:-NEW_TOKENS], "host_new": drawn[-NEW_TOKENS:]}
             driver.reset_cache()
-            taken = {"cold": _sample(driver, prompt[:length], "device", 0)}
+            taken = {"cold": _sample(driver, prompt, "device", 0)}
             for case in _cases(driver.engine, config):
                 tier = case.removesuffix("_new")
                 if tier == "host":  # the device forgets, the host has it
                     driver.flush()
                     driver.reset_cache("device")
-                asked = prompt if case.endswith("_new") else prompt[:length]
+                asked = prompt + new.get(case, [])
                 taken[case] = _sample(driver, asked, tier, _reusable(length, len(asked), config.kv.block_tokens))
             if run != WARM_UP:
                 for case, sample in taken.items():
