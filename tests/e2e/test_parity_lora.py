@@ -118,7 +118,6 @@ def test_base_and_adapters_in_one_batch_write_what_transformers_writes_with_merg
         assert largest_error(reference, logits, [prompts[1]], [found[row]]) < TOLERANCE
 
 
-@pytest.mark.usefixtures("reference")
 def test_a_served_adapter_writes_what_the_engine_writes(engine: Engine, folder: Path, start_server: Callable[..., tuple[Any, str]]) -> None:
     prompt = engine.tokenizer.encode(PROMPTS[0])
     adapter = engine.adapters.find("a1").adapter  # type: ignore[union-attr]

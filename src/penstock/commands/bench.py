@@ -31,6 +31,7 @@ def run_transfer(config: Config, bench: TransferBench, json_file: Path | None, p
     """No engine and no weights: the model's shape says how large a block is."""
     if plot_file is not None:
         require_matplotlib()
+    settle_garbage()
     with ProgressBar() as bar:
         results = bench.measure(config, bar)
     return _show(Report(bench, dimensions_of(config.source.model)[0], config, results), json_file, plot_file)

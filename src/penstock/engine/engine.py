@@ -237,6 +237,9 @@ class Engine:
 
     def _read(self, step: RunningStep) -> None:
         started = time.monotonic()
+        while any(not load.settled for load in step.loads) and not step.fence.passed():
+            if not self._settle():  # bookkeeping of what the step waits for is done while it computes, not after
+                time.sleep(POLL_S)
         result = step.wait_result()
         self._blocked_s["result"] += time.monotonic() - started
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does

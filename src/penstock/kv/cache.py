@@ -167,7 +167,8 @@ class KvCache:
         if len(slots) != num_blocks or (num_blocks and not self._prefix_cache):
             raise InvariantBroken(f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here")
         hold = self._pool.hold(owner, slots)
-        table = BlockTable(hold, self.block_tokens, prefix, num_blocks)
+        shared = prefix if self._prefix_cache or self.ladder is not None else None
+        table = BlockTable(hold, self.block_tokens, shared, num_blocks)
         self._announce(table.announced)
         self._num_hits += num_blocks
         self._num_misses += len(keys) - num_blocks

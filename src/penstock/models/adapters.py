@@ -69,7 +69,9 @@ def read_adapter(directory: Path, model: Model) -> AdapterFiles:
     digest = _digest(tensors, config, adapted)
     try:
         return AdapterFiles(digest, _weights(tensors, config, stacks, model))
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
+            raise
         raise ModelError(f"the adapter in {directory} does not fit into the memory of {model.device}: {error}") from error
 
 

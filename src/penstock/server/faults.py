@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed, UserError
+from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded, StepFailed, UserError
 
 logger = logging.getLogger("penstock.server")
 
@@ -62,6 +62,8 @@ def fault_of(error: BaseException) -> Fault:
             return Fault(429, text, _type_of(429), code="overloaded", headers={"Retry-After": str(wait_s)})
         case EngineClosed():
             return Fault(503, text or "the engine is closed", _type_of(503), code="unavailable")
+        case DeadlineExceeded():
+            return Fault(503, text, _type_of(503), code="deadline_exceeded")
         case StepFailed():
             return Fault(500, text or "the forward pass failed", _type_of(500), code="step_failed")
         case HTTPException():

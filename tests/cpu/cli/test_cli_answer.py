@@ -39,7 +39,7 @@ def test_an_interrupt_ends_the_request_and_leaves_no_block_behind(engine):
         answer.interrupt()
     assert sum(1 for _ in pieces) < 1000
     assert answer.figures().finish == "cancelled"
-    blocks = engine.stats().kv_blocks
+    blocks = engine.stats().kv_blocks["device"]
     assert blocks["active"] == blocks["reserved"] == 0
 
 

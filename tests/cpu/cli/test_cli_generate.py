@@ -22,7 +22,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr_and_into_the_file(penstock, t
     assert ran.out == figures["text"] + "\n"
     assert "8 tokens" in ran.err and "first after" in ran.err
     assert (figures["generated_tokens"], figures["finish"], figures["model"]) == (8, "length", "tiny-llama")
-    assert figures["kv_source"] == {"device": 0, "computed": figures["prompt_tokens"]}
+    assert figures["kv_source"] == {"device": 0, "host": 0, "ssd": 0, "remote": 0, "computed": figures["prompt_tokens"]}
     assert 0 < figures["first_token_s"] <= figures["total_s"]
     assert figures["config"]["source"]["load_format"] == "dummy"
 

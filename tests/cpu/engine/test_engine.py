@@ -156,14 +156,14 @@ def test_without_prefix_cache_nothing_is_reused(make_engine: MakeEngine, prompts
     engine = make_engine(prefix_cache=False)
     prompt = prompts(40)
     assert [generate(engine, prompt).source.device for _ in range(2)] == [0, 0]  # type: ignore[union-attr]
-    assert engine.stats().kv_blocks["idle"] == 0
+    assert engine.stats().kv_blocks["device"]["idle"] == 0
 
 
 def test_reset_forgets_what_nobody_holds(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine()
     prompt = prompts(40)
     generate(engine, prompt)
-    assert engine.stats().kv_blocks["idle"] == 2
+    assert engine.stats().kv_blocks["device"]["idle"] == 2
     engine._parts.cache.reset()
     again = generate(engine, prompt)
     assert again.source is not None and again.source.device == 0
@@ -228,7 +228,7 @@ def test_a_waiting_request_can_be_cancelled(make_engine: MakeEngine, prompts: Pr
     running = submit(engine, prompts(100), max_tokens=20)
     waiting = submit(engine, prompts(100, 1), max_tokens=20)
     engine.step()
-    assert engine.stats().requests == {"waiting": 1, "running": 1, "retracted": 0}
+    assert engine.stats().requests == {"waiting": 1, "loading": 0, "running": 1, "retracted": 0}
     engine.cancel(waiting.request_id)
     run_all(engine)
     assert waiting.finish is FinishReason.CANCELLED and not waiting.tokens
@@ -418,6 +418,6 @@ def test_stats_conserve_prompt_tokens_and_blocks(make_engine: MakeEngine, prompt
     assert sum(stats.prompt_tokens.values()) == sum(lengths)
     assert stats.prompt_tokens["device"] > 0
     assert stats.generated_tokens == 8 * len(lengths)
-    assert sum(stats.kv_blocks.values()) == 256
+    assert sum(stats.kv_blocks["device"].values()) == 256
     assert sum(stats.ttft.counts) == len(lengths) and sum(stats.inter_token.counts) == 7 * len(lengths)
     assert stats.blocked_s["result"] > 0

@@ -14,7 +14,9 @@ from penstock.contract import FinishReason
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.testing.driving import Collected, generate, submit
+from penstock.testing.driving import Collected, generate, settle_all, submit
+
+WAIT_S = 0.01  # at most, for a transfer
 
 Asked = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 
@@ -51,7 +53,10 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
             entry[0] -= 1
             if entry[0] == 0:
                 engine.cancel(entry[1])
-        engine.step()
+        if rng.random() < 0.02:
+            engine.cache.reset(rng.choice((("device",), ("host",), ("device", "host"))))
+        if not engine.step():
+            engine.wait_work(WAIT_S)
         engine._parts.scheduler.check()
     return running
 
@@ -69,6 +74,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     engine = make_engine(
         max_batch=32 if seed % 2 else 8,
         blocks=rng.choice((16, 24, 200)),
+        host_blocks=(0, 40, 8, 400)[seed % 4],
         overcommit=rng.choice((1.0, 4.0)),
         prefill_chunk=rng.choice((16, 64)),
     )
@@ -84,6 +90,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
         assert found.tokens == expected.tokens, (prompt, sampling)
         assert found.prompt_logprobs is None or len(found.prompt_logprobs) == len(prompt)
         assert len(found.logprobs) == (len(found.tokens) if "logprobs" in dict(sampling) else 0)
+    settle_all(engine)
     check_at_rest(engine)
     assert num_cancelled > 0
-    assert sum(engine.stats().kv_blocks.values()) == engine._parts.cache.num_blocks
+    assert sum(engine.stats().kv_blocks["device"].values()) == engine.cache.num_blocks

@@ -14,6 +14,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.scheduling.track import State
 from penstock.errors import DeadlineExceeded
+from penstock.kv.transfer.mover import Group, Transfer
 from penstock.testing.driving import Collected, generate, run_all, settle_all, submit
 from penstock.testing.gates import gates
 
@@ -361,9 +362,12 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(host_blocks=64)
+    if engine._parts.arena.device.type == "cuda":
+        pytest.skip("ops run when they are launched here: order on the device is shown by test_overlap_cuda")
     ladder = engine.cache.ladder
     assert ladder is not None
-    monkeypatch.setattr(ladder, "_groups", lambda num_blocks, layered: [(i, i + 1) for i in range(engine._parts.arena.layout.num_layers)])
+    each = [Group((i, i + 1)) for i in range(engine._parts.arena.layout.num_layers)]
+    monkeypatch.setattr(ladder, "_groups", lambda num_blocks, layered: each)
     expected = generate(engine, prompts(90), max_tokens=4).tokens
     forget(engine)
     load, _ = gates(engine)
@@ -396,12 +400,8 @@ def test_a_step_that_does_not_wait_for_its_load_is_reported(
     generate(engine, prompts(90), max_tokens=1)
     forget(engine)
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
-    load, _ = gates(engine)
-    load.hold()
-    returning = submit(engine, prompts(90), max_tokens=1)
-    until(engine, lambda: engine.stats().steps > 2 or returning.finish is not None)
-    load.let()
-    run_all(engine)
+    monkeypatch.setattr(Transfer, "over", lambda self: self._launched and engine.stats().steps > 3)  # it is seen to be over only later
+    generate(engine, prompts(90), max_tokens=4)
     said = [report.sentence for report in sanitizer.reports]
     assert any("promote of" in sentence and "on lane load" in sentence for sentence in said), said
     sanitizer.reports.clear()

@@ -171,6 +171,36 @@ def test_no_piece_goes_on_from_one_registration_to_the_next(runtime: Callable[..
     assert all(first // PIECE_SLOTS == (first + num - 1) // PIECE_SLOTS for first, num in in_slots)
 
 
+def test_a_large_transfer_begins_with_a_small_part_and_its_later_layers_do_not(
+    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch starts only when all of it has been handed over."""
+    seen = runtime()
+    monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(copies, "_PART_GROWTH", 2)
+    source, dest = random_arena(1), random_arena(2)
+    order = np.random.default_rng(0).permutation(NUM_SLOTS)
+    copier = CudaCopier(source, dest, LAYOUT)
+    copier.copy(order, order[::-1], ALL)
+    assert [len(batch) for batch in seen.batches] == [2, 4, 8, 10]
+    assert same(dest, expected(source, dest, list(zip(order, order[::-1], strict=True)), ALL))
+    seen.batches.clear()
+    for layers in ((0, 3), (3, 6)):
+        copier.copy(order, order[::-1], layers)
+    assert [len(batch) for batch in seen.batches] == [4, 8, 12, 24]
+
+
+@given(sizes=st.lists(st.integers(1, 100), max_size=40), first=st.integers(1, 300))
+def test_parts_are_all_of_it_in_order_and_none_is_empty(sizes: list[int], first: int) -> None:
+    numbers = np.arange(len(sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "_FIRST_PART_BYTES", first)
+        parts = list(copies._growing_parts(copies.Entries(numbers, numbers + 7, np.array(sizes, np.int64))))
+    assert all(len(part.sizes) for part in parts)
+    for column, whole in enumerate((numbers.tolist(), (numbers + 7).tolist(), sizes)):
+        assert [value for part in parts for value in part[column].tolist()] == whole
+
+
 def test_a_refusal_of_the_driver_is_a_failed_transfer_by_its_name_and_leaves_no_error_behind(runtime: Callable[..., Runtime]) -> None:
     refusing = runtime(fail=1)
     with pytest.raises(TransferFailed, match="2 pieces: cudaErrorInvalidValue"):

@@ -311,6 +311,17 @@ def test_every_cut_of_the_tensor_file_is_refused(tmp_path: Path, llama: Model) -
             read_adapter(adapter, llama)
 
 
+def test_an_adapter_that_does_not_fit_into_memory_says_so(tmp_path: Path, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(torch, "cat", full)
+    with pytest.raises(ModelError, match="does not fit into the memory of cpu: tried to allocate 3 GiB"):
+        read_adapter(adapter, llama)
+
+
 def test_a_pickle_is_not_opened(tmp_path: Path, llama: Model) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")

@@ -186,7 +186,7 @@ def test_two_hundred_clients_of_which_half_hang_up_leave_nothing_behind() -> Non
         served.assert_idle()
         stats = served.engine.stats()
         assert stats.requests == {"waiting": 0, "running": 0}
-        assert stats.kv_blocks["active"] == 0
+        assert stats.kv_blocks["device"]["active"] == 0
         assert served.client().completions.create(model="scripted", prompt="still there?", max_tokens=2).usage.completion_tokens == 2
 
 

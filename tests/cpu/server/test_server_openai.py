@@ -24,7 +24,7 @@ def test_a_completion_has_text_reason_and_usage(served: Served) -> None:
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (5, 9, 14)
     assert reply.usage.model_dump(exclude_unset=True)["prompt_tokens_details"] == {
         "cached_tokens": 0,
-        "kv_source": {"device": 0, "computed": 5},
+        "kv_source": {"device": 0, "host": 0, "ssd": 0, "remote": 0, "computed": 5},
     }
     assert reply._request_id == reply.id.removeprefix("cmpl-")
 
@@ -35,7 +35,7 @@ def test_a_returning_prompt_says_which_of_its_tokens_were_cached(served: Served)
         usage = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1).usage.model_dump()
         details = usage["prompt_tokens_details"]
         assert details["cached_tokens"] == expected
-        assert details["kv_source"] == {"device": expected, "computed": 40 - expected}
+        assert details["kv_source"] == {"device": expected, "host": 0, "ssd": 0, "remote": 0, "computed": 40 - expected}
     salted = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1, extra_body={"cache_salt": "tenant"})
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 

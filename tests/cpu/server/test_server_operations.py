@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import openai
 import pytest
@@ -149,11 +149,11 @@ def test_the_cache_can_be_reset_and_looked_at(served: Served) -> None:
     for _ in range(2):
         last = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1)
     assert last.usage.prompt_tokens_details.cached_tokens == 32
-    assert served.http.post("/cache/reset?tier=device").json() == {"tier": "device", "evicted_blocks": 2}
-    assert served.http.post("/cache/reset").json() == {"tier": "all", "evicted_blocks": 0}
+    assert served.http.post("/cache/reset?tier=device").json() == {"tier": "device", "evicted_blocks": 2, "by_tier": {"device": 2}}
+    assert served.http.post("/cache/reset").json() == {"tier": "all", "evicted_blocks": 0, "by_tier": {"device": 0}}
     assert client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1).usage.prompt_tokens_details.cached_tokens == 0
     stats = served.http.get("/cache/stats").json()
-    assert stats["prompt_tokens"] == {"device": 32, "computed": 88}
+    assert stats["prompt_tokens"] == {"device": 32, "host": 0, "ssd": 0, "remote": 0, "computed": 88}
     device = stats["kv_blocks"]["device"]
     assert device["total"] == device["free"] + device["active"]
 
@@ -161,10 +161,10 @@ def test_the_cache_can_be_reset_and_looked_at(served: Served) -> None:
 def test_only_one_reset_waits_for_the_engine_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    def stuck_reset() -> int:
+    def stuck_reset(tiers: Sequence[str]) -> dict[str, int]:
         entered.set()
         assert leave.wait(DEADLINE_S)
-        return 3
+        return {"device": 3}
 
     monkeypatch.setattr(served.engine, "reset_cache", stuck_reset)
     first = served.send("/cache/reset?tier=all", b"")

@@ -211,7 +211,7 @@ def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
     usage = usage_of(prompts, choices, 2)
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (27, 12, 39)
     details = usage["prompt_tokens_details"]
-    assert details == {"cached_tokens": 16, "kv_source": {"device": 16, "computed": 11}}
+    assert details == {"cached_tokens": 16, "kv_source": {"device": 16, "host": 0, "ssd": 0, "remote": 0, "computed": 11}}
     assert sum(details["kv_source"].values()) == usage["prompt_tokens"]
 
 

@@ -32,9 +32,9 @@ def http(server_url: str) -> Iterator[httpx.Client]:
 
 
 def samples(http: httpx.Client, name: str) -> dict[str, float]:
-    """One metric by the values of its last label."""
+    """One metric by the values of its labels."""
     families = text_string_to_metric_families(http.get("/metrics").text)
-    return {"".join(list(s.labels.values())[-1:]): s.value for family in families for s in family.samples if s.name == name}
+    return {" ".join(s.labels.values()): s.value for family in families for s in family.samples if s.name == name}
 
 
 def wait_idle(http: httpx.Client) -> None:
@@ -43,7 +43,7 @@ def wait_idle(http: httpx.Client) -> None:
     while True:
         busy = sum(samples(http, "penstock_requests").values())
         blocks = samples(http, "penstock_kv_blocks")
-        held = sum(count for state, count in blocks.items() if state not in ("free", "idle"))
+        held = sum(count for labels, count in blocks.items() if not {"free", "idle"} & set(labels.split()))
         if not busy and not held:
             return
         assert time.monotonic() < by_s, f"still busy: {busy} requests, blocks {blocks}"
@@ -73,7 +73,8 @@ def test_a_chat_answers_and_ends_by_itself(client: openai.OpenAI) -> None:
 
 
 def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(client: openai.OpenAI, http: httpx.Client) -> None:
-    assert http.post("/cache/reset?tier=device").status_code == 200
+    wait_idle(http)
+    assert http.post("/cache/reset?tier=all").status_code == 200
     ask = {"model": MODEL, "prompt": STORY, "temperature": 0, "max_tokens": 8}
     cold, warm = client.completions.create(**ask), client.completions.create(**ask)
     assert warm.choices[0].text == cold.choices[0].text
@@ -85,7 +86,15 @@ def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(client: ope
     assert warm.usage.prompt_tokens_details.cached_tokens >= warm.usage.prompt_tokens - 16
     other = client.completions.create(**ask, extra_body={"cache_salt": "someone else"})
     assert other.usage.prompt_tokens_details.cached_tokens == 0
-    assert http.post("/cache/reset?tier=all").json()["evicted_blocks"] > 0
+    assert http.post("/cache/flush").json() == {"level": "visible"}
+    assert http.post("/cache/reset?tier=device").json()["evicted_blocks"] > 0
+    restored = client.completions.create(**ask)
+    assert restored.choices[0].text == cold.choices[0].text
+    details = restored.usage.model_dump()["prompt_tokens_details"]
+    assert details["kv_source"]["device"] == 0
+    assert details["kv_source"]["host"] == details["cached_tokens"] == warm.usage.prompt_tokens_details.cached_tokens
+    wait_idle(http)
+    assert min(http.post("/cache/reset?tier=all").json()["by_tier"].values()) > 0
     assert client.completions.create(**ask).usage.prompt_tokens_details.cached_tokens == 0
 
 

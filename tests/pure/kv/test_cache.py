@@ -28,7 +28,7 @@ def run(cache: KvCache, owner: str, tokens: list[int], num_prompt: int | None = 
     prefix = cache.prefix_of(tokens[:num_prompt])
     table = cache.open(owner, prefix, 0)
     assert cache.try_extend(table, -(-len(tokens) // BLOCK))
-    cache.seal(table, tokens, len(tokens))
+    cache.seal(table, tokens, len(tokens), None)
     return table
 
 
@@ -63,10 +63,10 @@ def test_a_page_aligned_prompt_can_be_opened_from_the_cache_in_full():
     table = cache.open("b", prefix, 2)
     assert table.num_slots == 2
     assert cache.stats().num_pending == 0
-    cache.seal(table, tokens, 8)  # the last token was computed once more; there is nothing new to seal
+    cache.seal(table, tokens, 8, None)  # the last token was computed once more; there is nothing new to seal
     assert cache.stats().duplicate_seals_total == 0
     assert cache.try_extend(table, 1)
-    cache.seal(table, [*tokens, 20, 21, 22, 23], 12)
+    cache.seal(table, [*tokens, 20, 21, 22, 23], 12, None)
     assert match(cache, [*tokens, 20, 21, 22, 23]).num_blocks == 3
     cache.release(table, None)
     cache.close()
@@ -94,7 +94,7 @@ def test_keys_of_an_unfinished_prompt_are_pending_until_sealed_or_released():
     table = cache.open("a", cache.prefix_of(tokens), 0)
     cache.try_extend(table, 3)
     assert match(cache, tokens) == Match(0, 0, pending=True)
-    cache.seal(table, tokens, 5)
+    cache.seal(table, tokens, 5, None)
     assert match(cache, tokens) == Match(1, 0, pending=True)
     assert match(cache, [*tokens[:4], 7, 7, 7, 7]) == Match(1, 0, pending=False)
     cache.release(table, None)
@@ -116,9 +116,9 @@ def test_an_identical_prompt_computed_twice_keeps_the_first_copy_and_frees_the_s
     one, two = run(cache, "one", PROMPT), run(cache, "two", PROMPT)
     assert cache.stats().duplicate_seals_total == 2
     cache.release(two, None)
-    assert cache.stats().slots == SlotCounts(free=13, reserved=0, active=3, pinned=0, idle=0)
+    assert cache.stats().slots["device"] == SlotCounts(free=13, reserved=0, active=3, pinned=0, idle=0)
     cache.release(one, None)
-    assert cache.stats().slots == SlotCounts(free=14, reserved=0, active=0, pinned=0, idle=2)
+    assert cache.stats().slots["device"] == SlotCounts(free=14, reserved=0, active=0, pinned=0, idle=2)
     cache.check()
 
 
@@ -155,11 +155,11 @@ def test_reset_forgets_what_nobody_uses():
     cache = new_cache()
     cache.release(run(cache, "a", PROMPT), None)
     held = run(cache, "b", [90, 91, 92, 93])
-    assert cache.reset() == 2
+    assert cache.reset() == {"device": 2}
     assert match(cache, PROMPT).num_blocks == 0
     assert match(cache, [90, 91, 92, 93]).num_blocks == 1
     assert cache.stats().evictions_total == 2
-    assert cache.reset() == 0
+    assert cache.reset() == {"device": 0}
     cache.release(held, None)
 
 
@@ -171,10 +171,10 @@ def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
     table = cache.open("a", prefix, 0)
     cache.try_extend(table, 3)
     assert cache.stats().num_pending == 0
-    cache.seal(table, PROMPT, 10)
+    cache.seal(table, PROMPT, 10, None)
     assert cache.match(prefix.keys) == Match(0, 0, False)
     cache.release(table, None)
-    assert cache.stats().slots.free == 16
+    assert cache.stats().slots["device"].free == 16
     with pytest.raises(InvariantBroken):
         cache.open("b", prefix, 1)
 
@@ -183,7 +183,7 @@ def test_a_request_without_a_prefix_leaves_nothing_behind():
     cache = new_cache()
     table = cache.open("a", None, 0)
     cache.try_extend(table, 3)
-    cache.seal(table, PROMPT, 10)
+    cache.seal(table, PROMPT, 10, None)
     cache.release(table, None)
     assert cache.stats().num_keys == 0
     assert cache.num_available == 16
@@ -220,7 +220,7 @@ def test_sealing_more_than_is_there_raises_and_changes_nothing():
         (PROMPT[:6], 8),  # fewer tokens than are said to be computed
     ):
         with pytest.raises(InvariantBroken):
-            cache.seal(table, tokens, num_computed)
+            cache.seal(table, tokens, num_computed, None)
     assert cache.stats() == before
     assert table.num_keyed == 0
 
@@ -230,9 +230,9 @@ def test_a_block_with_a_token_in_flight_is_not_sealed():
     table = cache.open("a", cache.prefix_of(PROMPT), 0)
     cache.try_extend(table, 3)
     with pytest.raises(InvariantBroken):
-        cache.seal(table, [*PROMPT, 11, TOKEN_IN_FLIGHT], 12)
+        cache.seal(table, [*PROMPT, 11, TOKEN_IN_FLIGHT], 12, None)
     assert cache.stats().num_keys == 0
-    cache.seal(table, [*PROMPT, 11, 12], 12)
+    cache.seal(table, [*PROMPT, 11, 12], 12, None)
     assert cache.stats().num_keys == 3
 
 
@@ -241,8 +241,8 @@ def test_sealing_where_no_block_became_full_does_no_work(monkeypatch):
     table = run(cache, "a", PROMPT)
     monkeypatch.setattr(BlockTable, "next_keys", lambda *_: pytest.fail("no key is wanted"))
     keyed = cache.stats().num_keys
-    cache.seal(table, PROMPT, 10)
-    cache.seal(table, PROMPT, 3)
+    cache.seal(table, PROMPT, 10, None)
+    cache.seal(table, PROMPT, 3, None)
     assert cache.stats().num_keys == keyed
 
 
@@ -256,7 +256,7 @@ def test_a_released_table_is_of_no_use(use):
     uses = {
         "release": lambda: cache.release(table, None),
         "extend": lambda: cache.try_extend(table, 1),
-        "seal": lambda: cache.seal(table, PROMPT, 10),
+        "seal": lambda: cache.seal(table, PROMPT, 10, None),
         "slots": lambda: table.slots(1),
     }
     with pytest.raises(HandleEnded):
@@ -289,7 +289,7 @@ def test_a_pin_keeps_blocks_of_a_released_table_from_the_next_request():
     table = run(cache, "a", PROMPT)
     pin = cache.pin(table.slots(8), "demote")
     cache.release(table, None)
-    assert cache.stats().slots == SlotCounts(free=1, reserved=0, active=0, pinned=2, idle=0)
+    assert cache.stats().slots["device"] == SlotCounts(free=1, reserved=0, active=0, pinned=2, idle=0)
     assert match(cache, PROMPT) == Match(num_blocks=2, num_idle=0, pending=False)
     other = cache.open("b", None, 0)
     assert not cache.try_extend(other, 2)

@@ -145,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         request = self.requests[which % len(self.requests)]
         request.tokens += generated
         num_computed = max(0, min(len(request.tokens), len(request.blocks) * BLOCK) - held_back)
-        self.cache.seal(request.table, request.tokens, num_computed)
+        self.cache.seal(request.table, request.tokens, num_computed, None)
         if request.salt is None:
             return
         for block in range(request.num_keyed, num_computed // BLOCK):
@@ -203,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        assert self.cache.reset() == len(self.idle)
+        assert self.cache.reset() == {"device": len(self.idle)}
         self.forget(len(self.idle))
 
     @rule(tokens=prompts, salt=salts)
@@ -216,7 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_slot_is_accounted_for(self) -> None:
         in_use = self.in_use()
         pinned = {block for block in in_use if not block.num_holders}
-        counts = self.cache.stats().slots
+        counts = self.cache.stats().slots["device"]
         assert counts == SlotCounts(self.num_free(), 0, len(in_use) - len(pinned), len(pinned), len(self.idle))
         assert sum(counts) == NUM_SLOTS == self.cache.num_blocks
         assert self.cache.num_available == counts.free + counts.idle
@@ -269,7 +269,7 @@ def starts_a_new_chain_for_generated_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 
 def seals_a_block_that_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
     seal = KvCache.seal
-    monkeypatch.setattr(KvCache, "seal", lambda self, table, tokens, num: seal(self, table, [*tokens, 0], num + num % BLOCK))
+    monkeypatch.setattr(KvCache, "seal", lambda self, table, tokens, num, fence: seal(self, table, [*tokens, 0], num + num % BLOCK, fence))
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:

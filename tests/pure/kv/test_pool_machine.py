@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from kv_fakes import FakeFence, FakeLane
+from kv_fakes import FakeFence, FakeLane, Heard
 
+from penstock.config import EVICTIONS
 from penstock.errors import HandleEnded, IllegalTransition, PenstockError
-from penstock.kv.blocks.eviction import LruOrder
+from penstock.kv.blocks.eviction import LruOrder, make_order
 from penstock.kv.blocks.fences import LastUse
-from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
 from penstock.kv.blocks.index import KeyIndex
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
@@ -53,9 +54,12 @@ class Naive:
 
 
 class PoolMachine(RuleBasedStateMachine):
+    policy = "lru"
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_SLOTS, "device")
+        self.heard = Heard()
+        self.pool = BlockPool(NUM_SLOTS, "device", self.heard, make_order(self.policy, NUM_SLOTS))
         self.slots = [Naive() for _ in range(NUM_SLOTS)]
         self.free = list(range(NUM_SLOTS))
         self.idle: list[int] = []
@@ -64,6 +68,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.reservations: list[Reservation] = []
         self.holds: list[Hold] = []
         self.pins: list[Pin] = []
+        self.runs: list[tuple[RunPin, Hold, list[int]]] = []  # pins of runs, their holds and slots
         self.num_evicted = 0
         self.num_duplicates = 0
 
@@ -75,13 +80,19 @@ class PoolMachine(RuleBasedStateMachine):
         return found[0] if found else None
 
     def model_evict(self, num: int) -> None:
-        for _ in range(num):
-            slot = self.idle.pop(0)
+        for slot in self.victims(num):
+            self.idle.remove(slot)
             self.slots[slot].key = None
             self.free.append(slot)
             self.num_evicted += 1
 
+    def victims(self, num: int) -> list[int]:
+        return self.idle[:num]
+
     def model_end(self, handle: Handle, slots: list[int], fence: FakeFence | None) -> None:
+        for run, _, pinned in [entry for entry in self.runs if entry[1] is handle]:
+            for slot in pinned:
+                self.slots[slot].pins.append(run)
         for slot in slots:
             naive = self.slots[slot]
             (naive.pins if isinstance(handle, Pin) else naive.holders).remove(handle)
@@ -206,6 +217,28 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(IllegalTransition):
             self.pool.pin([*(slot for slot in others if slot != free), free], "pinner")
 
+    @precondition(lambda self: any(hold.num_slots for hold in self.holds))
+    @rule(which=index, first=index, num=st.integers(0, 3))
+    def pin_run(self, which: int, first: int, num: int) -> None:
+        some = [hold for hold in self.holds if hold.num_slots]
+        hold = some[which % len(some)]
+        first %= hold.num_slots
+        num = min(num, hold.num_slots - first)
+        self.runs.append((self.pool.pin_run(hold, first, num, "runner"), hold, list(hold.slots)[first : first + num]))
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index, at=when)
+    def unpin_run(self, which: int, at: tuple[str | None, int]) -> None:
+        pin, hold, slots = self.runs.pop(which % len(self.runs))
+        assert list(pin.slots) == slots and pin.booked == hold.ended
+        if pin.booked:
+            self.end(pin, at)
+            return
+        pin.end(self.fence(at))
+        fence = self.fence(at)
+        for slot in slots:
+            self.slots[slot].fences += [fence] if fence is not None else []
+
     @precondition(lambda self: self.pins)
     @rule(which=index, at=when)
     def unpin(self, which: int, at: tuple[str | None, int]) -> None:
@@ -260,13 +293,28 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.find([key]) == ([] if slot is None else [slot])
 
     def teardown(self) -> None:
-        for handle in [*self.holds, *self.pins]:
+        for handle in [*self.holds, *self.pins, *(run for run, _, _ in self.runs)]:
             handle.end()
         for reservation in self.reservations:
             reservation.rollback()
         self.pool.check()
         assert self.pool.num_available == NUM_SLOTS
         self.pool.close()
+
+
+class AnyOrderMachine(PoolMachine):
+    """Which idle block goes is the policy's own matter; that it was idle, and how many go, is not."""
+
+    def victims(self, num: int) -> list[int]:
+        evicted = [slot for event, slot, *_ in self.heard.events if event == "evicted"][self.num_evicted :]
+        assert len(evicted) == len(set(evicted)) == num and set(evicted) <= set(self.idle)
+        return evicted
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTIONS if name != "lru"])
+def test_the_pool_is_right_whatever_its_policy_of_eviction(name):
+    machine = type(f"{name}_machine", (AnyOrderMachine,), {"policy": name})
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
 
 
 PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -341,6 +389,17 @@ def leaves_a_pinned_block_evictable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "pin", faulty)
 
 
+def forgets_a_run_when_its_hold_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_back = BlockPool.take_back
+
+    def faulty(self: BlockPool, handle, fence):
+        if isinstance(handle, Hold):
+            handle.run_pins.clear()
+        take_back(self, handle, fence)
+
+    monkeypatch.setattr(BlockPool, "take_back", faulty)
+
+
 def drops_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LastUse, "note", lambda self, slots, fence: None)
 
@@ -362,6 +421,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     evicts_the_newest,
     evicts_a_prefix_before_its_continuation,
     leaves_a_pinned_block_evictable,
+    forgets_a_run_when_its_hold_ends,
     drops_the_fence,
     lets_a_handle_end_twice,
 ]

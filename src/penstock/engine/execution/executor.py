@@ -17,7 +17,7 @@ from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_counts
 from penstock.engine.execution.sampler import SampleOutput, Sampler, token_logprobs
-from penstock.engine.execution.staging import StagingRing, to_host
+from penstock.engine.execution.staging import StagingRing, move, to_host
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.models.lora import AdapterWeights, LoraRuns, lora_runs
 
@@ -116,7 +116,7 @@ class Executor:
         self._staging.used_until(fence)
         self._results.used_until(fence)
         chunks = plan.chunks if bucket is not None else [c for c in plan.chunks if c.samples]
-        return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence)
+        return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence, plan.loads)
 
     # --------------------------------------------------------------------------------------------------------- forward
 
@@ -136,7 +136,7 @@ class Executor:
         landed: list[Tensor] = []
 
         def upload() -> None:
-            ints = torch.empty(len(host), dtype=torch.int32, device=self._device).copy_(host, non_blocking=True)
+            ints = move(torch.empty(len(host), dtype=torch.int32, device=self._device), host)
             landed.append(ints)
             flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
 
@@ -153,7 +153,7 @@ class Executor:
     def _replay(self, chain: _Chain, arriving: Arriving, bucket: Shape, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
         captured = self._replays.get(bucket)
         inputs = self._replays.inputs
-        chain.submit(lambda: inputs[: len(host)].copy_(host, non_blocking=True), "upload")
+        chain.submit(lambda: move(inputs[: len(host)], host), "upload")
         self._wait_for(arriving, chain, self._forward.model.config.num_layers)  # no wait is kept inside a replay
         accesses = self._accesses(packed, (0, self._forward.model.config.num_layers))
         chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
@@ -179,7 +179,7 @@ class Executor:
         if plan.params is not None:
             params = ints[params_at : params_at + plan.params.size].view(plan.params.shape)
         output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params)
-        outputs.sampled = _on_host(output, tokens.copy_(output.tokens, non_blocking=True))
+        outputs.sampled = _on_host(output, move(tokens, output.tokens))
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""

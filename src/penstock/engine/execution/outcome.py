@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.contract import Chunk, Fence, Sampled, StepResult, TokenLogprob
+from penstock.contract import Chunk, Fence, Load, Sampled, StepResult, TokenLogprob
 from penstock.engine.execution.sampler import SampleOutput
 from penstock.lanes.lane import Ticket
 from penstock.models.lora import LoraRuns
@@ -30,6 +30,7 @@ class RunningStep:
     outputs: Outputs
     last: Ticket
     fence: Fence
+    loads: Sequence[Load] = ()  # what it waits for on the device
 
     def wait_result(self) -> StepResult:
         """Block until the step is over. A failure is part of the result, not raised."""

@@ -34,8 +34,18 @@ class StagingRing:
         self._fences[self._turn] = fence
 
 
+def move(dest: Tensor, source: Tensor) -> Tensor:
+    """Copy between host and device without waiting, on the current lane; returns `dest`."""
+    if "cuda" not in (dest.device.type, source.device.type):
+        return dest.copy_(source)
+    from penstock.engine.execution import triton_moves
+
+    triton_moves.move(dest, source)
+    return dest
+
+
 def to_host(source: Tensor) -> Tensor:
     """A copy that can be read once the lane has passed. Pinned memory comes from torch's cache: for results that few requests ask for."""
     if source.device.type != "cuda":
         return source.clone()
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+    return move(torch.empty(source.shape, dtype=source.dtype, pin_memory=True), source.contiguous())

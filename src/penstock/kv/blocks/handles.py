@@ -153,9 +153,7 @@ class Hold(Handle):
         """For the pool, which counts them as held."""
         end = self.num_slots + len(slots)
         if end > self._buffer.size:
-            held = self.first(self.num_slots)
-            self._make_room(max(end, 2 * self._buffer.size))
-            self._buffer[: held.size] = held
+            self._make_room(max(end, 2 * self._buffer.size), self.first(self.num_slots))
         self._buffer[self.num_slots : end] = slots
         self.num_slots = end
 
@@ -163,7 +161,11 @@ class Hold(Handle):
         """`fence` covers the last use of the slots by this holder."""
         self._give_back(fence)
 
-    def _make_room(self, size: int) -> None:
-        self._buffer = np.empty(size, np.int32)
-        self._shown = self._buffer.view()
-        self._shown.flags.writeable = False
+    def _make_room(self, size: int, held: NDArray[np.int32] | None = None) -> None:
+        """A launcher reads a pinned run while its table grows: it sees the old room or the new one with all that was held."""
+        buffer = np.empty(size, np.int32)
+        if held is not None:
+            buffer[: held.size] = held
+        shown = buffer.view()
+        shown.flags.writeable = False
+        self._buffer, self._shown = buffer, shown

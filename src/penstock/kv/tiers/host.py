@@ -45,10 +45,10 @@ class HostLease:
         self._tier = tier
 
     def num_from(self, block: int) -> int:
-        end = block
-        while end < len(self.slots) and self.slots[end] != ABSENT:
-            end += 1
-        return max(0, end - block)
+        try:
+            return self.slots.index(ABSENT, block) - block
+        except ValueError:
+            return max(0, len(self.slots) - block)
 
     def end(self) -> None:
         self._tier.end_lease(self)

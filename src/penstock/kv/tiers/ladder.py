@@ -24,13 +24,13 @@ from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Taken
 from penstock.kv.tiers.memory import HostMemory
 from penstock.kv.tiers.worth import LinkRate, PrefillRate, worth_loading
-from penstock.kv.transfer.mover import Layers, Mover, Transfer
+from penstock.kv.transfer.mover import Group, Mover, Transfer
 
 log = logging.getLogger(__name__)
 
 TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
-_GROUP_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
+_LAST_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Offer(NamedTuple):
 class Demotion(Transfer):
     """Sealed blocks on their way to the host, those that are not there yet."""
 
-    def __init__(self, host: HostTier, offers: Sequence[_Offer], groups: Sequence[Layers]) -> None:
+    def __init__(self, host: HostTier, offers: Sequence[_Offer], groups: Sequence[Group]) -> None:
         fences = {id(offer.fence): offer.fence for offer in offers if offer.fence is not None}
         super().__init__(f"demote of {offers[0].pin.owner}", groups, tuple(fences.values()))
         self.pins = [offer.pin for offer in offers]
@@ -91,7 +91,7 @@ class SavedLease(HostLease):
 class Retraction(Transfer):
     """All of a request's KV on its way to the host, as far as it is not there."""
 
-    def __init__(self, host: HostTier, pin: RunPin, keys: Sequence[bytes], lease: SavedLease, groups: Sequence[Layers]) -> None:
+    def __init__(self, host: HostTier, pin: RunPin, keys: Sequence[bytes], lease: SavedLease, groups: Sequence[Group]) -> None:
         super().__init__(f"retract of {pin.owner}", groups)
         self.pins = [pin]
         self.lease = lease
@@ -121,7 +121,7 @@ class Retraction(Transfer):
 class Promotion(Transfer):
     """Blocks on their way into the slots of a table."""
 
-    def __init__(self, pin: RunPin, sources: Sequence[int], kept: Sequence[Handle], groups: Sequence[Layers], layered: bool) -> None:
+    def __init__(self, pin: RunPin, sources: Sequence[int], kept: Sequence[Handle], groups: Sequence[Group], layered: bool) -> None:
         super().__init__(f"promote of {pin.owner}", groups)
         self.pins = [pin]
         self.kept = kept  # the protection of the sources
@@ -148,6 +148,7 @@ class Ladder:
         self._layout = layout
         self._limits = limits
         self._offers: list[_Offer] = []
+        self._whole = [Group((0, layout.num_layers))]
 
     @property
     def num_in_flight(self) -> int:
@@ -179,7 +180,7 @@ class Ladder:
         if self._offers:
             offers, self._offers = self._offers, []
             try:
-                self.demoter.submit(Demotion(self.host, offers, self._groups(1, False)))
+                self.demoter.submit(Demotion(self.host, offers, self._whole))
             except BaseException:
                 for offer in offers:
                     offer.pin.end()
@@ -189,7 +190,7 @@ class Ladder:
         """Everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers whoever still writes."""
         pin = self._pool.pin_run(hold, 0, num_blocks, hold.owner)
         lease = SavedLease(self.host, hold.owner, num_tokens)
-        transfer = Retraction(self.host, pin, keys, lease, self._groups(1, False))
+        transfer = Retraction(self.host, pin, keys, lease, self._whole)
         transfer.after = () if fence is None else (fence,)
         try:
             self.submit_saves()  # blocks of this request that were offered go first, so that they are known to be on their way
@@ -232,13 +233,17 @@ class Ladder:
             raise
         return promotion
 
-    def _groups(self, num_blocks: int, layered: bool) -> list[Layers]:
-        """Few groups for the link's sake; several where a step can start on the first, or so that the last one is short."""
-        layers = self._layout.num_layers
-        most = max(1, layers // _MIN_LAYERS)
-        num = most if layered else min(most, 1 + num_blocks * self._layout.block_bytes // _GROUP_BYTES)
-        cuts = [layers * i // num for i in range(num + 1)]
-        return list(pairwise(cuts))
+    def _groups(self, num_blocks: int, layered: bool) -> list[Group]:
+        """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of them apart: a step may be
+        launched when the others have come."""
+        num_layers = self._layout.num_layers
+        if layered:
+            num = max(1, num_layers // _MIN_LAYERS)
+            return [Group(layers) for layers in pairwise(num_layers * i // num for i in range(num + 1))]
+        last = max(1, _LAST_BYTES // self._layout.block_bytes)
+        if num_blocks <= last:
+            return [Group((0, num_layers))]
+        return [Group((0, num_layers), slice(0, num_blocks - last)), Group((0, num_layers), slice(num_blocks - last, num_blocks))]
 
     # ------------------------------------------------------------------------------------------------------------- settle
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,13 @@ Slots = NDArray[np.int64]
 Layers = tuple[int, int]
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
+
+
+class Group(NamedTuple):
+    """A part of a transfer that is one copy: some of its blocks, some of their layers."""
+
+    layers: Layers
+    blocks: slice = slice(None)
 
 
 class Copier(Protocol):
@@ -39,9 +46,9 @@ class Transfer:
     `arrivals` last, so that who sees them sees everything before.
     """
 
-    def __init__(self, label: str, groups: Sequence[Layers], after: Sequence[Fence] = ()) -> None:
+    def __init__(self, label: str, groups: Sequence[Group], after: Sequence[Fence] = ()) -> None:
         self.label = label
-        self.groups = groups  # layers that land together, in order
+        self.groups = groups  # what lands together, in order; between them they cover every layer of every block once
         self.after = after  # the lane waits for these before it touches either end
         self.source_slots = self.dest_slots = _NO_SLOTS
         self.arrivals: tuple[Arrival, ...] | None = None
@@ -186,16 +193,17 @@ class Mover:
         for fence in transfer.after:
             self.lane.wait(fence)
         last: Ticket | None = None
-        for layers in transfer.groups:
-            accesses = (Access(self._source, source, layers, Mode.READ), Access(self._dest, dest, layers, Mode.WRITE))
-            last = self.lane.submit(self._copy(transfer, layers), accesses, label=transfer.label, after=last)
+        for group in transfer.groups:
+            layers, blocks = group
+            accesses = (Access(self._source, source[blocks], layers, Mode.READ), Access(self._dest, dest[blocks], layers, Mode.WRITE))
+            last = self.lane.submit(self._copy(transfer, group), accesses, label=transfer.label, after=last)
             transfer.enqueued(last)
             arrivals.append(Arrival(layers, self.lane.record()))
 
-    def _copy(self, transfer: Transfer, layers: Layers) -> Callable[[], None]:
+    def _copy(self, transfer: Transfer, group: Group) -> Callable[[], None]:
         def copy() -> None:
             try:
-                self.copier.copy(transfer.source_slots, transfer.dest_slots, layers)
+                self.copier.copy(transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers)
             except Exception as error:
                 raise TransferFailed(f"{transfer.label}: {error}") from error
 

@@ -20,7 +20,7 @@ _WINDOW, _PROBATION, _PROTECTED = range(3)
 
 
 class TinyLfuOrder:
-    """New blocks enter the window, and then the probation queue where they win against its oldest; a hit there protects them."""
+    """New blocks enter the window, and then the probation queue unless they are rarer than its oldest; a hit there protects them."""
 
     def __init__(self, num_slots: int) -> None:
         self._queues: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
@@ -76,10 +76,10 @@ class TinyLfuOrder:
         return popped
 
     def _contest(self, main: OrderedDict[int, None]) -> int:
-        """The oldest of the window against the oldest of the main part; returns who goes."""
+        """The oldest of the window against the oldest of the main part; returns who goes: the rarer one, else the older one."""
         window, probation, _ = self._queues
         newcomer, _ = window.popitem(last=False)
-        if self._estimate(newcomer) <= self._estimate(next(iter(main))):
+        if self._estimate(newcomer) < self._estimate(next(iter(main))):
             return newcomer
         loser, _ = main.popitem(last=False)
         self._queue_of[newcomer] = _PROBATION

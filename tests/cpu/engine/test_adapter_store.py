@@ -1,0 +1,154 @@
+"""The store of adapters by itself: names, what may be loaded from where, and weights that live as long as somebody uses them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.engine import adapters
+from penstock.engine.adapters import MAX_NAMES, AdapterHold, AdapterStore
+from penstock.errors import ConfigError, HandleEnded, InvalidRequest, ModelError
+from penstock.models.adapters import AdapterFiles, adapter_files
+from penstock.models.lora import AdapterWeights
+
+
+def store_in(root: Path | None) -> AdapterStore:
+    """Content is the text of one file."""
+
+    def read(directory: Path) -> AdapterFiles:
+        return AdapterFiles(adapter_files(directory)[0].read_text(), AdapterWeights(()))
+
+    return AdapterStore("base", read, root)
+
+
+def folder(path: Path, content: str = "x") -> Path:
+    path.mkdir(parents=True)
+    (path / "adapter_config.json").write_text(content)
+    (path / "adapter_model.safetensors").write_text("")
+    return path
+
+
+def test_only_what_lies_inside_the_directory_is_loaded_from_it(tmp_path: Path) -> None:
+    root, outside = tmp_path / "allowed", folder(tmp_path / "outside")
+    inside = folder(root / "group" / "inside")
+    folder(tmp_path / "allowed-not")
+    (root / "link").symlink_to(outside)
+    (root / "good-link").symlink_to(inside)
+    (root / "loop").symlink_to(root / "loop")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        borrowed = folder(root / f"borrowed-{name}")
+        (borrowed / name).unlink()
+        (borrowed / name).symlink_to(outside / name)
+    store = store_in(root.resolve())
+    for path in ("group/inside", str(inside), "good-link", "group/../group/inside", f"{tmp_path}/outside/../allowed/good-link"):
+        assert store.load_inside("a", path).root == path
+    escapes = ["../outside", str(outside), "link", "group/../../outside", "../allowed-not", "/", "..", "/etc", "loop", "a\0b"]
+    escapes += ["borrowed-adapter_config.json", "borrowed-adapter_model.safetensors", str(tmp_path / "nowhere")]
+    before = store.all()
+    for path in escapes:
+        with pytest.raises(InvalidRequest) as refused:
+            store.load_inside("b", path)
+        assert refused.value.param == "lora_path"
+        assert str(refused.value) == "lora_path must lie inside the directory that the server was given as --lora-dir"
+    assert store.all() == before
+
+
+@pytest.mark.parametrize("path", ["link", "borrowed"])
+def test_links_that_are_not_followed_before_the_check_lead_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """The fault behind the test above: a check of the path as it is written."""
+    root, outside = folder(tmp_path / "allowed"), folder(tmp_path / "outside")
+    (root / "link").symlink_to(outside)
+    (folder(root / "borrowed") / "adapter_config.json").unlink()
+    (root / "borrowed" / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    monkeypatch.setattr(adapters, "_resolved", lambda path: Path(os.path.normpath(path)))
+    assert store_in(root.resolve()).load_inside("a", path).root == path
+
+
+def test_errors_do_not_tell_where_the_directory_lies(tmp_path: Path) -> None:
+    store = store_in(tmp_path.resolve())
+    for path in ("nowhere", "."):
+        with pytest.raises(InvalidRequest) as refused:
+            store.load_inside("a", path)
+        assert "adapter_config.json" in str(refused.value) and str(tmp_path) not in str(refused.value)
+    with pytest.raises(InvalidRequest, match="cannot be read: File name too long"):
+        store.load_inside("a", "x" * 300)
+
+
+def test_without_a_directory_nothing_is_loaded_from_outside(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no --lora-dir"):
+        store_in(None).load_inside("a", str(folder(tmp_path / "a")))
+
+
+@pytest.mark.parametrize("name", ["", "base", " a", "a b", "-a", ".", "a\n", "ä", "a=b", "a" * 129, "a\0"])
+def test_names_that_could_be_confused_are_refused(tmp_path: Path, name: str) -> None:
+    store = store_in(tmp_path.resolve())
+    folder(tmp_path / "a")
+    for load in (lambda: store.load(name, tmp_path / "a"), lambda: store.load_inside(name, "a")):
+        with pytest.raises(InvalidRequest) as refused:
+            load()
+        assert refused.value.param == "lora_name"
+    assert store.all() == ()
+
+
+def test_a_failed_load_leaves_what_had_the_name(tmp_path: Path) -> None:
+    store = store_in(None)
+    first = store.load("a", folder(tmp_path / "a"))
+    with pytest.raises(ModelError):
+        store.load("a", tmp_path / "nowhere")
+    assert store.find("a") == first and not first.replaced
+    assert store.load("a", folder(tmp_path / "b", "y")).replaced
+    assert store.unload("a") and not store.unload("a")
+
+
+def test_names_are_bounded(tmp_path: Path) -> None:
+    store, directory = store_in(None), folder(tmp_path / "a")
+    for i in range(MAX_NAMES):
+        store.load(f"a{i}", directory)
+    with pytest.raises(InvalidRequest, match="unload one first"):
+        store.load("one-more", directory)
+    assert store.load("a7", directory).replaced and len(store._weights) == 1
+    store.unload("a7")
+    store.load("one-more", directory)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def test_weights_live_while_they_are_named_or_held(tmp_path: Path) -> None:
+    store = store_in(None)
+    first = store.load("a", folder(tmp_path / "one")).adapter
+    weights = store.weights_of(first)
+    holds = [store.try_hold("a"), store.hold(first)]
+    second = store.load("a", folder(tmp_path / "two", "y")).adapter
+    assert store.weights_of(first) is weights is not store.weights_of(second)
+    store.hold(first).end()
+    for hold in holds:
+        assert store.weights_of(first) is weights
+        hold.end()
+    assert set(store._weights) == {second.digest}
+    with pytest.raises(InvalidRequest, match="no longer with this content"):
+        store.hold(first)
+
+
+def test_without_counting_holds_a_reload_takes_the_weights_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault behind the test above."""
+    monkeypatch.setattr(AdapterStore, "_hold", lambda self, adapter: AdapterHold(self, adapter))
+    store = store_in(None)
+    first = store.load("a", folder(tmp_path / "one")).adapter
+    store.hold(first)
+    store.unload("a")
+    with pytest.raises(KeyError):
+        store.weights_of(first)
+
+
+def test_a_hold_ends_exactly_once(tmp_path: Path) -> None:
+    store = store_in(None)
+    store.load("a", folder(tmp_path / "one"))
+    hold = store.try_hold("a")
+    assert hold is not None and store.try_hold("nobody") is None
+    hold.end()
+    with pytest.raises(HandleEnded):
+        hold.end()
+    assert store._num_holds.total() == 0

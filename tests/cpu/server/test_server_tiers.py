@@ -1,0 +1,320 @@
+"""The cache over HTTP, with a real engine and a host tier behind it: flush, reset, statistics, metrics, and where a prompt's KV came from."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from served import DEADLINE_S, Served, serving, until
+
+from penstock.config import ServerConfig
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.errors import DeadlineExceeded
+from penstock.server.run import HttpServer
+from penstock.testing.driving import tiny_config
+from penstock.testing.gates import GatedCopier, gates
+from penstock.testing.sanitized import build_sanitized, check_silent
+
+MODEL = "tiny-qwen3"
+NUM_HOST = 64
+PROMPT = [7 + 3 * i % 450 for i in range(70)]  # four full blocks, and six tokens that are always computed
+
+
+class Tiered:
+    """A server in front of a real engine, under the sanitizer."""
+
+    def __init__(self, url: str, engine: Engine) -> None:
+        self.engine = engine
+        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+
+    def ask(self, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[str], dict[str, Any]]:
+        """Tokens, and the usage's details of the prompt."""
+        options = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+        reply = self._client.completions.create(model=MODEL, prompt=prompt, **{**options, **fields})
+        details = reply.usage.model_dump()["prompt_tokens_details"]
+        assert sum(details["kv_source"].values()) == reply.usage.prompt_tokens == len(prompt)
+        return reply.choices[0].logprobs.tokens, details
+
+    def forget_the_device(self) -> None:
+        """What was asked before is in host memory alone."""
+        assert self.http.post("/cache/flush").json() == {"level": "visible"}
+        assert self.http.post("/cache/reset?tier=device").status_code == 200
+
+    def scrape(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+@contextlib.contextmanager
+def tiered(**settings: Any) -> Iterator[Tiered]:
+    engine, sanitizer = build_sanitized(tiny_config(MODEL, **{"host_blocks": NUM_HOST, **settings}))
+    server = HttpServer(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started, "the server is up")
+    running = Tiered(server.url, engine)
+    try:
+        yield running
+    finally:
+        running.http.close()
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    check_silent(sanitizer)
+
+
+@pytest.fixture
+def server() -> Iterator[Tiered]:
+    with tiered() as running:
+        yield running
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    found = reply.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------ usage
+
+
+def test_usage_tells_device_host_and_computed_tokens_apart(server: Tiered) -> None:
+    cold, first = server.ask()
+    assert first == {"cached_tokens": 0, "kv_source": {"device": 0, "host": 0, "ssd": 0, "remote": 0, "computed": 70}}
+    again, second = server.ask()
+    assert second == {"cached_tokens": 64, "kv_source": {"device": 64, "host": 0, "ssd": 0, "remote": 0, "computed": 6}}
+    server.forget_the_device()
+    restored, third = server.ask()
+    assert third == {"cached_tokens": 64, "kv_source": {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 6}}
+    assert cold == again == restored
+
+
+def test_a_prompt_that_is_half_on_the_device_says_so(server: Tiered) -> None:
+    server.ask()
+    server.forget_the_device()
+    server.ask(PROMPT[:40])  # its two blocks are on the device again
+    _, split = server.ask()
+    assert split["kv_source"] == {"device": 32, "host": 32, "ssd": 0, "remote": 0, "computed": 6}
+    assert split["cached_tokens"] == 64
+
+
+def test_without_the_prefix_cache_every_hit_comes_from_host_memory() -> None:
+    with tiered(prefix_cache=False) as server:
+        _, cold = server.ask()
+        assert server.http.post("/cache/flush").status_code == 200
+        _, warm = server.ask()
+        assert (cold["cached_tokens"], warm["kv_source"]["host"], warm["kv_source"]["device"]) == (0, 64, 0)
+
+
+def test_echo_with_logprobs_computes_its_prompt_though_the_host_has_it(server: Tiered) -> None:
+    server.ask()
+    server.forget_the_device()
+    _, echoed = server.ask(echo=True, logprobs=1)
+    assert echoed["kv_source"]["computed"] == 70
+    until(lambda: server.scrape()["penstock_leases_open", ()] == 0, "no lease is left")
+
+
+# ------------------------------------------------------------------------------------------------------------------ flush
+
+
+@pytest.mark.parametrize("level", ["captured", "visible"])
+def test_a_flush_answers_when_saves_are_as_far_as_asked_for(server: Tiered, level: str) -> None:
+    _, demotions = gates(server.engine)
+    demotions.hold()
+    server.ask()
+    answered: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: answered.append(server.http.post(f"/cache/flush?level={level}")))
+    waiting.start()
+    until(lambda: server.scrape()["penstock_transfers_inflight", (("dst", "host"), ("src", "device"))] == 1, "the save is under way")
+    assert not answered
+    demotions.let()
+    waiting.join(DEADLINE_S)
+    assert answered[0].json() == {"level": level}
+    assert server.http.get("/cache/stats").json()["kv_blocks"]["host"]["idle"] == 4
+
+
+def test_a_flush_that_does_not_end_in_time_is_a_503_and_the_save_goes_on(server: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.service.FLUSH_TIMEOUT_S", 0.05)
+    _, demotions = gates(server.engine)
+    demotions.hold()
+    server.ask()
+    reply = server.http.post("/cache/flush")
+    assert (reply.status_code, error_of(reply)["code"]) == (503, "deadline_exceeded")
+    demotions.let()
+    until(lambda: server.http.get("/cache/stats").json()["kv_blocks"]["host"]["idle"] == 4, "the save has landed")
+
+
+def test_only_one_flush_waits_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck(level: str, timeout_s: float) -> None:
+        entered.set()
+        assert leave.wait(DEADLINE_S)
+
+    monkeypatch.setattr(served.engine, "wait_flushed", stuck)
+    first = threading.Thread(target=lambda: served.http.post("/cache/flush"))
+    first.start()
+    assert entered.wait(DEADLINE_S)
+    assert served.http.post("/cache/flush").status_code == 429
+    leave.set()
+    first.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/cache/flush?level=persisted", "level"),
+        ("/cache/flush?level=durable", "level"),
+        ("/cache/flush?level=visible&level=captured", "level"),
+        ("/cache/flush?tier=host", "tier"),
+        ("/cache/reset?tier=ssd", "tier"),
+        ("/cache/reset?tier=L2", "tier"),
+        ("/cache/reset?level=host", "level"),
+    ],
+)
+def test_what_cannot_be_flushed_or_reset_is_refused_and_nothing_is_lost(server: Tiered, path: str, param: str) -> None:
+    server.ask()
+    reply = server.http.post(path)
+    assert reply.status_code == 400
+    found = error_of(reply)
+    assert (found["type"], found["param"]) == ("invalid_request_error", param)
+    assert server.ask()[1]["kv_source"]["device"] == 64
+
+
+def test_a_server_without_a_tier_has_nothing_to_flush_and_no_host_to_reset() -> None:
+    with serving() as served:
+        assert served.http.post("/cache/flush?level=visible").json() == {"level": "visible"}
+        assert served.http.post("/cache/flush?level=persisted").status_code == 400
+        assert error_of(served.http.post("/cache/reset?tier=host"))["param"] == "tier"
+
+
+# ------------------------------------------------------------------------------------------------------------------ reset
+
+
+@pytest.mark.parametrize(
+    ("tier", "evicted", "source"),
+    [
+        ("device", {"device": 4}, {"device": 0, "host": 64}),
+        ("host", {"host": 4}, {"device": 64, "host": 0}),
+        ("all", {"device": 4, "host": 4}, {"device": 0, "host": 0}),
+    ],
+)
+def test_a_reset_forgets_the_tier_that_it_names_and_no_other(
+    server: Tiered, tier: str, evicted: dict[str, int], source: dict[str, int]
+) -> None:
+    server.ask()
+    server.http.post("/cache/flush")
+    answer = server.http.post("/cache/reset", params={"tier": tier}).json()
+    assert answer == {"tier": tier, "evicted_blocks": sum(evicted.values()), "by_tier": evicted}
+    found = server.ask()[1]["kv_source"]
+    assert {name: found[name] for name in source} == source
+
+
+def test_a_reset_without_a_tier_forgets_all(server: Tiered) -> None:
+    server.ask()
+    server.http.post("/cache/flush")
+    assert server.http.post("/cache/reset").json()["by_tier"] == {"device": 4, "host": 4}
+
+
+# ------------------------------------------------------------------------------------------------- statistics and metrics
+
+
+def test_statistics_tell_the_tiers_apart_and_each_adds_up(server: Tiered) -> None:
+    server.ask()
+    server.forget_the_device()
+    server.ask()
+    until(lambda: not server.engine.is_transferring(), "nothing is on its way")
+    stats = server.http.get("/cache/stats").json()
+    assert set(stats["kv_blocks"]) == {"device", "host"}
+    for tier, total in (("device", 256), ("host", NUM_HOST)):
+        states = stats["kv_blocks"][tier]
+        assert states.pop("total") == total == sum(states.values())
+    assert stats["prompt_tokens"] == {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 76}
+    assert stats["cache"]["promoted"] == 4
+    num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
+    assert stats["traffic"]["bytes"] == {"device to host": num_bytes, "host to device": num_bytes}
+    assert stats["traffic"]["leases_open"] == 0
+
+
+def test_no_metric_of_the_tiers_reads_zero_after_a_host_hit(server: Tiered) -> None:
+    server.ask()
+    server.forget_the_device()
+    server.ask()
+    until(lambda: not server.engine.is_transferring(), "nothing is on its way")
+    seen = server.scrape()
+    down, up = (("dst", "host"), ("src", "device")), (("dst", "device"), ("src", "host"))
+    num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
+    for route in (down, up):
+        assert seen["penstock_transfer_bytes_total", route] == num_bytes
+        assert seen["penstock_transfer_seconds_count", route] >= 1 and seen["penstock_transfer_seconds_sum", route] > 0
+        assert seen["penstock_transfers_inflight", route] == 0
+    assert seen["penstock_prompt_tokens_total", (("source", "host"),)] == 64
+    assert seen["penstock_kv_blocks", (("state", "idle"), ("tier", "host"))] == 4
+    assert seen["penstock_leases_open", ()] == 0
+    for where in ("result", "save", "settle"):
+        assert seen["penstock_engine_blocked_seconds_total", (("where", where),)] > 0
+    assert seen["penstock_requests", (("state", "loading"),)] == 0
+    assert "penstock_load_exposed_seconds_total" in server.http.get("/metrics").text
+
+
+def test_transfers_in_flight_open_leases_and_loading_requests_are_seen_while_they_last(server: Tiered) -> None:
+    server.ask()
+    server.forget_the_device()
+    promotions, _ = gates(server.engine)
+    promotions.hold()
+    waiting = threading.Thread(target=server.ask)
+    waiting.start()
+    until(lambda: server.scrape()["penstock_requests", (("state", "loading"),)] == 1, "it is loading")
+    assert server.scrape()["penstock_transfers_inflight", (("dst", "device"), ("src", "host"))] == 1
+    promotions.let()
+    waiting.join(DEADLINE_S)
+    assert server.scrape()["penstock_load_exposed_seconds_total", ()] > 0
+
+
+def test_failures_and_skipped_saves_are_counted_and_change_no_answer() -> None:
+    with tiered(host_blocks=2) as server:
+        cold, _ = server.ask()
+        server.forget_the_device()
+        assert server.scrape()["penstock_saves_skipped_total", (("reason", "full"),)] == 2
+        promotions, _ = gates(server.engine)
+        promotions.fail_next = 1
+        again, details = server.ask()
+        assert again == cold and details["kv_source"]["computed"] == 70
+        assert server.scrape()["penstock_transfer_failures_total", (("reason", "copy"), ("tier", "host"))] == 1
+
+
+def test_retractions_and_the_time_to_come_back_are_measured() -> None:
+    with tiered(blocks=8, overcommit=4.0) as server:
+        prompts = [[start + 5 * i % 400 for i in range(30)] for start in (1, 40, 80)]
+        threads = [threading.Thread(target=server.ask, args=(prompt,), kwargs={"max_tokens": 40}) for prompt in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        seen = server.scrape()
+        assert seen["penstock_retractions_total", ()] > 0
+        assert seen["penstock_resume_seconds_count", ()] == seen["penstock_retractions_total", ()]
+        assert seen["penstock_resume_seconds_sum", ()] > 0
+
+
+def test_a_deadline_is_an_answer_of_its_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(level: str, timeout_s: float) -> None:
+        raise DeadlineExceeded("not in time")
+
+    monkeypatch.setattr(served.engine, "wait_flushed", late)
+    assert error_of(served.http.post("/cache/flush"))["message"] == "not in time"
+
+
+def test_gates_hold_copies_back() -> None:
+    """Otherwise what was said above about transfers in flight would have been luck."""
+    copier = GatedCopier(inner=None)
+    copier.hold()
+    assert copier.passed == []

@@ -1,0 +1,406 @@
+"""Policies of eviction: worked cases of what goes first, what the pool tells them, and what they may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import EVICTIONS
+from penstock.errors import ConfigError, InvariantBroken
+from penstock.kv.blocks.eviction import CostOrder, EvictionOrder, S3FifoOrder, TinyLfuOrder, make_order, s3fifo
+from penstock.kv.blocks.eviction.cost import TOKENS_TO_DOUBLE, prefill_cost
+from penstock.kv.blocks.eviction.ghosts import Ghosts
+from penstock.kv.blocks.eviction.sketch import FrequencySketch
+from penstock.kv.blocks.pool import BlockPool
+
+EVERY = pytest.mark.parametrize("name", EVICTIONS)
+
+
+def key(*name: object) -> bytes:
+    return blake2b(repr(name).encode(), digest_size=16).digest()
+
+
+def come(order: EvictionOrder, slots: Sequence[int], name: object = "", first: int = 0) -> None:
+    """A chain of blocks is computed and let go; the same `name` gives the same keys."""
+    order.sealed(slots, [key(name, depth) for depth in range(first, first + len(slots))], range(first, first + len(slots)))
+    order.add(slots[::-1])
+
+
+def use(order: EvictionOrder, slots: Sequence[int]) -> None:
+    order.remove(slots)
+    order.hit(slots)
+    order.add(slots[::-1])
+
+
+def run(pool: BlockPool, keys: Sequence[bytes]) -> int:
+    """One request, from match to release."""
+    shared = pool.find(keys)
+    hold = pool.hold("request", shared)
+    drawn = pool.try_reserve(min(len(keys) - len(shared), pool.num_available), "request")
+    drawn.commit(hold)
+    end = len(shared) + len(drawn.slots)
+    pool.seal(drawn.slots, keys[len(shared) : end], range(len(shared), end))
+    hold.end()
+    return len(shared)
+
+
+# ---------------------------------------------------------------------------------------------------------- every policy
+
+
+def test_an_unknown_policy_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"lru, s3fifo, tinylfu, cost, got 'random'"):
+        make_order("random", 4)
+
+
+@EVERY
+def test_of_one_chain_the_deepest_goes_first(name):
+    order = make_order(name, 8)
+    come(order, [3, 1, 4, 0])
+    assert order.pop(9) == [0, 4, 1, 3]
+
+
+@EVERY
+def test_what_is_in_use_is_not_popped_and_what_was_popped_is_forgotten(name):
+    order = make_order(name, 6)
+    come(order, [0, 1, 2])
+    come(order, [3, 4, 5], "other")
+    order.remove([0, 3])
+    assert sorted(order.pop(6)) == [1, 2, 4, 5] and len(order) == 0
+    assert order.pop(1) == []
+    order.add([3, 0])
+    assert sorted(order) == [0, 3] == sorted(order.pop(2))
+
+
+@EVERY
+def test_a_block_that_is_used_all_the_time_outlives_a_stream_of_others(name):
+    order = make_order(name, 8)
+    come(order, [0], "system prompt")
+    free = list(range(1, 8))
+    for number in range(200):
+        use(order, [0])
+        if len(free) < 2:
+            free += order.pop(2 - len(free))
+            assert 0 not in free, f"after {number} others"
+        come(order, [free.pop(0), free.pop(0)], number)
+
+
+@EVERY
+def test_a_block_that_was_dear_and_popular_goes_when_nobody_wants_it_any_more(name):
+    order = make_order(name, 8, block_tokens=512)
+    come(order, [0], "once", first=200)
+    for _ in range(20):
+        use(order, [0])
+    free = list(range(1, 8))
+    for number in range(2000):
+        slot = free.pop()
+        come(order, [slot], number)
+        use(order, [slot])
+        if not free:
+            free = order.pop(1)
+            if free == [0]:
+                return
+    pytest.fail("it stayed for ever")
+
+
+@EVERY
+def test_the_pool_works_with_every_policy_and_its_books_stay_right(name):
+    pool = BlockPool(16, "device", eviction=make_order(name, 16))
+    chains = [[key(chain, depth) for depth in range(3 + chain)] for chain in range(5)]
+    for number in range(100):
+        run(pool, chains[number * 7 % 5])
+        pool.check()
+    assert pool.num_evicted > 0
+    pool.close()
+
+
+@EVERY
+def test_a_pinned_block_cannot_be_evicted(name):
+    pool = BlockPool(4, "device", eviction=make_order(name, 4))
+    run(pool, [key(depth) for depth in range(4)])
+    pin = pool.pin(pool.find([key(0), key(1)]), "transfer")
+    assert pool.evict(4) == 2
+    assert len(pool.find([key(0), key(1)])) == 2
+    pin.end()
+    assert pool.evict(4) == 2
+    pool.close()
+
+
+prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=40)
+
+
+@pytest.mark.parametrize("name", ["lru", "cost"])
+@settings(max_examples=150, deadline=None)
+@given(prompts=prompts)
+def test_no_continuation_stays_without_its_beginning(name, prompts):
+    """The other two keep what is used often, and count blocks one by one: with them this holds nearly always, not always."""
+    pool = BlockPool(8, "device", eviction=make_order(name, 8, block_tokens=2048))
+    for prompt in prompts:
+        run(pool, [key(prompt[: depth + 1]) for depth in range(len(prompt))])
+        for other in prompts:
+            here = [bool(pool.find([key(other[: depth + 1])])) for depth in range(len(other))]
+            assert here == sorted(here, reverse=True), f"of {other} these blocks are here: {here}"
+    assert pool.num_duplicates == 0
+
+
+def test_ranking_blocks_by_their_own_depth_would_break_prefixes(monkeypatch):
+    """Why `cost` ranks whole chains."""
+
+    def by_depth(self, slots):
+        for slot in slots:
+            original(self, [slot])
+
+    original = CostOrder.add
+    monkeypatch.setattr(CostOrder, "add", by_depth)
+    pool = BlockPool(8, "device", eviction=make_order("cost", 8, block_tokens=4096))
+    keys = [key("chain", depth) for depth in range(8)]
+    run(pool, keys)
+    run(pool, [key("other")])
+    assert pool.find(keys) == [] and pool.num_keys == 8
+
+
+# -------------------------------------------------------------------------------------------------- what the pool tells
+
+
+class Listening:
+    """An order that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self):
+        return iter(())
+
+    def sealed(self, slots, keys, depths):
+        self.told.append(("sealed", list(slots), list(keys), list(depths)))
+
+    def hit(self, slots):
+        self.told.append(("hit", list(slots)))
+
+    def add(self, slots):
+        self.told.append(("add", list(slots)))
+
+    def remove(self, slots):
+        self.told.append(("remove", list(slots)))
+
+    def pop(self, num):
+        return []
+
+
+def test_the_pool_tells_key_and_depth_at_seal_and_every_hit():
+    order = Listening()
+    pool = BlockPool(4, "device", eviction=order)
+    hold = pool.hold("a")
+    pool.try_reserve(2, "a").commit(hold)
+    pool.seal([0, 1], [key(0), key(1)], [5, 6])
+    sharer = pool.hold("b", [0])
+    hold.end()
+    sharer.end()
+    pool.note_hits([1])
+    assert order.told == [
+        ("remove", []),
+        ("hit", []),
+        ("sealed", [0, 1], [key(0), key(1)], [5, 6]),
+        ("remove", []),
+        ("hit", [0]),
+        ("add", [1]),
+        ("add", [0]),
+        ("hit", [1]),
+    ]
+
+
+def test_a_block_whose_key_lives_elsewhere_is_not_told():
+    order = Listening()
+    pool = BlockPool(4, "device", eviction=order)
+    hold = pool.hold("a")
+    pool.try_reserve(4, "a").commit(hold)
+    assert pool.seal([0], [key(1)]) == 1
+    assert pool.seal([1, 2, 3], [key(0), key(1), key(2)], [7, 8, 9]) == 2
+    assert [told for told in order.told if told[0] == "sealed"] == [
+        ("sealed", [0], [key(1)], [0]),
+        ("sealed", [1, 3], [key(0), key(2)], [7, 9]),
+    ]
+
+
+def test_a_seal_with_the_wrong_number_of_depths_changes_nothing():
+    order = Listening()
+    pool = BlockPool(2, "device", eviction=order)
+    hold = pool.hold("a")
+    pool.try_reserve(2, "a").commit(hold)
+    with pytest.raises(InvariantBroken, match="depths"):
+        pool.seal([0, 1], [key(0), key(1)], [0])
+    assert pool.num_keys == 0 and not any(told[0] == "sealed" for told in order.told)
+
+
+# --------------------------------------------------------------------------------------------------------------- s3fifo
+
+
+def test_s3fifo_what_was_hit_once_outlives_what_came_later():
+    order = S3FifoOrder(6)
+    come(order, [0], "a")
+    come(order, [1], "b")
+    use(order, [0])
+    for slot in (2, 3, 4):
+        come(order, [slot], slot)
+    assert order.pop(5) == [1, 2, 3, 4, 0]
+
+
+def test_s3fifo_a_ghost_that_returns_is_not_new():
+    order = S3FifoOrder(6)
+    come(order, [0], "a")
+    assert order.pop(1) == [0]
+    come(order, [0], "a")
+    for slot in (1, 2, 3):
+        come(order, [slot], slot)
+    assert order.pop(2) == [1, 2]
+
+
+@pytest.mark.parametrize(("most_moves", "first"), [(None, 4), (1000, 0)], ids=["as it is", "fault: no bound"])
+def test_s3fifo_an_eviction_moves_only_so_many_blocks_that_were_hit(most_moves, first, monkeypatch):
+    if most_moves is not None:
+        monkeypatch.setattr(s3fifo, "_MOVES", most_moves)
+    order = S3FifoOrder(100)
+    for slot in range(100):
+        come(order, [slot], slot)
+    order.hit(range(100))
+    assert order.pop(1) == [first]  # those before it got another lap
+
+
+# -------------------------------------------------------------------------------------------------------------- tinylfu
+
+
+@pytest.fixture
+def crowded() -> TinyLfuOrder:
+    """Slots 0 to 3 have moved on while there was room; 4 is the oldest of a window that is longer than half."""
+    order = TinyLfuOrder(10)
+    for slot in range(10):
+        come(order, [slot], slot)
+    assert [list(queue) for queue in order._queues] == [[4, 5, 6, 7, 8, 9], [0, 1, 2, 3], []]
+    return order
+
+
+def test_tinylfu_a_newcomer_that_is_rarer_than_the_oldest_goes_first(crowded):
+    crowded.hit([0])
+    assert crowded.pop(1) == [4]
+
+
+def test_tinylfu_a_newcomer_that_is_more_frequent_takes_the_place_of_the_oldest(crowded):
+    crowded.hit([4])
+    assert crowded.pop(1) == [0]
+    assert [list(queue) for queue in crowded._queues] == [[5, 6, 7, 8, 9], [1, 2, 3, 4], []]
+
+
+def test_tinylfu_among_equals_the_oldest_goes(crowded):
+    assert crowded.pop(10) == list(range(10))
+
+
+def test_tinylfu_a_hit_in_probation_protects(crowded):
+    use(crowded, [1])
+    use(crowded, [2])
+    assert list(crowded._queues[2]) == [1, 2]
+    assert crowded.pop(3) == [0, 3, 4]
+
+
+# --------------------------------------------------------------------------------------------------- sketch and ghosts
+
+
+@settings(max_examples=50, deadline=None)
+@given(uses=st.lists(st.integers(0, 30), max_size=200))
+def test_the_sketch_is_never_too_low_before_it_ages(uses):
+    sketch = FrequencySketch(20)
+    for number in uses[:199]:
+        sketch.add(key(number))
+    for number in range(31):
+        assert sketch.estimate(key(number)) >= min(15, uses[:199].count(number))
+
+
+def test_the_sketch_tells_frequent_keys_from_many_that_came_once():
+    sketch = FrequencySketch(100)
+    for number in range(900):
+        sketch.add(key(number))
+        if number % 20 == 0:
+            sketch.add(key("often"))
+    rare = sorted(sketch.estimate(key(number)) for number in range(900))
+    assert sketch.estimate(key("often")) == 15 and rare[len(rare) * 9 // 10] <= 2
+
+
+def test_the_sketch_halves_what_it_has_counted_after_so_many_uses():
+    sketch = FrequencySketch(2)
+    for _ in range(12):
+        sketch.add(key("a"))
+    assert sketch.estimate(key("a")) == 12
+    for number in range(8):  # 2 slots times 10 uses
+        assert sketch.estimate(key("a")) == 12
+        sketch.add(key(number))
+    assert sketch.estimate(key("a")) == 6
+    for number in range(9):
+        sketch.add(key(number, "more"))
+    assert sketch.estimate(key("a")) == 6
+    sketch.add(key("last"))
+    assert sketch.estimate(key("a")) == 3
+
+
+def test_only_the_newest_ghosts_are_remembered():
+    ghosts = Ghosts(2)
+    for number in range(3):
+        ghosts.add(key(number), number)
+    ghosts.add(key(1), 7)
+    ghosts.add(key(3), 3)
+    assert [ghosts.take(key(number)) for number in range(4)] == [None, 7, None, 3]
+    assert len(ghosts) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------- cost
+
+
+def test_a_token_at_the_given_depth_costs_twice_the_first():
+    first, there = prefill_cost(1), prefill_cost(TOKENS_TO_DOUBLE + 1) - prefill_cost(TOKENS_TO_DOUBLE)
+    assert there / first == pytest.approx(2, rel=1e-3)
+
+
+def test_cost_a_short_chain_goes_before_a_long_one_of_the_same_age():
+    order = CostOrder(32, block_tokens=4096)
+    come(order, list(range(16)), "long")
+    come(order, [16, 17], "short")
+    assert order.pop(3) == [17, 16, 15]
+
+
+def test_cost_an_old_long_chain_goes_before_a_much_newer_short_one():
+    order = CostOrder(32, block_tokens=4096)
+    come(order, list(range(16)), "long")
+    popped: list[int] = []
+    for number in range(12):
+        come(order, [16], number)
+        popped += order.pop(1)
+    assert popped[:2] == [16, 16] and 15 in popped
+
+
+def test_cost_a_chain_that_was_evicted_too_early_ranks_higher_when_it_returns():
+    order = CostOrder(8, block_tokens=16)
+    come(order, [0], "again")
+    assert order.pop(1) == [0]
+    come(order, [0], "again")
+    come(order, [1], "new")
+    assert order.pop(1) == [1]
+
+
+def test_cost_two_chains_let_go_in_one_call_are_ranked_apart():
+    order = CostOrder(16, block_tokens=4096)
+    order.sealed([0, 1], [key("short", 0), key("short", 1)], [0, 1])
+    order.sealed(range(2, 12), [key("long", depth) for depth in range(10)], range(10))
+    order.add([1, 0, *range(11, 1, -1)])
+    assert order.pop(3) == [1, 0, 11]
+
+
+def test_cost_a_short_request_over_the_beginning_of_a_long_chain_does_not_make_it_cheap():
+    order = CostOrder(32, block_tokens=4096)
+    come(order, list(range(16)), "long")
+    order.remove([0])
+    order.add([0])  # without a hit: as if a transfer had pinned it
+    assert order.pop(16) == [*range(15, 0, -1), 0]
