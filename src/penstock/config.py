@@ -72,6 +72,7 @@ class OffloadConfig:
         _need(self.host_gib is None or 0 < self.host_gib < math.inf, f"--kv-offload-host-gib must be positive, got {self.host_gib}")
         _need(self.eviction in EVICTIONS, f"--eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
         _need(self.enabled or self.host_gib is None, "--kv-offload-host-gib needs --kv-offload")
+        _need(self.enabled or self.eviction == EVICTIONS[0], "--eviction needs --kv-offload: it chooses what a full tier forgets")
         _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
 
 

@@ -17,7 +17,7 @@ from penstock.bench.mooncake import BLOCK_TOKENS, Trace
 from penstock.bench.picture import save_picture
 from penstock.bench.trace import OPTIMUM
 
-BOUND = f"{OPTIMUM} (Belady, upper bound)"
+BOUND = f"{OPTIMUM}: Belady, an upper bound"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,19 @@ class TraceReport:
         }
 
 
-def tables(report: TraceReport) -> list[Table]:
-    """Of blocks found, and of work saved, for which no bound is known."""
+def tables(report: TraceReport) -> dict[str, Table]:
+    """By heading: blocks found, and work saved, for which no bound is known."""
     policies = report.policies
-    return [
-        _table(report, f"{report.title}\nblocks found, % ({OPTIMUM}: Belady, an upper bound)", policies, "hit_rate"),
-        _table(report, "prefill work saved, %", policies[:-1], "prefill_saved"),
-    ]
+    return {
+        f"{report.title}\nblocks found, % ({BOUND})": _table(report, policies, "hit_rate"),
+        "prefill work saved, %": _table(report, policies[:-1], "prefill_saved"),
+    }
 
 
-def _table(report: TraceReport, title: str, policies: list[str], figure: str) -> Table:
-    drawn = Table(title=title, title_justify="left")
-    drawn.add_column("capacity, blocks", justify="right")
-    for policy in policies:
-        drawn.add_column(policy, justify="right")
+def _table(report: TraceReport, policies: list[str], figure: str) -> Table:
+    drawn = Table()
+    for heading in ("capacity, blocks", *policies):
+        drawn.add_column(heading, justify="right")
     lines = [report.line(policy, figure) for policy in policies]
     for capacity in lines[0]:
         drawn.add_row(str(capacity), *(_percent(line[capacity]) for line in lines))

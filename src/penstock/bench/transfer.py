@@ -124,7 +124,8 @@ class TransferBench:
             axes.bar_label(bars, fmt="%.1f", fontsize=6)
         axes.set_xticks(range(len(groups)), [f"{direction}\n{blocks} blocks" for direction, blocks in groups], fontsize=8)
         axes.set_ylabel("GB/s")
-        axes.legend(fontsize=8, ncols=2, loc="lower right")
+        axes.set_ylim(top=1.15 * max(row["gb_s"] for row in rows))
+        axes.legend(fontsize=8, ncols=len(titles), loc="upper center")
 
 
 def _timed(way: Way, case: Case) -> Run:

@@ -76,8 +76,8 @@ class TtftBench:
             taken = {"cold": _sample(driver, prompt, "device", 0)}
             for case in _cases(driver.engine, config):
                 tier = case.removesuffix("_new")
+                driver.flush()  # the case before is over, its saves included
                 if tier == "host":  # the device forgets, the host has it
-                    driver.flush()
                     driver.reset_cache("device")
                 asked = prompt + new.get(case, [])
                 taken[case] = _sample(driver, asked, tier, _reusable(length, len(asked), config.kv.block_tokens))

@@ -12,7 +12,7 @@ from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import load_engine
 from penstock.config import Config
-from penstock.engine.loop import settle_garbage
+from penstock.engine.loop import settle_process
 
 
 def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: Path | None) -> int:
@@ -20,7 +20,7 @@ def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: P
     if plot_file is not None:
         require_matplotlib()
     engine = load_engine(config)
-    settle_garbage()
+    settle_process()
     with ProgressBar() as bar:
         results = bench.measure(engine, config, bar)
     engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
@@ -31,7 +31,7 @@ def run_transfer(config: Config, bench: TransferBench, json_file: Path | None, p
     """No engine and no weights: the model's shape says how large a block is."""
     if plot_file is not None:
         require_matplotlib()
-    settle_garbage()
+    settle_process()
     with ProgressBar() as bar:
         results = bench.measure(config, bar)
     return _show(Report(bench, dimensions_of(config.source.model)[0], config, results), json_file, plot_file)

@@ -33,7 +33,8 @@ def bench_trace(replays: Replays, json_file: Path | None, plot_file: Path | None
         rows = measure(trace, replays.policies, replays.capacities or ladder(trace), bar)
     report = TraceReport(trace, rows)
     console = Console()
-    for table in tables(report):
+    for heading, table in tables(report).items():
+        console.print(heading, soft_wrap=True, highlight=False, markup=False)
         console.print(table)
     if json_file is not None:
         write_json(report, json_file)

@@ -105,8 +105,12 @@ class KvCache:
         return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
 
     def lease(self, owner: str, prefix: Prefix) -> Lease | None:
-        """Protect what colder tiers have of `prefix` from eviction; None where they have nothing. For any thread."""
-        return None if self.ladder is None or not prefix.keys else self.ladder.host.lease(prefix.keys, owner)
+        """Protect what colder tiers have of `prefix` behind what the device has; None where that is nothing. For any thread: what the
+        device has is only looked at, and may be gone when the request is planned."""
+        if self.ladder is None:
+            return None
+        num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
+        return self.ladder.host.lease(prefix.keys, owner, num) if num < len(prefix.keys) else None
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`, generated ones included."""

@@ -16,6 +16,8 @@ from penstock.sanitizer.history import Histories, History, Race
 from penstock.sanitizer.report import Deed, Kind, Report, slots_told
 from penstock.sanitizer.shadow import UNHELD, PoolShadow, Standing
 
+_Place = tuple[History, History, Standing]  # writes and reads of a slot, and how it stands
+
 
 class ArenaWatch:
     """Accesses to one arena, and its pool where it has one."""
@@ -93,7 +95,7 @@ class ArenaWatch:
             sentence = f"slot {slot} of {self.name} gets a key, and it has one already: two keys name the same bytes"
             self._lifetime(sentence, (slot,), (), "keys")
         pool.key_of[slot] = key
-        unseen = tuple(deed for deed in self.histories.of(slot).unseen(actor.clock) if deed.writes)
+        unseen = tuple(self.histories.writes.each((slot,))[0].unseen(actor.clock))
         if unseen:
             first = unseen[0]
             sentence = (
@@ -134,15 +136,17 @@ class ArenaWatch:
 
     def _check_over(self, pool: PoolShadow, actor: Actor, slots: Sequence[int], owner: str) -> None:
         """Nobody holds `slots` any more: is all work on them over, as far as those know who had them, or fenced?"""
-        histories, standings = self.histories.each(slots), pool.each(slots)
-        late: dict[tuple[History, Standing], tuple[Deed, ...]] = {}
-        for pair in set(zip(histories, standings, strict=True)):
-            if unseen := tuple(pair[0].unseen(actor.clock, pair[1].fenced)):
-                late[pair] = unseen
+        places = list(zip(self.histories.writes.each(slots), self.histories.reads.each(slots), pool.each(slots), strict=True))
+        late: dict[_Place, Deed] = {}
+        for place in set(places):
+            writes, reads, standing = place
+            unseen = writes.unseen(actor.clock, standing.fenced) or reads.unseen(actor.clock, standing.fenced)
+            if unseen:
+                late[place] = unseen[0]
         if not late:
             return
-        found = sorted(slot for slot, pair in zip(slots, zip(histories, standings, strict=True), strict=True) if pair in late)
-        first = min((deeds[0] for deeds in late.values()), key=lambda deed: (deed.lane, deed.number))
+        found = sorted(slot for slot, place in zip(slots, places, strict=True) if place in late)
+        first = min(late.values(), key=lambda deed: (deed.lane, deed.number))
         sentence = (
             f"{slots_told(found)} of {self.name} {'are' if len(found) > 1 else 'is'} given back for {owner!r} while {first.told()} may "
             f"still be under way: none of those who had it has seen {first.place} to be over, and no fence behind that travels with it"

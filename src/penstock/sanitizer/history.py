@@ -1,103 +1,74 @@
 """The last accesses to each slot of an arena. Owns who touched which layers last, and forgets what later accesses cover.
 
-A history is a value that slots share: those that were touched by the same work have the same one. So an access is judged once per
-distinct history, not once per slot, and a step over hundreds of blocks of one prompt costs little more than over one.
+A history is a value that slots share: those that were read, or written, by the same work have the same one. So an access is judged once
+per distinct history, not once per slot; and not at all where it happens after everything that was ever done to the arena.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, TypeVar
 
 from penstock.sanitizer.clock import Known
 from penstock.sanitizer.report import Deed
 
 Layers = tuple[int, int]
-
-
-class Layered(NamedTuple):
-    """Accesses by the layers they touch: most touch one, or all."""
-
-    wide: tuple[Deed, ...] = ()
-    narrow: dict[int, tuple[Deed, ...]] = {}  # noqa: RUF012  never changed  # by the one layer that each touches
-
-    def __iter__(self) -> Iterator[Deed]:  # type: ignore[override]
-        return chain(self.wide, *self.narrow.values())
-
-    def within(self, layers: Layers) -> Iterator[Deed]:
-        """Those that touch some of `layers`."""
-        low, high = layers
-        yield from (deed for deed in self.wide if deed.layers[0] < high and low < deed.layers[1])
-        if high == low + 1:
-            yield from self.narrow.get(low, ())
-        else:
-            yield from (deed for layer, deeds in self.narrow.items() if low <= layer < high for deed in deeds)
-
-    def without(self, layers: Layers, covered: Callable[[Deed], bool]) -> Layered:
-        """Less those that touch only `layers` and are `covered`."""
-        low, high = layers
-        wide = tuple(deed for deed in self.wide if not (low <= deed.layers[0] and deed.layers[1] <= high and covered(deed)))
-        narrow = self.narrow
-        touched = narrow.keys() & {low} if high == low + 1 else [layer for layer in narrow if low <= layer < high]
-        if touched:
-            narrow = dict(narrow)
-            for layer in touched:
-                if kept := tuple(deed for deed in narrow[layer] if not covered(deed)):
-                    narrow[layer] = kept
-                else:
-                    del narrow[layer]
-        return Layered(wide, narrow)
-
-    def plus(self, deed: Deed) -> Layered:
-        low, high = deed.layers
-        if high != low + 1:
-            return Layered((*self.wide, deed), self.narrow)
-        return Layered(self.wide, {**self.narrow, low: (*self.narrow.get(low, ()), deed)})
-
-
-_NONE = Layered()
+_Old = TypeVar("_Old")  # a history, or None where there was none
 
 
 class History:
-    """Accesses to a slot that a later one could still race with. Never changes; equal only to itself."""
+    """Reads, or writes, of a slot that a later access could still race with. Never changes; equal only to itself."""
 
-    __slots__ = ("newest", "reads", "writes")
+    __slots__ = ("narrow", "newest", "wide")
 
-    def __init__(self, writes: Layered, reads: Layered, newest: Known) -> None:
-        self.writes = writes
-        self.reads = reads
-        self.newest = newest  # by lane: no access in here is newer
+    def __init__(self, wide: tuple[Deed, ...], narrow: dict[int, tuple[Deed, ...]], newest: Known) -> None:
+        self.wide = wide  # those that touch several layers
+        self.narrow = narrow  # the others, by their layer
+        self.newest = newest  # by lane: none in here is newer
+
+    @property
+    def deeds(self) -> list[Deed]:
+        return [*self.wide, *(deed for deeds in self.narrow.values() for deed in deeds)]
 
     def unseen(self, *clocks: Known) -> list[Deed]:
-        """Accesses that none of `clocks` knows to be over."""
+        """Those that none of `clocks` knows to be over."""
         if all(any(clock.get(lane, 0) >= number for clock in clocks) for lane, number in self.newest.items()):
             return []
-        return [deed for deed in chain(self.writes, self.reads) if all(clock.get(deed.lane, 0) < deed.number for clock in clocks)]
+        return [deed for deed in self.deeds if all(clock.get(deed.lane, 0) < deed.number for clock in clocks)]
 
-    def after(self, deed: Deed, clock: Known) -> tuple[History, list[Deed]]:
-        """This with `deed`, which happens after `clock`, and those that it races with.
-
-        What happens before `deed` and lies within its layers can be forgotten where `deed` conflicts with everything that it conflicted
-        with: a write covers all, a read covers reads of its own lane.
-        """
-        lane, layers = deed.lane, deed.layers
-
-        def ordered(earlier: Deed) -> bool:
-            return earlier.lane == lane or clock.get(earlier.lane, 0) >= earlier.number
-
-        races: list[Deed] = []
-        if not all(other == lane or clock.get(other, 0) >= number for other, number in self.newest.items()):
-            conflicting = chain(self.writes.within(layers), self.reads.within(layers) if deed.writes else ())
-            races = [earlier for earlier in conflicting if not ordered(earlier)]
-        if deed.writes:
-            writes, reads = self.writes.without(layers, ordered).plus(deed), self.reads.without(layers, ordered)
+    def touching(self, layers: Layers) -> list[Deed]:
+        """Those that touch some of `layers`."""
+        low, high = layers
+        found = [deed for deed in self.wide if deed.layers[0] < high and low < deed.layers[1]]
+        if high == low + 1:
+            found += self.narrow.get(low, ())
         else:
-            writes, reads = self.writes, self.reads.without(layers, lambda earlier: earlier.lane == lane).plus(deed)
-        return History(writes, reads, {**self.newest, lane: deed.number}), races
+            found += (deed for layer, deeds in self.narrow.items() if low <= layer < high for deed in deeds)
+        return found
+
+    def changed(self, layers: Layers, covered: Callable[[Deed], bool], new: Deed | None) -> History:
+        """Less those that touch only `layers` and are `covered`, and with `new`, which touches these."""
+        low, high = layers
+        wide, narrow = self.wide, self.narrow
+        if wide:
+            wide = tuple([deed for deed in wide if not (low <= deed.layers[0] and deed.layers[1] <= high and covered(deed))])
+        if high == low + 1:
+            kept = tuple([deed for deed in narrow.get(low, ()) if not covered(deed)])
+            narrow = {**narrow, low: kept if new is None else (*kept, new)}
+            if not narrow[low]:
+                del narrow[low]
+        else:
+            if narrow:
+                narrow = {
+                    layer: kept
+                    for layer, deeds in narrow.items()
+                    if (kept := tuple([deed for deed in deeds if not (low <= layer < high and covered(deed))]))
+                }
+            wide = wide if new is None else (*wide, new)
+        return History(wide, narrow, self.newest if new is None else {**self.newest, new.lane: new.number})
 
 
-EMPTY = History(_NONE, _NONE, {})
+_EMPTY = History((), {}, {})
 
 
 class Race(NamedTuple):
@@ -105,42 +76,93 @@ class Race(NamedTuple):
     slots: tuple[int, ...]
 
 
-class Histories:
-    """The histories of one arena's slots."""
+class _Side:
+    """The reads, or the writes, of all slots of an arena."""
 
     def __init__(self) -> None:
         self._by_slot: dict[int, History] = {}
+        self._newest: dict[str, int] = {}  # by lane, over all slots
 
     def __len__(self) -> int:
         return len(self._by_slot)
 
-    def of(self, slot: int) -> History:
-        return self._by_slot.get(slot, EMPTY)
-
     def each(self, slots: Iterable[int]) -> list[History]:
-        return [EMPTY if found is None else found for found in map(self._by_slot.get, slots)]
+        return [_EMPTY if found is None else found for found in map(self._by_slot.get, slots)]
 
-    def take(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
-        """Add `deed`, which happens after `clock`; returns earlier accesses that it races with, one of each lane and label."""
+    def races(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
+        """Those that conflict with `deed` and do not happen before it, one of each lane and label."""
+        lane, layers = deed.lane, deed.layers
+        if _all_ordered(self._newest, lane, clock):
+            return []
         olds = self.each(slots)
-        news: dict[History, History] = {}
-        races: list[tuple[History, Deed]] = []
+        found: dict[tuple[str, str], tuple[Deed, set[History]]] = {}
         for old in set(olds):
-            news[old], raced = old.after(deed, clock)
-            races += ((old, earlier) for earlier in raced)
+            if not _all_ordered(old.newest, lane, clock):
+                for earlier in old.touching(layers):
+                    if not _ordered(earlier, lane, clock):
+                        found.setdefault((earlier.lane, earlier.label), (earlier, set()))[1].add(old)
+        places = list(zip(slots, olds, strict=True)) if found else []
+        return [Race(earlier, tuple(sorted(slot for slot, old in places if old in among))) for earlier, among in found.values()]
+
+    def add(self, deed: Deed, slots: Collection[int], covered: Callable[[Deed], bool]) -> None:
+        """`deed` comes to each of `slots`, and those within its layers that are `covered` go."""
+        olds = list(map(self._by_slot.get, slots))
+        news = _merged({old: (old or _EMPTY).changed(deed.layers, covered, deed) for old in set(olds)})
         if len(news) == 1:
             self._by_slot.update(dict.fromkeys(slots, news.popitem()[1]))
         else:
             self._by_slot.update(zip(slots, map(news.__getitem__, olds), strict=True))
-        return _gathered(races, olds, slots) if races else []
+        self._newest[deed.lane] = max(deed.number, self._newest.get(deed.lane, 0))
+
+    def drop(self, layers: Layers, slots: Collection[int], covered: Callable[[Deed], bool]) -> None:
+        """Those within `layers` that are `covered` go."""
+        by_slot = self._by_slot
+        known = [slot for slot in slots if slot in by_slot]
+        olds = list(map(by_slot.__getitem__, known))
+        news = _merged({old: old.changed(layers, covered, None) for old in set(olds)})
+        for slot, old in zip(known, olds, strict=True):
+            new = news[old]
+            if new.wide or new.narrow:
+                by_slot[slot] = new
+            else:
+                del by_slot[slot]
 
 
-def _gathered(races: list[tuple[History, Deed]], olds: list[History], slots: Collection[int]) -> list[Race]:
-    by_kind: dict[tuple[str, str, bool], tuple[Deed, set[History]]] = {}
-    for history, earlier in races:
-        _, histories = by_kind.setdefault((earlier.lane, earlier.label, earlier.writes), (earlier, set()))
-        histories.add(history)
-    return [
-        Race(earlier, tuple(sorted(slot for slot, old in zip(slots, olds, strict=True) if old in histories)))
-        for earlier, histories in by_kind.values()
-    ]
+def _merged(news: dict[_Old, History]) -> dict[_Old, History]:
+    """Histories that came to be the same by different ways are made one."""
+    if len(news) < 3:
+        return news
+    made: dict[tuple[object, ...], History] = {}
+    return {old: made.setdefault((new.wide, *new.narrow.items()), new) for old, new in news.items()}
+
+
+class Histories:
+    """The histories of one arena's slots."""
+
+    def __init__(self) -> None:
+        self.writes = _Side()
+        self.reads = _Side()
+
+    def take(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
+        """Add `deed`, which happens after `clock`; returns earlier accesses that it races with.
+
+        What happens before `deed` and lies within its layers can be forgotten where `deed` conflicts with everything that it conflicted
+        with: a write covers all, a read covers reads of its own lane.
+        """
+        lane, layers = deed.lane, deed.layers
+        races = self.writes.races(deed, slots, clock)
+        if deed.writes:
+            races += self.reads.races(deed, slots, clock)
+            self.reads.drop(layers, slots, lambda earlier: _ordered(earlier, lane, clock))
+            self.writes.add(deed, slots, lambda earlier: _ordered(earlier, lane, clock))
+        else:
+            self.reads.add(deed, slots, lambda earlier: earlier.lane == lane)
+        return races
+
+
+def _ordered(earlier: Deed, lane: str, clock: Known) -> bool:
+    return earlier.lane == lane or clock.get(earlier.lane, 0) >= earlier.number
+
+
+def _all_ordered(newest: Known, lane: str, clock: Known) -> bool:
+    return all(other == lane or clock.get(other, 0) >= number for other, number in newest.items())

@@ -19,9 +19,9 @@ class Kind(enum.StrEnum):
     STALL = "stall"  # the engine thread blocked where it must not
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that would triple the time to make one, and there are many
 class Deed:
-    """One piece of submitted work, as far as it concerns a finding. Equal only to itself: there are many, and they are kept in sets."""
+    """One piece of submitted work, as far as it concerns a finding. Never changed; equal only to itself."""
 
     lane: str
     number: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_parts_are_all_of_it_in_order_and_none_is_empty(sizes: list[int], first:
         assert [value for part in parts for value in part[column].tolist()] == whole
 
 
+def test_nothing_is_not_handed_over(runtime: Callable[..., Runtime]) -> None:
+    seen = runtime()
+    copier = CudaCopier(random_arena(1), random_arena(2), LAYOUT)
+    copier.copy(slots(1, 2), slots(3, 4), (4, 4))
+    copier.copy(slots(), slots(), ALL)
+    copier.copy(slots(), slots(), (2, 4))
+    assert seen.batches == []
+
+
 def test_a_refusal_of_the_driver_is_a_failed_transfer_by_its_name_and_leaves_no_error_behind(runtime: Callable[..., Runtime]) -> None:
     refusing = runtime(fail=1)
     with pytest.raises(TransferFailed, match="2 pieces: cudaErrorInvalidValue"):
@@ -278,3 +288,12 @@ def test_a_demotion_waits_on_its_lane_for_the_writer_and_comes_back_bit_by_bit()
 def test_without_a_gpu_there_are_no_batches() -> None:
     if torch.version.cuda is None:
         assert copies._batch_copy() is None
+
+
+def test_a_copier_keeps_its_arenas_alive() -> None:
+    ends = [random_arena(1), random_arena(2)]
+    gone = [weakref.ref(tensor) for tensor in ends]
+    copier = make_copier(*ends, LAYOUT)
+    ends.clear()
+    assert all(tensor() is not None for tensor in gone)
+    copier.copy(slots(1), slots(2), ALL)

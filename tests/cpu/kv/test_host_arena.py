@@ -164,6 +164,22 @@ def test_nothing_is_pinned_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not driver.pieces and driver.num_unregistered == 1
 
 
+def test_memory_is_found_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can launch while the driver looks for it."""
+    driver = Driver(monkeypatch)
+    touched: dict[int, int] = {}
+    register = host_module._register
+
+    def look(address: int, num_bytes: int, device: torch.device) -> str | None:
+        assert touched[address] == num_bytes
+        return register(address, num_bytes, device)
+
+    monkeypatch.setattr(host_module, "_register", look)
+    monkeypatch.setattr(host_module.ctypes, "memset", lambda address, byte, num_bytes: touched.update({address: num_bytes}))
+    prepared(HostArena(LAYOUT, 500, CUDA))
+    assert touched == driver.pieces
+
+
 def test_preparing_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch)
     arena = HostArena(LAYOUT, 500, CUDA)
@@ -178,6 +194,13 @@ def test_preparing_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower() -> None:
     with pytest.raises(ConfigError, match=r"host KV arena needs \d+\.\d\d GiB of memory, of which .* free; lower --kv-offload-host-gib"):
         HostArena(LAYOUT, 1 << 40, "cpu")
+
+
+def test_an_arena_larger_than_what_is_free_is_refused_although_the_system_would_promise_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "free_bytes", lambda device: 10 * LAYOUT.block_bytes)
+    with pytest.raises(ConfigError, match="lower --kv-offload-host-gib"):
+        HostArena(LAYOUT, 11, "cpu")
+    assert HostArena(LAYOUT, 10, "cpu").num_slots == 10
 
 
 def test_memory_that_is_gone_by_the_time_it_is_taken_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:

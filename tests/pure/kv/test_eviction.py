@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import EVICTIONS
-from penstock.errors import ConfigError, InvariantBroken
+from penstock.errors import ConfigError, IllegalTransition, InvariantBroken
 from penstock.kv.blocks.eviction import CostOrder, EvictionOrder, S3FifoOrder, TinyLfuOrder, make_order, s3fifo
 from penstock.kv.blocks.eviction.cost import TOKENS_TO_DOUBLE, prefill_cost
 from penstock.kv.blocks.eviction.ghosts import Ghosts
@@ -127,6 +127,20 @@ def test_a_pinned_block_cannot_be_evicted(name):
     pin.end()
     assert pool.evict(4) == 2
     pool.close()
+
+
+@EVERY
+def test_a_policy_that_keeps_what_is_used_again_is_noticed(name, monkeypatch):
+    order = make_order(name, 4)
+    monkeypatch.setattr(type(order), "remove", lambda self, slots: None)
+    pool = BlockPool(4, "device", eviction=order)
+    run(pool, [key(depth) for depth in range(4)])
+    pin = pool.pin(pool.find([key(0), key(1)]), "transfer")
+    with pytest.raises(InvariantBroken):
+        pool.check()
+    with pytest.raises(IllegalTransition, match="EVICT is not legal in state PINNED"):
+        pool.evict(4)
+    assert pin.slots
 
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=40)

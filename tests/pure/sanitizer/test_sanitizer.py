@@ -9,7 +9,6 @@ import pytest
 
 from penstock.contract import Access, Fence, Mode
 from penstock.lanes.cpu import CpuLane
-from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 
@@ -172,16 +171,20 @@ def test_a_covered_access_is_forgotten_and_an_uncovered_one_is_not(scene: Scene)
         scene.read("load", 2)
         compute.wait(load.record())
     assert scene.races == []
-    assert len(scene.sanitizer._histories["device"][2].deeds) <= 2
+    histories = scene.sanitizer._arenas["device"].histories
+    assert sum(len(side.each([2])[0].deeds) for side in (histories.writes, histories.reads)) <= 2
     scene.write("compute", 1)
     assert scene.races == [("save", "compute", (1,))]
 
 
 def test_a_report_names_both_accesses_and_the_missing_edge(scene: Scene) -> None:
+    scene.sanitizer.opened("device", 20)
+    scene.sanitizer.moved("device", [17], "free", "active", "request 5")
     scene.write("load", 17, label="promote")
     scene.read("compute", 17, layers=(3, 4), label="layer 3")
     (report,) = scene.sanitizer.reports
     text = str(report)
+    assert text.count("for request 5, submitted at") == 2
     assert report.slots == (17,)
     assert "read of layer 3 by 'layer 3' on lane compute is not ordered after write of layers 0 to 3 by 'promote' on lane load" in text
     assert "waits for item 1 of lane load" in text
@@ -202,10 +205,22 @@ def test_touching_a_slot_that_nobody_holds_is_a_lifetime_error(scene: Scene) -> 
     scene.sanitizer.moved("device", [1], "free", "active", "r1")
     scene.write("compute", 1, 4)  # slot 4 lies behind the pool: the padding block
     assert scene.sanitizer.reports == []
+    scene.lanes["compute"].drain(10.0)
     scene.sanitizer.moved("device", [1], "active", "free", "r1")
     scene.read("compute", 1)
     (report,) = scene.sanitizer.reports
     assert report.kind is Kind.LIFETIME and "slot 1 of device, which nobody holds" in report.sentence
+    assert report.deeds[0].owners == ("r1",), "whoever had it last"
+
+
+def test_a_block_that_rests_in_the_cache_is_touched_only_by_those_who_hold_it(scene: Scene) -> None:
+    sanitizer = scene.sanitizer
+    sanitizer.opened("device", 4)
+    sanitizer.moved("device", [1], "free", "active", "r1")
+    sanitizer.moved("device", [1], "active", "idle", "r1")
+    scene.read("compute", 1)
+    (report,) = sanitizer.reports
+    assert report.kind is Kind.LIFETIME and "which nobody holds" in report.sentence
 
 
 def test_a_state_that_does_not_follow_from_the_last_is_an_accounting_error() -> None:
@@ -214,12 +229,3 @@ def test_a_state_that_does_not_follow_from_the_last_is_an_accounting_error() -> 
     sanitizer.moved("device", [2], "active", "idle", "r1")
     (report,) = sanitizer.reports
     assert report.kind is Kind.ACCOUNTING and "but it was free" in report.sentence
-
-
-def test_memory_for_clocks_is_bounded() -> None:
-    clocks = Clocks()
-    for number in range(1, 20_000):
-        clocks.submit(0, "a", number)
-        clocks.wait("b", "a", number)
-    assert len(clocks._changes["b"]) <= 4096
-    assert clocks.submit(0, "b", 20_000)["a"] == 19_999

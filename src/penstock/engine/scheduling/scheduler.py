@@ -227,10 +227,20 @@ class Scheduler:
             track.prefix = self._ledger.extend_prefix(track.prefix, track.tokens)
         if track.computes:
             track.end_lease()
-        elif (track.lease is None and track.state is State.RETRACTED) or (track.lease is not None and track.lease.expired):
+            track.may_lease = False
+        match = self._ledger.match(track.prefix.keys, track.lease)
+        if (
+            track.may_lease
+            and not match.pending
+            and match.num_blocks < len(track.prefix.keys)
+            and not _covers(track.lease, match.num_blocks)
+        ):
+            # There was no lease, or the device has lost what came before it, or it has expired: look once more.
+            track.may_lease = False
             track.end_lease()
             track.lease = self._ledger.lease(track.request.id, track.prefix)
-        return self._ledger.match(track.prefix.keys, track.lease)
+            match = self._ledger.match(track.prefix.keys, track.lease)
+        return match
 
     def _fits(self, track: Track, match: Match) -> bool:
         """Whether its whole life can be promised on top of what is promised already. Matched idle blocks stop being evictable,
@@ -315,7 +325,7 @@ class Scheduler:
         self._leave(track, saves, num_computed)
         track.move(State.RETRACTED)
         track.epoch += 1
-        track.load = None
+        track.load, track.may_lease = None, True
         track.num_planned = track.num_committed = 0
         track.num_in_flight -= planned_now  # its chunk of the plan being made is dropped with it
         self._line.add(track)
@@ -352,6 +362,8 @@ class Scheduler:
         tracks = {id(share.track): share.track for share in step.shares if share.track.state is not State.ENDED}
         for track in tracks.values():
             track.computes = True
+            if track.num_committed <= track.num_cached:  # no step over what was promoted for it has succeeded
+                track.num_host = 0
             if track.state is State.RUNNING:
                 self._retract(track, saves=False)
             track.end_lease()  # where it was retracted meanwhile, what was saved is not what it seems
@@ -456,6 +468,10 @@ class Scheduler:
         rows = sorted([t.row for t in self._running.values()] + self._free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")
+
+
+def _covers(lease: Lease | None, block: int) -> bool:
+    return lease is not None and lease.num_from(block) > 0
 
 
 def _may_begin(load: Load) -> bool:

@@ -47,6 +47,7 @@ class Track:
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
     lease: Lease | None = None  # what colder tiers keep for it until it is admitted
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
+    may_lease: bool = True  # once in each life colder tiers are asked on the engine thread, where the lease from its submission is no use
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1

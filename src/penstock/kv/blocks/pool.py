@@ -79,7 +79,7 @@ class BlockPool:
         free, holds = self._free, self._book.holds
         if num_slots > len(free):
             self.evict(num_slots - len(free))
-        slots = [free.popleft() for _ in range(num_slots)]
+        slots = sorted(free.popleft() for _ in range(num_slots))  # neighbours are copied as one
         self._book.move(slots, SlotEvent.RESERVE, SlotState.RESERVED, owner)
         for slot in slots:
             holds[slot] += 1

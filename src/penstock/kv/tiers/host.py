@@ -99,10 +99,10 @@ class HostTier:
 
     # --------------------------------------------------------------------------------------------------------------- leases
 
-    def lease(self, keys: Sequence[bytes], owner: str) -> HostLease | None:
-        """Protect every block of `keys` that is here; None where none is."""
+    def lease(self, keys: Sequence[bytes], owner: str, first: int = 0) -> HostLease | None:
+        """Protect every block of `keys` from number `first` on that is here; None where none is."""
         with self._lock:
-            slots = self._pool.find_each(keys)
+            slots = [ABSENT] * first + self._pool.find_each(keys[first:])
             here = [slot for slot in slots if slot != ABSENT]
             if not here:
                 return None

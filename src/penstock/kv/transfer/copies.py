@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,20 +16,11 @@ from torch import Tensor
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.memory.host import piece_slots
 from penstock.kv.memory.layout import BlockLayout
-
-Slots = NDArray[np.int64]
-Layers = tuple[int, int]
+from penstock.kv.transfer.mover import Copier, Layers, Slots
 
 _BATCH_SINCE = 12080  # version of CUDA that brought copies in batches
 _FIRST_PART_BYTES = 16 << 20  # a third of a millisecond at 54 GB/s, in which the driver takes some hundred entries
 _PART_GROWTH = 8
-
-
-class Copier(Protocol):
-    """Copies blocks from one arena to another."""
-
-    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
-        """Copy `layers` of each source slot into the same layers of the dest slot of the same place. An op of the transfer's lane."""
 
 
 def make_copier(source: Tensor, dest: Tensor, layout: BlockLayout) -> Copier:
@@ -61,7 +52,6 @@ class CudaCopier:
 
     def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
         self._ends = _Ends(source, dest, layout)
-        self._tensors = (source, dest)
         self._device = source.device if source.device.type == "cuda" else dest.device
         self._batch = _batch_copy()
         self._host = 0 if source.device.type == "cpu" else 1
@@ -79,7 +69,7 @@ class CudaCopier:
     def _copy_each(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
         self._ends.checked(source_slots, dest_slots)
         self._ends.extent(layers)
-        source, dest = self._tensors
+        source, dest = self._ends.tensors
         first, end = layers
         try:
             for source_slot, dest_slot in zip(source_slots.tolist(), dest_slots.tolist(), strict=True):
@@ -103,6 +93,7 @@ class _Ends:
         for tensor in (source, dest):
             if tensor.shape[1:] != layout.shape or tensor.dtype != getattr(torch, layout.dtype) or not tensor.is_contiguous():
                 raise InvariantBroken(f"an arena of {tuple(tensor.shape)} in {tensor.dtype} is not laid out as {layout}")
+        self.tensors = (source, dest)  # an address keeps nothing alive
         self._block_bytes = layout.block_bytes
         self._source, self._dest = source.data_ptr(), dest.data_ptr()
         self._num_slots = len(source), len(dest)
@@ -122,6 +113,8 @@ class _Ends:
         1: dest), that is a multiple of so many."""
         slots = self.checked(source_slots, dest_slots)
         first, num_bytes = self.extent(layers)
+        if num_bytes == 0:
+            slots = slots[0][:0], slots[1][:0]
         sources, dests = slots[0] * self._block_bytes + (self._source + first), slots[1] * self._block_bytes + (self._dest + first)
         if num_bytes == self._block_bytes:
             goes_on = (sources[1:] - sources[:-1] == num_bytes) & (dests[1:] - dests[:-1] == num_bytes)

@@ -36,7 +36,8 @@ class Group(NamedTuple):
 class Copier(Protocol):
     """Copies blocks from one arena to another; called as an op of the transfer's lane."""
 
-    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None: ...
+    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
+        """Copy `layers` of each source slot into the same layers of the destination slot in the same place."""
 
 
 class Transfer:

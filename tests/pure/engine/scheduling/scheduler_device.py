@@ -1,8 +1,8 @@
-"""A device made of Python: what lies in every slot, and a model that is a function of the whole token sequence.
+"""A device made of Python: what lies in every slot of every tier, and a model that is a function of the whole token sequence.
 
 The KV of a token is a node in the tree of all token sequences: it stands for the token and for everything before it. So a chunk that
-reads a wrong block, or one that was overwritten, reads a wrong node; and what a request must produce is known in advance, however it was
-batched, shared, retracted or resumed.
+reads a wrong block, or one that was overwritten or has not come yet, reads a wrong node; and what a request must produce is known in
+advance, however it was batched, shared, promoted, retracted or resumed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from penstock.contract import (
     TOKEN_IN_FLIGHT,
+    Access,
     Chunk,
     FinishReason,
+    Mode,
     Request,
     Sampled,
     SamplingParams,
@@ -24,8 +26,10 @@ from penstock.contract import (
     TokenLogprob,
 )
 from penstock.kv.blocks.key import Scope, prefix_keys
+from penstock.testing.stepped import SteppedLanes, TagArena
 
 BLOCK = 4
+LAYERS = 6  # enough for a promotion to come in two groups
 VOCAB = 8
 EOS = 7
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="none")
@@ -63,14 +67,20 @@ class Row:
 
 
 class Device:
-    """Runs steps in the order it is given them."""
+    """Runs steps in the order it is given them. What lies in a block of one tier is, for every layer, a node per token."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._content: list[list[int]] = [[0] * BLOCK for _ in range(num_slots)]
+    def __init__(self, num_slots: int, num_host: int = 1) -> None:
+        self._num_garbage = 0
+        self.arena = TagArena("device", num_slots, LAYERS, self._garbage)
+        self.host = TagArena("host", num_host, LAYERS, self._garbage)
+        self.lanes = SteppedLanes(self.arena, self.host)
         self._rows: dict[int, Row] = {}
         self._nodes: dict[tuple[int, int], int] = {}
         self._paths: dict[int, tuple[int, ...]] = {0: ()}
-        self._num_garbage = 0
+
+    def _garbage(self) -> tuple[int, ...]:
+        self._num_garbage += BLOCK
+        return tuple(range(-self._num_garbage, BLOCK - self._num_garbage))
 
     def run(self, plan: StepPlan) -> StepResult:
         for start in plan.starts:
@@ -100,13 +110,16 @@ class Device:
             self._scribble(chunk)
         return StepResult(plan.number, (), error=error)
 
-    def check_sealed(self, slot: int, key: bytes) -> None:
-        """What a key promises is what lies in its slot."""
-        tokens = self._paths.get(self._content[slot][-1])
-        assert tokens is not None, f"slot {slot} has a key and holds garbage"
-        assert tokens and prefix_keys(tokens, BLOCK, SCOPE.digest())[-1:] == (key,), f"slot {slot} has the key of other tokens"
-        ends = range(len(tokens) - BLOCK + 1, len(tokens) + 1)
-        assert [self._paths[node] for node in self._content[slot]] == [tokens[:end] for end in ends]
+    def check_sealed(self, arena: TagArena, slot: int, key: bytes) -> None:
+        """What a key promises is what lies in its slot, in every layer."""
+        for cell in arena.cells[slot]:
+            assert isinstance(cell, tuple)
+            tokens = self._paths.get(cell[-1])
+            assert tokens is not None, f"slot {slot} of {arena.name} has a key and holds garbage"
+            right = tokens and prefix_keys(tokens, BLOCK, SCOPE.digest())[-1:] == (key,)
+            assert right, f"slot {slot} of {arena.name} has the key of other tokens"
+            ends = range(len(tokens) - BLOCK + 1, len(tokens) + 1)
+            assert [self._paths.get(node) for node in cell] == [tokens[:end] for end in ends]
 
     def _start(self, start: Start) -> None:
         row = self._rows[start.row] = Row(start.request)
@@ -121,13 +134,27 @@ class Device:
         row.tokens.append(token)
 
     def _compute(self, chunk: Chunk, row: Row) -> None:
-        place = [self._content[slot] for slot in chunk.slots.tolist()]
         for at, token in enumerate(chunk.tokens, chunk.start):
             assert token in (row.tokens[at], TOKEN_IN_FLIGHT)
-            if chunk.writes:
-                place[at // BLOCK][at % BLOCK] = row.nodes[at]
-        for at in range(chunk.kv_len):
-            assert place[at // BLOCK][at % BLOCK] == row.nodes[at], f"{chunk.request_id} reads a wrong token at position {at}"
+        slots = chunk.slots.tolist()
+        self.lanes.touch(Access("device", slots, (0, LAYERS), Mode.READ), f"a step of {chunk.request_id}")
+        if chunk.writes:
+            self._write(chunk, row.nodes[chunk.start : chunk.kv_len])
+        for block, slot in enumerate(slots):
+            wanted = tuple(row.nodes[block * BLOCK : min((block + 1) * BLOCK, chunk.kv_len)])
+            for cell in self.arena.cells[slot]:
+                assert isinstance(cell, tuple)
+                assert cell[: len(wanted)] == wanted, f"{chunk.request_id} reads wrong tokens in block {block}"
+
+    def _write(self, chunk: Chunk, nodes: Sequence[int]) -> None:
+        slots = chunk.slots.tolist()
+        written = slots[chunk.start // BLOCK :]
+        self.lanes.touch(Access("device", written, (0, LAYERS), Mode.WRITE), f"a step of {chunk.request_id}")
+        for at, node in enumerate(nodes, chunk.start):
+            cells = self.arena.cells[slots[at // BLOCK]]
+            for layer, cell in enumerate(cells):
+                assert isinstance(cell, tuple)
+                cells[layer] = (*cell[: at % BLOCK], node, *cell[at % BLOCK + 1 :])
 
     def _sample(self, chunk: Chunk, row: Row) -> Sampled:
         assert chunk.kv_len == len(row.tokens)
@@ -137,6 +164,5 @@ class Device:
         return Sampled(chunk.request_id, (token,), (TokenLogprob(token, -1.0, 1, ()),) if wanted else None)
 
     def _scribble(self, chunk: Chunk) -> None:
-        for at in range(chunk.start, chunk.kv_len) if chunk.writes else ():
-            self._num_garbage += 1
-            self._content[int(chunk.slots[at // BLOCK])][at % BLOCK] = -self._num_garbage
+        if chunk.writes:
+            self._write(chunk, [node for _ in chunk.tokens for node in self._garbage()[:1]])

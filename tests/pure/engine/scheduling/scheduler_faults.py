@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.contract import Chunk, FinishReason, Match, Sampled, Start, StepResult, TokenEvent, TokenLogprob
+from penstock.contract import Chunk, Fence, FinishReason, Match, Sampled, StepResult, TokenEvent, TokenLogprob
 from penstock.engine.scheduling.scheduler import Scheduler, _Share
 from penstock.engine.scheduling.track import State, Track
+
+Logprobs = tuple[TokenLogprob, ...] | None
 
 
 class ForgetsThatPromisesAreDrawn(Scheduler):
@@ -31,30 +33,28 @@ class WritesOnAFullMatch(Scheduler):
 class LeavesNothingToCompute(Scheduler):
     """A full match has no token left, so the step goes on with the one that nobody has sampled."""
 
-    def _start(self, track: Track, match: Match) -> Start:
-        start = super()._start(track, match)
+    def _start(self, track: Track, match: Match) -> None:
+        super()._start(track, match)
         if track.num_cached == len(track.tokens):
             track.num_planned = track.num_cached
             track.num_in_flight += 1
-        return start
 
 
 class SealsWhatIsOnlyPlanned(Scheduler):
     def _chunk(self, track: Track, num_tokens: int) -> Chunk:
         chunk = super()._chunk(track, num_tokens)
-        self._ledger.seal(track.held_table(), track.tokens, min(chunk.kv_len, len(track.tokens)))
+        self._ledger.seal(track.held_table(), track.tokens, min(chunk.kv_len, len(track.tokens)), self._last_fence)
         return chunk
 
 
 class ResumesWithATokenInFlight(Scheduler):
-    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> list[Start]:
+    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> None:
         in_flight = {track: track.num_in_flight for track in self._line.tracks}
         for track in in_flight:
             track.num_in_flight = 0
-        starts = super()._admit(decodes, prefills, room)
+        super()._admit(decodes, prefills, room)
         for track, num in in_flight.items():
             track.num_in_flight += num
-        return starts
 
 
 class KeepsTheBlocksOfTheCancelled(Scheduler):
@@ -68,9 +68,9 @@ class KeepsTheBlocksOfTheCancelled(Scheduler):
 
 
 class GivesSlotsBackWithoutAFence(Scheduler):
-    def _leave(self, track: Track) -> None:
+    def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         fence, self._last_fence = self._last_fence, None
-        super()._leave(track)
+        super()._leave(track, saves, num_tokens)
         self._last_fence = fence
 
 
@@ -88,11 +88,11 @@ class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
 class SealsForAnEarlierLife(Scheduler):
     """A step of before the retraction seals blocks of the table after it, which it never wrote."""
 
-    def _commit_share(self, share: _Share, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None) -> TokenEvent | None:
+    def _commit_share(self, share: _Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
         if share.track.table is not None:
             num_tokens = min(share.end, share.track.num_planned)
-            self._ledger.seal(share.track.table, share.track.tokens, num_tokens)
-        return super()._commit_share(share, sampled, prompt_logprobs)
+            self._ledger.seal(share.track.table, share.track.tokens, num_tokens, fence)
+        return super()._commit_share(share, fence, sampled, prompt_logprobs)
 
 
 class LetsEchoUseTheCache(Scheduler):
@@ -117,34 +117,34 @@ class RetractsTheOldest(Scheduler):
 class ForgetsARetractedPlan(Scheduler):
     """Tokens planned in the very plan that retracts stay counted as in flight, so it waits for them for ever."""
 
-    def _retract(self, track: Track) -> None:
+    def _retract(self, track: Track, saves: bool = True) -> None:
         in_flight = track.num_in_flight
-        super()._retract(track)
+        super()._retract(track, saves)
         track.num_in_flight = in_flight
 
 
 class IgnoresTheBudget(Scheduler):
-    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> list[Start]:
-        return super()._admit(decodes, prefills, max(room, 2))
+    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> None:
+        super()._admit(decodes, prefills, max(room, 2))
 
 
 class DoublesPromptLogprobs(Scheduler):
-    def _commit_share(self, share: _Share, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None) -> TokenEvent | None:
+    def _commit_share(self, share: _Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
         known = share.track.prompt_logprobs
         if known is not None and prompt_logprobs is not None and share.epoch:
             known += prompt_logprobs
-        return super()._commit_share(share, sampled, prompt_logprobs)
+        return super()._commit_share(share, fence, sampled, prompt_logprobs)
 
 
 class LosesPromptLogprobsOfAnEarlierLife(Scheduler):
-    def _commit_share(self, share: _Share, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None) -> TokenEvent | None:
-        return super()._commit_share(share, sampled, prompt_logprobs if share.epoch == share.track.epoch else None)
+    def _commit_share(self, share: _Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
+        return super()._commit_share(share, fence, sampled, prompt_logprobs if share.epoch == share.track.epoch else None)
 
 
 class LosesTheRowOfTheRetracted(Scheduler):
-    def _retract(self, track: Track) -> None:
+    def _retract(self, track: Track, saves: bool = True) -> None:
         rows = list(self._free_rows)
-        super()._retract(track)
+        super()._retract(track, saves)
         self._free_rows = rows
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from scheduler_device import BLOCK, prompt_logprobs
 
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Start, StepPlan, TokenEvent
 from penstock.engine.scheduling.budget import blocks_for
+from penstock.engine.scheduling.track import State
 
 if TYPE_CHECKING:
     from scheduler_world import Asked, World
@@ -23,15 +25,17 @@ def check_plan(world: World, plan: StepPlan) -> None:
     ids = [c.request_id for c in plan.chunks]
     assert len(set(ids)) == len(ids) and len({c.row for c in plan.chunks}) == len(ids)
     assert plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
-    for start in plan.starts:
-        _check_start(world, start)
-    rows = [world.asked[owner].lives[-1].row for owner in world.cache.tables]
+    rows = [track.row for track in world.scheduler._running.values()]
     assert len(set(rows)) == len(rows), "two requests run on one row"
-    started = {start.request.id for start in plan.starts}
-    assert started <= set(ids), "a request that starts computes something at once"
+    # A request may set off, and be gone again before a step has room for it: the last start of a row is whose row it is.
+    for start in {start.request.id: start for start in plan.starts}.values():
+        track = world.scheduler._running.get(start.request.id)
+        if track is not None and track.state is State.RUNNING:
+            _check_start(world, start)
     for chunk in plan.chunks:
-        _check_chunk(world, chunk, chunk.request_id in started)
+        _check_chunk(world, chunk)
     _check_after(world, plan)
+    _check_loads(world, plan)
 
 
 def _check_start(world: World, start: Start) -> None:
@@ -44,13 +48,13 @@ def _check_start(world: World, start: Start) -> None:
     asked.begin(start.row)
 
 
-def _check_chunk(world: World, chunk: Chunk, starts: bool) -> None:
+def _check_chunk(world: World, chunk: Chunk) -> None:
     asked = world.asked[chunk.request_id]
     life, sampling = asked.lives[-1], asked.request.sampling
     slots = chunk.slots.tolist()
     assert asked.ended is None and chunk.request_id in world.cache.tables
     assert chunk.row == life.row
-    if starts:
+    if not life.slots:
         _check_first_chunk(world, chunk, asked)
     else:
         assert chunk.start == life.end, "positions are computed once, in order"
@@ -71,13 +75,31 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
     assert chunk.start <= num_known - 1, "at least one token is computed"
     if not asked.request.may_match:
         assert chunk.start == 0 and chunk.writes, "it cannot use what is cached"
-    if chunk.start % BLOCK or not chunk.writes:
+    if not chunk.writes:
         assert chunk.num_tokens == 1 and chunk.kv_len == num_known and num_known % BLOCK == 0, "a match ends where a block ends"
-        assert not chunk.writes, "on a full match nothing is written"
         world.seen["full match"] += 1
+    elif chunk.start % BLOCK:
+        assert len(asked.lives) > 1, "nobody else's blocks end inside a block"
+        world.seen["resume with its tail"] += 1
     world.seen["partial match"] += bool(chunk.start and chunk.writes)
-    if len(asked.lives) == 1:
-        asked.num_cached = chunk.start
+    if asked.first is None:
+        asked.num_found.append(chunk.start)
+
+
+def _check_loads(world: World, plan: StepPlan) -> None:
+    """A step waits for what is on its way into slots of its own requests, and for nothing else."""
+    waits = set(plan.loads)
+    assert len(waits) == len(plan.loads)
+    for chunk in plan.chunks:
+        asked = world.asked[chunk.request_id]
+        if asked.load is not None and not asked.load.settled and not asked.load_waited:
+            assert asked.load in waits, f"{chunk.request_id} computes over what has not come"
+        if asked.load in waits:
+            assert asked.load is not None and asked.load.arrivals is not None, "there is nothing to wait for yet"
+            waits.remove(asked.load)
+            asked.load_waited = True
+            world.seen["step over a load"] += 1
+    assert not waits, "the step waits for a load of somebody else"
 
 
 def _check_after(world: World, plan: StepPlan) -> None:
@@ -94,7 +116,7 @@ def _check_after(world: World, plan: StepPlan) -> None:
 def check_event(world: World, event: TokenEvent) -> None:
     """An event of a step that did not fail."""
     asked = world.asked[event.request_id]
-    _check_first_event(event, asked)
+    _check_first_event(world, event, asked)
     asked.got += event.tokens
     assert asked.got == asked.tokens[: len(asked.got)], f"{event.request_id} got a wrong token"
     if asked.request.sampling.logprobs is None:
@@ -108,15 +130,28 @@ def check_event(world: World, event: TokenEvent) -> None:
     assert asked.ended is not None or len(asked.got) < len(asked.tokens) or asked.finish is FinishReason.STOP
 
 
-def _check_first_event(event: TokenEvent, asked: Asked) -> None:
+def _check_first_event(world: World, event: TokenEvent, asked: Asked) -> None:
     if asked.first is not None:
         assert event.source is None and event.prompt_logprobs is None
         return
     asked.first = event
     prompt = asked.request.prompt
-    assert event.source is not None
-    assert (event.source.device, event.source.computed) == (asked.num_cached, len(prompt) - asked.num_cached), "the source is not true"
+    _check_source(event, asked)
     if asked.request.sampling.prompt_logprobs is None:
         assert event.prompt_logprobs is None
     else:
         assert event.prompt_logprobs == (None, *prompt_logprobs(prompt, 1, len(prompt))), "prompt logprobs are lost or doubled"
+
+
+def _check_source(event: TokenEvent, asked: Asked) -> None:
+    """Where the prompt came from. Exact for a request that ran once; else at most what it has found in any life."""
+    source, num_prompt = event.source, len(asked.request.prompt)
+    assert source is not None
+    assert sum(dataclasses.astuple(source)) == num_prompt and min(dataclasses.astuple(source)) >= 0, "sources sum to the prompt"
+    if len(asked.num_found) == 1 == len(asked.opened):
+        found, resident = asked.num_found[0], min(asked.num_found[0], asked.opened[0] * BLOCK)
+        expected = (resident, found - resident, num_prompt - found)
+        assert (source.device, source.host, source.computed) == expected, "the source is not true"
+    assert source.device <= max(asked.opened, default=0) * BLOCK, "it never found so much on the device"
+    assert source.host <= asked.num_landed, "it never got so much from the host"
+    assert source.device + source.host <= max(asked.num_found, default=0)

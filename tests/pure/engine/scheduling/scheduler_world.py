@@ -1,6 +1,7 @@
 """A world for the scheduler: the real KV books, a device that disbelieves its plans, and listeners who know what they must get.
 
-Steps run as late as possible, just before their result is taken in: whatever is wrong about order shows.
+Steps run as late as possible, just before their result is taken in, and copies between tiers when they are told to: whatever is wrong
+about order shows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any
 
 from scheduler_device import BLOCK, EOS, SCOPE, Device, generate
 from scheduler_rules import check_event, check_plan
+from scheduler_tiers import Cold, Tiers
 
-from penstock.contract import Fence, FinishReason, Prefix, Request, SamplingParams, StepPlan, Table, TokenEvent
+from penstock.contract import Fence, FinishReason, Lease, Prefix, Request, SamplingParams, StepPlan, StepResult, Table, TokenEvent
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
+from penstock.kv.tiers.ladder import Promotion
 
 
 class StepFence:
@@ -40,8 +44,8 @@ class StepFence:
 class WatchedCache(KvCache):
     """The real cache. Checks that slots are given back with the fence of the newest step, and knows what is out."""
 
-    def __init__(self, world: World, pool: BlockPool, prefix_cache: bool) -> None:
-        super().__init__(pool, SCOPE, prefix_cache)
+    def __init__(self, world: World, pool: BlockPool, prefix_cache: bool, tiers: Tiers | None) -> None:
+        super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.ladder)
         self._world = world
         self.pool = pool
         self.tables: dict[str, BlockTable] = {}
@@ -50,7 +54,26 @@ class WatchedCache(KvCache):
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         assert owner not in self.tables, f"{owner} opens a second table"
         self.tables[owner] = super().open(owner, prefix, num_blocks)
+        if owner in self._world.asked:
+            self._world.asked[owner].opened.append(num_blocks)
         return self.tables[owner]
+
+    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion:
+        assert isinstance(table, BlockTable)
+        promotion = super().promote(table, lease, num_blocks, num_next)
+        asked = self._world.asked[table.owner]
+        assert asked.request.may_match, "it cannot use what is cached"
+        asked.load, asked.load_waited = promotion, False
+        covered = max((fence.number for fence in promotion.after), default=0)  # type: ignore[attr-defined]
+        for slot in promotion.dest_slots.tolist():
+            fence = self.last_fence.get(slot)
+            assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
+        self._world.seen["promotion"] += 1
+        return promotion
+
+    def _land(self, promotion: Promotion, own: BlockTable) -> None:
+        super()._land(promotion, own)
+        self._world.asked[own.owner].num_landed += promotion.num_blocks * BLOCK
 
     def release(self, table: Table, fence: Fence | None) -> None:
         assert isinstance(table, BlockTable)
@@ -90,7 +113,11 @@ class Asked:
     ended: FinishReason | None = None
     lives: list[Life] = field(default_factory=list)
     first: TokenEvent | None = None
-    num_cached: int = 0  # prompt tokens that were there when it first ran
+    opened: list[int] = field(default_factory=list)  # blocks found on the device, for every table
+    num_found: list[int] = field(default_factory=list)  # tokens that were there when it ran, for every life before its first event
+    num_landed: int = 0  # tokens that came from the host for it
+    load: Promotion | None = None  # the newest for it
+    load_waited: bool = False  # a step has waited for it
 
     @property
     def known(self) -> list[int]:
@@ -115,17 +142,21 @@ class World:
         overcommit: float = 1.0,
         prefix_cache: bool = True,
         make: type[Scheduler] = Scheduler,
+        cold: Cold | None = None,
     ) -> None:
         self.budget = Budget(max_batch, prefill_chunk, overcommit)
         self.newest_fence: StepFence | None = None
         self.num_run = 0
         self.sound = True  # False once a check has failed: what comes after that means nothing
-        self.cache = WatchedCache(self, BlockPool(num_slots, "device"), prefix_cache)
-        self.scheduler = make(self.cache, self.budget, [EOS])
-        self.device = Device(num_slots)
         self.asked: dict[str, Asked] = {}
         self.in_flight: deque[StepPlan] = deque()
+        self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
+        self.device = Device(num_slots, 1 if cold is None else cold.num_host)
+        pool = BlockPool(num_slots, "device")
+        self.tiers = None if cold is None else Tiers(cold, pool, self.device)
+        self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
+        self.scheduler = make(self.cache, self.budget, [EOS])
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -134,11 +165,14 @@ class World:
         assert blocks_for(len(prompt) + max_tokens, BLOCK) <= self.cache.num_blocks, "the engine refuses what can never fit"
         request = Request(f"r{len(self.asked)}", list(prompt), params, self.cache.prefix_of(prompt))
         self.asked[request.id] = Asked(request, *generate(prompt, params))
-        self.scheduler.add(request)
+        lease = self.cache.lease(request.id, request.prefix) if request.prefix is not None and request.may_match else None
+        self.scheduler.add(request, lease)
         return request.id
 
     def cancel(self, request_id: str) -> None:
+        state = self.state_of(request_id)
         self._end(request_id, self.scheduler.cancel(request_id), FinishReason.CANCELLED)
+        self.seen[f"cancelled while {state}"] += 1
 
     def _end(self, request_id: str, event: TokenEvent | None, finish: FinishReason) -> None:
         self.sound = False
@@ -155,8 +189,13 @@ class World:
         asked = self.asked[request_id]
         return asked.got, asked.ended
 
+    def state_of(self, request_id: str) -> str:
+        track = self.scheduler._tracks.get(request_id)
+        return "ended" if track is None else track.state.value
+
     def samples_in_flight(self, request_id: str) -> int:
-        return sum(c.samples for plan in self.in_flight for c in plan.chunks if c.request_id == request_id)
+        steps = [plan for plan in self.in_flight if (plan.number, request_id) not in self.void]
+        return sum(c.samples for plan in steps for c in plan.chunks if c.request_id == request_id)
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -164,8 +203,10 @@ class World:
         """Plan a step and launch it."""
         self.sound = False
         retractions = self.scheduler.counts.retractions
+        loading = [i for i in self.cache.tables if self.state_of(i) == "loading"]
         plan = self.scheduler.plan()
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
+        self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
             check_plan(self, plan)
             self.in_flight.append(plan)
@@ -178,31 +219,59 @@ class World:
         """Run the oldest step and take in its result."""
         self.sound = False
         plan = self.in_flight.popleft()
-        result = self.device.run(plan) if error is None else self.device.fail(plan, error)
+        for chunk in plan.chunks:
+            written = chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else []
+            assert not any(map(self.cache.key_of, written)), f"a step of {chunk.request_id} writes what others may read"
+        result = self._run(plan, error)
+        still_open = {
+            c.request_id for c in plan.chunks if self.asked[c.request_id].ended is None and (plan.number, c.request_id) not in self.void
+        }
         self.num_run = plan.number
-        still_open = {c.request_id for c in plan.chunks if self.asked[c.request_id].ended is None}
+        self.cache.settle()  # the engine does, too: what the step has waited for has come
         events = self.scheduler.commit(result)
         told = [event.request_id for event in events]
         assert len(set(told)) == len(told) and set(told) <= still_open, "one event per step, and none after the last"
-        for event in events:
-            if error is None:
+        if isinstance(result.error, TransferFailed):
+            assert not events, "nobody ends because a tier failed"
+            self.void |= {(later.number, request_id) for later in self.in_flight for request_id in still_open}
+            self.seen["step without its load"] += 1
+        elif result.error is None:
+            for event in events:
                 check_event(self, event)
-            else:
-                assert event.finish is FinishReason.ERROR and event.error == f"{type(error).__name__}: {error}" and not event.tokens
-                self.asked[event.request_id].ended = event.finish
-        if error is not None:
-            assert set(told) == still_open, "every request of a failed step ends"
-            self.seen["failed step"] += bool(events)
+        else:
+            self._check_failed(events, still_open, result.error)
+        self.cache.submit_saves()
         self.sound = True
         return events
 
+    def _run(self, plan: StepPlan, error: Exception | None) -> StepResult:
+        """The compute lane waits for what the plan says, then runs the step."""
+        fences = [*plan.after, *(arrival.fence for load in plan.loads for arrival in load.arrivals or ())]
+        self.device.lanes.run_until(lambda: all(f.passed() or f.lane == "compute" for f in fences), f"step {plan.number}")
+        for load in plan.loads:
+            if load.error() is not None:
+                error = TransferFailed(str(load.error()))
+        return self.device.run(plan) if error is None else self.device.fail(plan, error)
+
+    def _check_failed(self, events: Sequence[TokenEvent], still_open: set[str], error: BaseException) -> None:
+        for event in events:
+            assert event.finish is FinishReason.ERROR and event.error == f"{type(error).__name__}: {error}" and not event.tokens
+            self.asked[event.request_id].ended = event.finish
+        assert {event.request_id for event in events} == still_open, "every request of a failed step ends"
+        self.seen["failed step"] += bool(events)
+
+    def settle(self) -> bool:
+        return self.cache.settle()
+
     def step(self) -> bool:
-        """One turn of the engine: plan, then read the step before."""
+        """One turn of the engine: take in transfers, plan, then read the step before. Lanes go on meanwhile."""
+        self.device.lanes.run_all()
+        settled = self.settle()
         behind = bool(self.in_flight)
         plan = self.plan()
         if behind:
             self.commit()
-        return behind or plan is not None
+        return behind or plan is not None or settled or self.cache.num_in_flight > 0
 
     def finish(self) -> None:
         """Step on until every request has ended, within the turns that it would take one after the other, each of them computed twice;
@@ -215,9 +284,12 @@ class World:
         assert all(asked.ended is not None for asked in self.asked.values()), "a request was left behind"
         assert not self.scheduler.has_work() and not self.scheduler._tracks and not self.cache.tables
         assert sorted(self.scheduler._free_rows) == list(range(self.budget.max_batch))
-        counts = self.cache.stats().slots
-        assert counts.free + counts.idle == self.cache.num_blocks
-        assert self.scheduler.num_by_state() == {"waiting": 0, "running": 0, "retracted": 0}
+        assert self.cache.num_in_flight == 0 and not self.cache._promoting and not self.cache._arriving
+        for counts in self.cache.stats().slots.values():
+            assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
+        if self.tiers is not None:
+            assert self.tiers.host.num_leases == 0, "a lease is left"
+        assert self.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 0, "retracted": 0}
 
     def close(self) -> None:
         self.finish()
@@ -229,12 +301,19 @@ class World:
         self.sound = False
         self.scheduler.check()
         self.cache.check()
-        assert sum(self.cache.stats().slots) == self.cache.num_blocks
+        slots = self.cache.stats().slots
+        assert sum(slots["device"]) == self.cache.num_blocks
         if self.budget.overcommit == 1.0:
             promised = sum(self.asked[owner].lifetime_blocks - table.num_slots for owner, table in self.cache.tables.items())
             assert promised <= self.cache.num_available, f"{promised} blocks are promised, {self.cache.num_available} can be drawn"
-            assert self.scheduler.counts.retractions == 0, "nobody is pushed out where promises are kept"
+            assert self.scheduler.counts.retractions == 0 or self.seen["step without its load"], "nobody is pushed out of what was promised"
         for slot in range(self.cache.num_blocks):
             if (key := self.cache.key_of(slot)) is not None:
-                self.device.check_sealed(slot, key)
+                self.device.check_sealed(self.device.arena, slot, key)
+        if self.tiers is not None:
+            pool = self.tiers.host._pool
+            assert sum(slots["host"]) == pool.num_slots
+            for slot, host_key in enumerate(pool._index.key_of):
+                if host_key is not None:
+                    self.device.check_sealed(self.device.host, slot, host_key)
         self.sound = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import scheduler_faults as faults
 from scheduler_cases import A, B, C, Make, planned, shape
 from scheduler_world import World
 
-from penstock.contract import FinishReason
+from penstock.contract import FinishReason, KvSource
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import InvariantBroken
 
@@ -64,7 +65,7 @@ def test_an_echo_request_neither_holds_nor_uses_a_prefix_it_cannot_use(make: Mak
     planned(world)
     echo = world.submit(A[:8], 9, prompt_logprobs=1)
     assert world.step() and shape(world.plan()) == [(busy, 9, 1)]
-    assert echo not in world.cache.tables and world.cache.stats().slots.idle == 2, "what waits holds nothing"
+    assert echo not in world.cache.tables and world.cache.stats().slots["device"].idle == 2, "what waits holds nothing"
     world.close()
     source = world.asked[echo].first.source  # type: ignore[union-attr]
     assert source is not None and (source.device, source.computed) == (0, 8)
@@ -85,7 +86,9 @@ def test_with_the_prefix_cache_off_nothing_is_shared_and_nothing_stays() -> None
         world.submit(A[:8], 2)
     assert shape(planned(world)) == [("r0", 0, 8)]
     world.close()
-    assert world.cache.stats().slots.idle == 0 and world.scheduler.counts.prompt_tokens == {"device": 0, "computed": 16}
+    assert world.cache.stats().slots["device"].idle == 0 and world.scheduler.counts.prompt_tokens == dataclasses.asdict(
+        KvSource(computed=16)
+    )
 
 
 def test_a_prefix_that_a_running_request_computes_is_waited_for_and_shared() -> None:
@@ -134,7 +137,7 @@ def test_matched_idle_blocks_are_not_counted_as_room_as_well(make: Make) -> None
     world = World(num_slots=6, make=make)
     world.submit(A[:8], 1)
     world.finish()
-    assert world.cache.stats().slots.idle == 2
+    assert world.cache.stats().slots["device"].idle == 2
     busy = world.submit(B[:8], 9, ignore_eos=True)  # four blocks, two of them drawn at once
     assert shape(planned(world)) == [(busy, 0, 8)]
     late = world.submit(A[:8], 9, ignore_eos=True)  # two more than the two it finds, and those two are promised

@@ -37,7 +37,7 @@ def crowded(make: Make) -> World:
 def test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on(make: Make) -> None:
     world = crowded(make)
     assert set(world.cache.tables) == {"r0"} and shape(world.in_flight[-1]) == [("r0", 12, 1)]
-    assert world.scheduler.num_by_state() == {"waiting": 0, "running": 1, "retracted": 1}
+    assert world.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 1, "retracted": 1}
     world.close()
     assert world.scheduler.counts.retractions == 1
 
@@ -63,7 +63,7 @@ def test_a_retracted_request_can_be_cancelled() -> None:
     world = crowded(Scheduler)
     world.cancel("r1")
     world.check()
-    assert world.scheduler.num_by_state() == {"waiting": 0, "running": 1, "retracted": 0}
+    assert world.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 1, "retracted": 0}
     world.close()
 
 

@@ -1,4 +1,5 @@
-"""The scheduler in any order of submit, plan, commit, cancel, failure and finish; and faults that this must notice."""
+"""The scheduler in any order of submit, plan, commit, cancel, failure and finish, over the device alone and over colder tiers whose
+transfers are launched, land, fail and are late in any order too; and faults that this must notice."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from scheduler_device import BLOCK, EOS
 from scheduler_faults import FAULTS
+from scheduler_tiers import Cold, Tiers
 from scheduler_world import World
 
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -20,6 +22,7 @@ from penstock.errors import InvariantBroken
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
 KINDS = [{}, {}, {"ignore_eos": True}, {"prompt_logprobs": 0}, {"logprobs": 1}, {"stop_token_ids": (2, 3)}]
 MAX_OPEN = 8
+NUM_HOST = [0, 0, 3, 8, 24, 24]  # blocks; 0: there is only the device
 BOUNDED = settings(
     max_examples=150,
     stateful_step_count=40,
@@ -46,9 +49,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         overcommit=st.sampled_from([1.0, 2.0, 4.0]),
         prefix_cache=st.sampled_from([True, True, True, False]),
         depth=st.sampled_from([2, 2, 3]),
+        num_host=st.sampled_from(NUM_HOST),
+        overlap_tokens=st.sampled_from([0, 4, 1000]),
     )
-    def begin(self, num_slots: int, max_batch: int, prefill_chunk: int, overcommit: float, prefix_cache: bool, depth: int) -> None:
-        self.world = World(num_slots, max_batch, prefill_chunk, overcommit, prefix_cache, make=self.make)
+    def begin(
+        self,
+        num_slots: int,
+        max_batch: int,
+        prefill_chunk: int,
+        overcommit: float,
+        prefix_cache: bool,
+        depth: int,
+        num_host: int,
+        overlap_tokens: int,
+    ) -> None:
+        cold = Cold(num_host, overlap_tokens) if num_host else None
+        self.world = World(num_slots, max_batch, prefill_chunk, overcommit, prefix_cache, self.make, cold)
         self.depth = depth  # steps in flight at most; the engine has two
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -105,6 +121,56 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(fails=st.sampled_from([False, False, False, True]))
     def commit(self, fails: bool) -> None:
         self.world.commit(RuntimeError("device lost") if fails else None)
+
+    # ------------------------------------------------------------------------------------------------------ colder tiers
+
+    @property
+    def tiers(self) -> Tiers:
+        assert self.world.tiers is not None
+        return self.world.tiers
+
+    @precondition(lambda self: self.world.tiers)
+    @rule(dest=st.sampled_from(["device", "host"]), launches=st.integers(0, 2), halves=st.integers(0, 5))
+    def transfers_go_on(self, dest: str, launches: int, halves: int) -> None:
+        for _ in range(launches):
+            self.tiers.launch(dest)
+        for _ in range(halves):
+            self.tiers.move(dest)
+
+    @precondition(lambda self: self.world.tiers)
+    @rule()
+    def all_transfers_end(self) -> None:
+        self.world.device.lanes.run_all()
+
+    @precondition(lambda self: self.world.cache.num_in_flight)
+    @rule(promotion=st.booleans())
+    def the_next_copy_fails(self, promotion: bool) -> None:
+        (self.tiers.promotions if promotion else self.tiers.demotions).fail_next = 1
+
+    @precondition(lambda self: self.world.cache.num_in_flight)
+    @rule()
+    def settle(self) -> None:
+        self.world.settle()
+
+    @precondition(lambda self: self.world.tiers and len(self.tiers.ladder.promoter))
+    @rule()
+    def promotions_take_too_long(self) -> None:
+        self.tiers.make_late()
+
+    @precondition(lambda self: self.world.tiers and self.tiers.host.num_leases)
+    @rule()
+    def leases_expire(self) -> None:
+        self.tiers.expire()
+
+    @precondition(lambda self: self.world.tiers)
+    @rule(worth=st.booleans())
+    def loading_pays_or_does_not(self, worth: bool) -> None:
+        self.tiers.worth = worth
+
+    @precondition(lambda self: self.world.tiers)
+    @rule(host=st.booleans())
+    def the_cache_is_reset(self, host: bool) -> None:
+        self.world.cache.reset(["host" if host else "device"])
 
     @invariant()
     def books_are_right(self) -> None:

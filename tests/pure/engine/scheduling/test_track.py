@@ -10,10 +10,16 @@ from penstock.engine.scheduling.track import State, Track
 from penstock.errors import IllegalTransition, InvariantBroken
 
 LEGAL = {
+    (State.WAITING, State.LOADING),
     (State.WAITING, State.RUNNING),
     (State.WAITING, State.ENDED),
+    (State.LOADING, State.WAITING),  # it waits no longer for what does not come
+    (State.LOADING, State.RUNNING),
+    (State.LOADING, State.RETRACTED),
+    (State.LOADING, State.ENDED),
     (State.RUNNING, State.RETRACTED),
     (State.RUNNING, State.ENDED),
+    (State.RETRACTED, State.LOADING),
     (State.RETRACTED, State.RUNNING),
     (State.RETRACTED, State.ENDED),
 }

@@ -1,0 +1,290 @@
+"""`bench trace`: hit rates worked out by hand, the optimum against every policy and against brute force, and bad traces refused by line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.bench.mooncake import BLOCK_TOKENS, Trace, read_trace
+from penstock.bench.trace import OPTIMUM, best_hits, ladder, measure, next_uses, replay
+from penstock.cli import main
+from penstock.config import EVICTIONS
+from penstock.errors import ConfigError
+from penstock.kv.blocks.eviction.cost import prefill_cost
+from penstock.kv.blocks.eviction.lru import LruOrder
+from penstock.models.progress import silent
+
+PROMPTS = [[1, 2], [3], [1, 2], [4, 5], [1, 2], [3]]
+TAIL = 5  # tokens of each prompt behind its last full block
+
+
+def trace_of(prompts) -> Trace:
+    keys = [[repr(block).encode().ljust(16, b".") for block in prompt] for prompt in prompts]
+    return Trace("by hand", keys, sum(len(prompt) * BLOCK_TOKENS + TAIL for prompt in prompts))
+
+
+def line_of(prompt, **other) -> str:
+    fields = {
+        "timestamp": 0,
+        "input_length": len(prompt) * BLOCK_TOKENS + TAIL,
+        "output_length": 1,
+        "hash_ids": [*prompt, 1000 + sum(prompt)],
+    }
+    return json.dumps(fields | other)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(line_of, PROMPTS)) + "\n\n")
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------ hit rates
+
+
+@pytest.mark.parametrize(
+    ("capacity", "lru", "optimum"),
+    [
+        # Every request pushes out the one before; the optimum keeps 1 and nothing else.
+        (1, 0, 2),
+        # 3 pushes out 2; 1 is found again, then 4 and 5 push out everything. The optimum keeps 1 and 2.
+        (2, 1, 4),
+        # 1 and 2 are found; 4 and 5 push out 3 and the deeper 2; 1 is found.
+        (3, 3, 5),
+        # 4 and 5 push out 3 alone, then 3 pushes out one of them.
+        (4, 4, 5),
+        (5, 5, 5),
+    ],
+)
+def test_hits_are_those_worked_out_by_hand(capacity, lru, optimum):
+    trace = trace_of(PROMPTS)
+    assert replay(trace, "lru", capacity, silent).blocks == lru
+    assert best_hits(next_uses(trace), capacity, silent).blocks == optimum
+
+
+def test_rates_are_shares_of_blocks_of_tokens_and_of_work():
+    rows = measure(trace_of(PROMPTS), ["lru"], [3], silent)
+    assert [row["policy"] for row in rows] == ["lru", OPTIMUM]
+    assert rows[0]["hit_rate"] == 3 / 10
+    assert rows[0]["hit_rate_tokens"] == 3 * 512 / (10 * 512 + 6 * TAIL)
+    one, two = prefill_cost(512), prefill_cost(1024)
+    assert rows[0]["prefill_saved"] == pytest.approx((two + one) / (4 * two + 2 * one))
+    assert (rows[1]["hit_rate"], rows[1]["prefill_saved"]) == (5 / 10, None)
+
+
+def test_a_prompt_larger_than_the_cache_leaves_its_beginning_there():
+    trace = trace_of([[1, 2, 3, 4], [1, 2, 3, 4]])
+    for name in EVICTIONS:
+        assert replay(trace, name, 3, silent).blocks == 3
+
+
+def test_a_hit_behind_a_missing_block_does_not_count(monkeypatch):
+    """With an order that forgets beginnings first."""
+    trace = trace_of([[1, 2, 3], [4], [1, 2, 3]])
+    assert replay(trace, "lru", 3, silent).blocks == 2
+    add = LruOrder.add
+    monkeypatch.setattr(LruOrder, "add", lambda self, slots: add(self, slots[::-1]))
+    assert replay(trace, "lru", 3, silent).blocks == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- optimum
+
+trees = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=15).map(
+    lambda prompts: trace_of([[tuple(prompt[: depth + 1]) for depth in range(len(prompt))] for prompt in prompts])
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trace=trees, capacity=st.integers(1, 12))
+def test_no_policy_beats_the_optimum(trace, capacity):
+    best = best_hits(next_uses(trace), capacity, silent).blocks
+    for name in EVICTIONS:
+        assert replay(trace, name, capacity, silent).blocks <= best
+
+
+@settings(max_examples=50, deadline=None)
+@given(trace=trees)
+def test_with_room_for_everything_all_policies_find_every_block_that_was_there_before(trace):
+    capacity = ladder(trace)[-1]
+    again = trace.num_blocks - trace.num_distinct
+    assert {replay(trace, name, capacity, silent).blocks for name in EVICTIONS} == {again}
+    assert best_hits(next_uses(trace), capacity, silent).blocks == again
+
+
+def by_trying_everything(blocks: list[int], capacity: int) -> int:
+    """The most hits of any way to keep up to `capacity` of the blocks seen."""
+
+    @cache
+    def best(place: int, kept: frozenset[int]) -> int:
+        if place == len(blocks):
+            return 0
+        seen = kept | {blocks[place]}
+        ways = [seen] if len(seen) <= capacity else [seen - {block} for block in seen]
+        return (blocks[place] in kept) + max(best(place + 1, way) for way in ways)
+
+    return best(0, frozenset())
+
+
+@settings(max_examples=100, deadline=None)
+@given(blocks=st.lists(st.integers(0, 4), min_size=1, max_size=12), capacity=st.integers(1, 4))
+def test_the_optimum_is_what_trying_everything_finds(blocks, capacity):
+    trace = trace_of([[block] for block in blocks])
+    assert best_hits(next_uses(trace), capacity, silent).blocks == by_trying_everything(blocks, capacity)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trace=trees, capacity=st.integers(1, 10))
+def test_no_hit_of_the_optimum_stands_on_a_missing_prefix(trace, capacity):
+    uses = next_uses(trace)
+    kept: dict[bytes, int] = {}  # when it is used next
+    place = num_hits = 0
+    for keys in trace.prompts:
+        here = [key in kept for key in keys]
+        assert here == sorted(here, reverse=True)
+        num_hits += sum(here)
+        for key in keys:
+            kept.pop(key, None)
+            if uses[place] < len(uses):
+                kept[key] = uses[place]
+            if len(kept) > capacity:
+                del kept[max(kept, key=kept.__getitem__)]
+            place += 1
+    assert num_hits == best_hits(uses, capacity, silent).blocks
+
+
+# --------------------------------------------------------------------------------------------------------------- traces
+
+
+def test_a_trace_is_read_as_keys_of_its_full_blocks(file):
+    trace = read_trace(file)
+    assert [len(keys) for keys in trace.prompts] == [2, 1, 2, 2, 2, 1]
+    assert trace.prompts[0] == trace.prompts[2] == trace.prompts[4] and trace.prompts[1] == trace.prompts[5]
+    assert (trace.num_blocks, trace.num_distinct, trace.num_tokens) == (10, 5, 10 * 512 + 6 * TAIL)
+    assert [len(keys) for keys in read_trace(file, 2).prompts] == [2, 1]
+
+
+BAD_LINES = [
+    ("{", "not JSON"),
+    ("[1, 2]", "expected an object"),
+    ("{}", "input_length must be a whole number"),
+    (line_of([1], input_length="600"), "input_length must be a whole number"),
+    (line_of([1], input_length=True), "input_length must be a whole number"),
+    (line_of([1], input_length=-1), "input_length must be a whole number"),
+    (line_of([1], hash_ids=5), "hash_ids a list"),
+    (line_of([1], hash_ids=[1, "2"]), "hash_ids a list"),
+    (line_of([1], hash_ids=[1]), "1 hash_ids for an input_length of 517; one stands for 512 tokens"),
+    (line_of([1, 2], hash_ids=[1, 2, 1]), "names a block twice"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_LINES, ids=[said for _, said in BAD_LINES])
+def test_a_bad_line_is_refused_by_its_number(file, line, said):
+    file.write_text("\n".join([line_of([1]), "", line, line_of([2])]))
+    with pytest.raises(ConfigError, match=rf"trace\.jsonl, line 3: .*{said}"):
+        read_trace(file)
+    assert len(read_trace(file, 1).prompts) == 1
+
+
+def test_a_trace_that_cannot_be_read_or_has_nothing_to_keep_is_refused(tmp_path):
+    for name, content, said in [
+        ("none", None, "cannot be read"),
+        ("text", b"\xff\xfe", "cannot be read"),
+        ("empty", b"\n", "nothing to keep"),
+    ]:
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ConfigError, match=said):
+            read_trace(path)
+    short = tmp_path / "short"
+    short.write_text(json.dumps({"input_length": 511, "hash_ids": [1]}))
+    with pytest.raises(ConfigError, match="no prompt with a full block"):
+        read_trace(short)
+
+
+@pytest.mark.parametrize(("num_distinct", "steps"), [(170_899, 9), (5, 4), (1, 1)])
+def test_the_ladder_doubles_up_to_all_distinct_blocks(num_distinct, steps):
+    rungs = ladder(trace_of([list(range(num_distinct))]))
+    assert len(rungs) == steps and rungs[-1] == num_distinct and min(rungs) >= 1
+    assert all(2 * low - 1 <= high <= 2 * low for low, high in pairwise(rungs))
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def test_the_command_prints_both_tables_and_writes_file_and_picture(file, tmp_path, capsys):
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    argv = ["--policies", "lru,cost,lru", "--capacity-blocks", "3,5", "--json", str(out), "--plot", str(picture)]
+    assert main(["bench", "trace", str(file), *argv]) == 0
+    shown = capsys.readouterr().out
+    assert "30.0" in shown and "prefill work saved" in shown and "upper bound" in shown
+    report = json.loads(out.read_text())
+    assert [(row["policy"], row["capacity_blocks"]) for row in report["results"]] == [
+        (policy, capacity) for policy in ("lru", "cost", "optimum") for capacity in (3, 5)
+    ]
+    assert report["trace"] == {
+        "file": "trace.jsonl",
+        "requests": 6,
+        "tokens": 5150,
+        "block_tokens": 512,
+        "blocks": 10,
+        "distinct_blocks": 5,
+    }
+    assert report["results"][0]["hit_rate"] == 0.3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--policies", "lru,mru"), "'mru'"),
+        (("--policies", ""), "--policies"),
+        (("--capacity-blocks", "0"), "--capacity-blocks"),
+        (("--requests", "0"), "--requests"),
+        (("--plot", "x.txt"), "--plot"),
+        (("--model", "smollm2-135m"), "--model"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(file, argv, named, capsys):
+    assert main(["bench", "trace", str(file), *argv]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_bad_trace_ends_the_command_with_one_line(file, capsys):
+    file.write_text("nonsense\n")
+    assert main(["bench", "trace", str(file)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and "line 1: not JSON" in shown.err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_trace_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("penstock.bench.picture.find_spec", lambda name: None)
+    assert main(["bench", "trace", str(tmp_path / "none"), "--plot", str(tmp_path / "x.png")]) == 2
+    assert "penstock[plots]" in capsys.readouterr().err
+
+
+def test_the_command_needs_no_torch(file, tmp_path):
+    script = (
+        "import sys; sys.modules['torch'] = None\nfrom penstock.cli import main\n"
+        f"sys.exit(main(['bench', 'trace', {str(file)!r}, '--plot', {str(tmp_path / 'x.png')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_progress_comes_from_start_to_end_of_every_replay():
+    heard = []
+    measure(trace_of(PROMPTS), ["lru", "cost"], [2, 3], lambda *told: heard.append(told))
+    stages = list(dict.fromkeys(stage for stage, _, _ in heard))
+    assert stages == [f"{policy}, {capacity} blocks" for policy in ("lru", "cost", "optimum") for capacity in (2, 3)]
+    for stage in stages:
+        told = [(done, total) for name, done, total in heard if name == stage]
+        assert told[0][0] == 0 and told[-1][0] == told[-1][1]
