@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -412,6 +413,7 @@ def _bench_ttft(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--no-prefix-cache without offload leaves bench ttft nothing to compare with: it measures how much a cached prefix saves"
         )
+    config = replace(config, offload=replace(config.offload, load_always=True))  # a tier is measured, whether or not it pays
     from penstock.bench.ttft import TtftBench
     from penstock.commands.bench import run_bench
 

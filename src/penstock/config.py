@@ -66,6 +66,7 @@ class OffloadConfig:
     host_gib: float | None = None  # GiB of host memory for KV; None: 4, or less where less is free
     eviction: EvictionName = "lru"  # which blocks a full tier forgets first
     lease_s: float = 120.0  # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
+    load_always: bool = False  # also where computing seems faster: for measuring a tier
     load_deadline_s: float = 30.0  # a promotion that takes longer is no longer waited for; the request computes instead
 
     def __post_init__(self) -> None:

@@ -25,7 +25,11 @@ LAYERS = (
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers", "penstock.engine.speculation"),
     ("penstock.kv.pager", "penstock.kv.cache", "penstock.sanitizer"),
-    (" + ".join(f"penstock.engine.{name}" for name in ("engine", "build", "adapters", "inbox", "outbox", "loop", "stats", "text")),),
+    (
+        " + ".join(
+            f"penstock.engine.{name}" for name in ("engine", "build", "adapters", "inbox", "outbox", "loop", "pace", "stats", "text")
+        ),
+    ),
     ("penstock.server", "penstock.bench", "penstock.testing", "penstock.connectors"),
     ("penstock.cli + penstock.commands + penstock.__main__",),
 )

@@ -21,6 +21,7 @@ from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import Outbox
+from penstock.engine.pace import Pace
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.stats import EngineStats
@@ -74,6 +75,7 @@ class Engine:
         self._load_exposed_s = 0.0
         self._flushes: list[tuple[Settling | None, Future[None]]] = []  # who waits for saves, and for which
         self._num_steps = 0
+        self._pace = Pace()
         parts.cache.call_when_launched(self._inbox.wake)
 
     # -------------------------------------------------------------------------------------------------- from any thread
@@ -231,6 +233,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> RunningStep:
         running = self._parts.executor.launch(plan)
+        self._pace.launched(plan)
         self._parts.scheduler.launched(running.fence)
         self._num_steps += 1
         return running
@@ -242,6 +245,8 @@ class Engine:
                 time.sleep(POLL_S)
         result = step.wait_result()
         self._blocked_s["result"] += time.monotonic() - started
+        if (prefill := self._pace.read()) is not None:
+            self._parts.cache.note_prefill(*prefill)
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         if result.error is not None:
             log.error("step %d failed", result.number, exc_info=result.error)

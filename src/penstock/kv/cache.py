@@ -124,7 +124,7 @@ class KvCache:
         pending = self._prefix_cache and num < len(keys) and self._is_coming(keys[num])
         num_colder = 0
         if self.ladder is not None and lease is not None and not pending:
-            num_colder = self.ladder.worth(lease.num_from(num), num)
+            num_colder = self.ladder.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
 
     def _is_coming(self, key: bytes) -> bool:
@@ -156,6 +156,11 @@ class KvCache:
             return None
         self.ladder.submit_saves()
         return self.ladder.newest_save()
+
+    def note_prefill(self, num_tokens: int, depth: float, seconds: float) -> None:
+        """What computing took, for whoever weighs it against fetching."""
+        if self.ladder is not None:
+            self.ladder.prefill.add(num_tokens, depth, seconds)
 
     def call_when_launched(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, when a transfer has got further."""
@@ -201,7 +206,8 @@ class KvCache:
         reservation.commit(own.hold)
         pin = self._pool.pin_run(own.hold, first, num_blocks, own.owner)
         promotion = self.ladder.promote(pin, reservation.after, lease, first, num_next)
-        promotion.keys = () if own.prefix is None else own.prefix.keys[first : first + num_blocks]
+        num_whole = min(first + num_blocks, lease.num_tokens // self.block_tokens)  # a tail that was saved half full gets no key
+        promotion.keys = () if own.prefix is None else own.prefix.keys[first:num_whole]
         self._promoting[promotion] = own
         self._arriving.update(dict.fromkeys(promotion.keys, promotion))
         return promotion
@@ -224,6 +230,7 @@ class KvCache:
         """End the table, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
         own = self._own(table)
         lease: Lease | None = None
+        num_tokens = max(num_tokens, own.num_keyed * own.block_tokens)  # a full match is there to its end, though its last token is due
         num_blocks = -(-num_tokens // own.block_tokens)
         # What is still being promoted into the table is in the colder tier, whose lease has ended: it is matched again.
         if self.ladder is not None and num_tokens and own not in self._promoting.values():

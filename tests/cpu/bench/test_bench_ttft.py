@@ -1,14 +1,18 @@
-"""`bench ttft`: cold is cold, and what is said to come from the device has come from there."""
+"""`bench ttft`: cold is cold, and what is said to come from a tier has come from there."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import asdict
 
 import pytest
 
 from penstock.bench.run import Driver
-from penstock.bench.ttft import TtftBench
+from penstock.bench.ttft import NEW_TOKENS, TtftBench
 from penstock.cli import main
+from penstock.contract import KvSource
+from penstock.engine.build import build
 from penstock.errors import InvariantBroken
 from penstock.models.progress import silent
 
@@ -17,21 +21,63 @@ from penstock.models.progress import silent
 def test_the_device_serves_all_full_blocks_but_never_the_last_token(engine, config, length, from_device):
     (row,) = TtftBench((length,), repeat=2, seed=0).measure(engine, config, silent).rows
     source = row["source"]
-    assert source["cold"] == {"device": 0, "computed": length}
-    assert source["device"] == {"device": from_device, "computed": length - from_device}
+    assert source["cold"] == asdict(KvSource(computed=length))
+    assert source["device"] == asdict(KvSource(device=from_device, computed=length - from_device))
     assert source["device_new"]["device"] == length // 16 * 16
     assert row["ratio"] == row["ttft_ms"]["cold"]["median"] / row["ttft_ms"]["device"]["median"]
     assert all(len(row["ttft_ms"][case]["all"]) == 2 for case in ("cold", "device", "device_new"))
+    assert "host" not in source and "ratio_host" not in row
+
+
+@pytest.mark.parametrize(("length", "from_host"), [(64, 63), (70, 64), (15, 0), (1, 0)])
+def test_the_host_serves_what_the_device_has_forgotten(tiered_engine, tiered_config, length, from_host):
+    (row,) = TtftBench((length,), repeat=2, seed=0).measure(tiered_engine, tiered_config, silent).rows
+    source, num_blocks = row["source"], length // 16
+    assert source["cold"] == asdict(KvSource(computed=length))
+    assert source["device"] == asdict(KvSource(device=from_host, computed=length - from_host))
+    assert source["host"] == asdict(KvSource(host=from_host, computed=length - from_host))
+    assert source["host_new"] == asdict(KvSource(host=16 * num_blocks, computed=length + NEW_TOKENS - 16 * num_blocks))
+    assert row["promoted_blocks"] == {"cold": 0, "device": 0, "device_new": 0, "host": num_blocks, "host_new": num_blocks}
+    assert row["ratio_host"] == row["ttft_ms"]["cold"]["median"] / row["ttft_ms"]["host"]["median"]
+
+
+def test_without_the_prefix_cache_everything_comes_from_the_host(tiered_config):
+    config = dataclasses.replace(tiered_config, kv=dataclasses.replace(tiered_config.kv, prefix_cache=False))
+    engine = build(config)
+    (row,) = TtftBench((64,), repeat=2, seed=0).measure(engine, config, silent).rows
+    assert set(row["source"]) == {"cold", "host", "host_new"} and "ratio" not in row
+    assert row["source"]["host"] == asdict(KvSource(host=63, computed=1))
+    assert row["promoted_blocks"]["host"] == 4
+    engine.close(timeout_s=20.0)
 
 
 def test_a_cache_that_serves_nothing_is_not_reported_as_served(engine, config, monkeypatch):
     monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys: [])
-    with pytest.raises(InvariantBroken, match="0 of 64 prompt tokens came from the device; expected 63"):
+    with pytest.raises(InvariantBroken, match="expected 63 from the device"):
         TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
 
 
+def test_a_host_that_has_nothing_is_not_reported_as_served(tiered_engine, tiered_config, monkeypatch):
+    monkeypatch.setattr("penstock.kv.cache.KvCache.lease", lambda self, owner, prefix: None)
+    with pytest.raises(InvariantBroken, match="expected 63 from the host"):
+        TtftBench((64,), repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
+
+
+def test_a_host_hit_that_moved_no_block_is_noticed(tiered_engine, tiered_config, monkeypatch):
+    honest = type(tiered_engine).stats
+
+    def stats(self):
+        taken = honest(self)
+        taken.cache["promoted"] = 0
+        return taken
+
+    monkeypatch.setattr(type(tiered_engine), "stats", stats)
+    with pytest.raises(InvariantBroken, match="0 blocks were promoted"):
+        TtftBench((64,), repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
+
+
 def test_a_cold_run_that_was_not_cold_is_noticed(engine, config, monkeypatch):
-    monkeypatch.setattr(Driver, "reset_cache", lambda self: 0)
+    monkeypatch.setattr(Driver, "reset_cache", lambda self, *tiers: 0)
     monkeypatch.setattr("penstock.bench.ttft.random_prompts", lambda num, length, vocab, seed: [list(range(length))])
     with pytest.raises(InvariantBroken, match="expected none"):
         TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
@@ -69,3 +115,27 @@ def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys
     assert report["skipped"][0] in shown.err
     assert report["settings"] == {"lengths": [48, 9999], "repeat": 2, "seed": 0}
     assert b"<svg" in picture.read_bytes()
+    assert row["source"]["host"]["host"] == 47 and row["promoted_blocks"]["host"] == 3
+
+
+def test_the_command_measures_the_host_alone_or_the_device_alone(tmp_path, capsys):
+    tiny = (
+        "--model",
+        "tiny-qwen3",
+        "--load-format",
+        "dummy",
+        "--device",
+        "cpu",
+        "--device-kv-blocks",
+        "64",
+        "--tokens",
+        "48",
+        "--repeat",
+        "1",
+    )
+    for flags, cases in (("--no-prefix-cache", {"cold", "host", "host_new"}), ("--no-kv-offload", {"cold", "device", "device_new"})):
+        file = tmp_path / "ttft.json"
+        assert main(["bench", "ttft", *tiny, flags, "--json", str(file)]) == 0
+        (row,) = json.loads(file.read_text())["results"]
+        assert set(row["ttft_ms"]) == cases
+    capsys.readouterr()

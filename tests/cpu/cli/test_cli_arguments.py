@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock import cli
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
 from penstock.errors import IllegalTransition, Overloaded
 
 COMMANDS = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"), ("doctor",))
@@ -86,7 +86,16 @@ def test_every_command_explains_itself_and_each_of_its_flags(penstock, command):
     assert ran.code == 0
     assert "--help" in ran.out and " ".join(command) in ran.out
     if command != ("doctor",):
-        for flag in ("--model", "--load-format", "--block-tokens", "--device-kv-gib", "--max-batch", "--no-capture"):
+        for flag in (
+            "--model",
+            "--load-format",
+            "--block-tokens",
+            "--device-kv-gib",
+            "--max-batch",
+            "--no-capture",
+            "--kv-offload",
+            "--eviction",
+        ):
             assert flag in ran.out
 
 
@@ -118,12 +127,21 @@ def test_defaults_are_those_of_the_config():
 def test_every_engine_flag_reaches_the_config():
     argv = (
         "serve --model m --load-format dummy --device cpu --dtype bfloat16 --seed 7 --block-tokens 32 --device-kv-gib 0.5 "
-        "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --overcommit 2 --no-capture"
+        "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --overcommit 2 --no-capture "
+        "--kv-offload-host-gib 2.5 --eviction s3fifo"
     )
     assert cli._config(cli.make_parser().parse_args(argv.split())) == Config(
-        ModelSource("m", "dummy", "cpu", "bfloat16", 7), KvConfig(32, 0.5, None, False), EngineConfig(100, 3, 64, 2.0, False, 7)
+        ModelSource("m", "dummy", "cpu", "bfloat16", 7),
+        KvConfig(32, 0.5, None, False),
+        EngineConfig(100, 3, 64, 2.0, False, 7),
+        OffloadConfig(True, 2.5, "s3fifo"),
     )
     assert cli._config(cli.make_parser().parse_args(["chat", "--device-kv-blocks", "9"])).kv.device_blocks == 9
+
+
+@pytest.mark.parametrize(("given", "enabled"), [((), True), (("--kv-offload",), True), (("--no-kv-offload",), False)])
+def test_offload_is_on_unless_it_is_turned_off(given, enabled):
+    assert cli._config(cli.make_parser().parse_args(["chat", *given])).offload == OffloadConfig(enabled)
 
 
 def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults():

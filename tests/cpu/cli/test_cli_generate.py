@@ -74,6 +74,11 @@ def test_a_default_length_yields_to_the_context_but_a_given_one_is_refused(penst
         (("generate", ""), "PROMPT is empty"),
         (("generate", "x" * 5000, "--model", "tiny-llama", "--load-format", "dummy"), "context holds"),
         (("generate", "x", "--model", "/no/such/model"), "/no/such/model"),
+        (
+            ("generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--kv-offload-host-gib", "1e6"),
+            "lower --kv-offload-host-gib",
+        ),
+        (("generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--kv-offload-host-gib", "1e-7"), "holds no KV block"),
         (("generate", "x", "--model", "qwen3-4b"), "--load-format dummy"),
         (("generate", "\udcff", "--model", "tiny-llama", "--load-format", "dummy"), "Unicode"),
     ],

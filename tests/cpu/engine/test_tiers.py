@@ -443,6 +443,20 @@ def test_salts_keep_tenants_apart_in_host_memory(make_engine: MakeEngine, prompt
     assert generate(engine, prompts(80), salt="one").source == KvSource(host=79, computed=1)
 
 
+def test_a_hit_in_a_tier_that_is_slower_than_computing_is_computed(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64, load_always=False)
+    expected = generate(engine, prompts(80)).tokens
+    ladder = engine.cache.ladder
+    assert ladder is not None and ladder.prefill.seconds(64, 32) is not None, "steps are measured as they go"
+    forget(engine)
+    ladder.link.add(1, 1.0)  # one byte a second
+    slow = generate(engine, prompts(80))
+    assert slow.source == KvSource(computed=80) and slow.tokens == expected
+    forget(engine)
+    ladder.link.bytes_per_s = 1e12
+    assert generate(engine, prompts(80)).source == KvSource(host=79, computed=1)
+
+
 def test_close_with_everything_in_flight_leaves_nothing(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64, blocks=24)
     generate(engine, prompts(80), max_tokens=1)

@@ -1,4 +1,4 @@
-"""The cache over HTTP, with a real engine and a host tier behind it: flush, reset, statistics, metrics, and where a prompt's KV came from."""
+"""The cache over HTTP, before a real engine with a host tier: flush, reset, statistics, metrics, and where a prompt's KV came from."""
 
 from __future__ import annotations
 
@@ -272,7 +272,8 @@ def test_transfers_in_flight_and_loading_requests_are_seen_while_they_last(serve
     promotions.hold()
     body = {"model": MODEL, "prompt": [9] * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as other:  # while it runs, nobody else's load is waited for in a step
-        next(other.iter_lines())
+        lines = other.iter_lines()  # the stream ends with it
+        next(lines)
         waiting = threading.Thread(target=server.ask)
         waiting.start()
         until(lambda: server.scrape()["penstock_requests", (("state", "loading"),)] == 1, "it is loading")

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-SMALL_SHARE, WINDOW_SHARE, WINDOW_LIMIT, PROTECTED_SHARE = 1 / 3, 0.5, 0.6, 0.8
-TOKENS_TO_DOUBLE = 8192
+SMALL_SHARE, WINDOW_SHARE, WINDOW_LIMIT, PROTECTED_SHARE = 1 / 4, 0.5, 0.6, 0.8
+TOKENS_TO_DOUBLE, GHOSTS_PER_SLOT = 8192, 4
 
 
 class LruModel:
@@ -76,7 +76,7 @@ class S3FifoModel:
                 self.main.append(slot)
                 continue
             if queue is self.small:
-                self.ghosts = [*self.ghosts, self.key[slot]][-self.num_slots :]
+                self.ghosts = [*self.ghosts, self.key[slot]][-GHOSTS_PER_SLOT * self.num_slots :]
             popped.append(slot)
         return popped
 
@@ -193,7 +193,7 @@ class CostModel:
             self.floor, _, _ = self.idle.pop(slot)
             self.ghosts.pop(self.key[slot], None)
             self.ghosts[self.key[slot]] = self.hits[slot]
-            if len(self.ghosts) > self.num_slots:
+            if len(self.ghosts) > GHOSTS_PER_SLOT * self.num_slots:
                 del self.ghosts[next(iter(self.ghosts))]
         return popped
 

@@ -13,7 +13,7 @@ from penstock.config import EVICTIONS
 from penstock.errors import ConfigError, IllegalTransition, InvariantBroken
 from penstock.kv.blocks.eviction import CostOrder, EvictionOrder, S3FifoOrder, TinyLfuOrder, make_order, s3fifo
 from penstock.kv.blocks.eviction.cost import TOKENS_TO_DOUBLE, prefill_cost
-from penstock.kv.blocks.eviction.ghosts import Ghosts
+from penstock.kv.blocks.eviction.ghosts import GHOSTS_PER_SLOT, Ghosts
 from penstock.kv.blocks.eviction.sketch import FrequencySketch
 from penstock.kv.blocks.pool import BlockPool
 
@@ -361,13 +361,14 @@ def test_the_sketch_halves_what_it_has_counted_after_so_many_uses():
 
 
 def test_only_the_newest_ghosts_are_remembered():
-    ghosts = Ghosts(2)
-    for number in range(3):
+    ghosts = Ghosts(num_slots=1)
+    for number in range(5):
         ghosts.add(key(number), number)
+    assert len(ghosts) == GHOSTS_PER_SLOT == 4
     ghosts.add(key(1), 7)
-    ghosts.add(key(3), 3)
-    assert [ghosts.take(key(number)) for number in range(4)] == [None, 7, None, 3]
-    assert len(ghosts) == 0
+    ghosts.add(key(5), 5)
+    assert [ghosts.take(key(number)) for number in range(6)] == [None, 7, None, 3, 4, 5]
+    assert ghosts.take(key(1)) is None and len(ghosts) == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------- cost

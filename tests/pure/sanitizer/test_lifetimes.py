@@ -178,6 +178,25 @@ def test_whoever_shares_a_slot_that_others_hold_learns_what_they_saw(house: Hous
     assert house.told() == []
 
 
+@pytest.mark.parametrize(
+    ("deaf_to", "scene"),
+    [
+        ("lent", test_whoever_shares_a_slot_that_others_hold_learns_what_they_saw),
+        ("returned", test_what_the_one_who_gave_back_first_has_seen_counts_for_the_last),
+        ("returned", test_a_slot_given_back_with_the_fence_of_its_last_use_is_fine_and_so_is_its_next_owner),
+        ("moved", test_the_next_owner_comes_after_what_the_last_one_saw_whatever_thread_each_is_on),
+    ],
+)
+def test_without_the_changes_of_hands_there_are_false_alarms(
+    house: House, deaf_to: str, scene: Callable[[House], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house.sanitizer, deaf_to, lambda *_: None)
+    if deaf_to == "moved":
+        monkeypatch.setattr(house.sanitizer, "returned", lambda *_: None)
+    with pytest.raises(AssertionError):
+        scene(house)
+
+
 # ---------------------------------------------------------------------------------------------------------------- published
 
 
@@ -215,7 +234,10 @@ def test_nobody_writes_a_block_that_has_a_key_until_it_is_forgotten(house: House
     house.pool.seal(again.slots[:1], KEYS[:1])
     house.touch("compute", again.slots, label="step")
     (sentence,) = house.told()
-    assert sentence == f"write of layers 0 to 3 by 'step' on lane compute changes slot {again.slots[0]} of device, which others may find under a key"
+    assert (
+        sentence
+        == f"write of layers 0 to 3 by 'step' on lane compute changes slot {again.slots[0]} of device, which others may find under a key"
+    )
 
 
 def test_two_keys_for_one_slot_are_found() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from penstock.contract import Access, Mode
 from penstock.errors import LaneClosed
+from penstock.lanes.lane import Ticket
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing import sequencer as sequencer_module
+from penstock.testing.sequenced_lanes import SequencedLane
 from penstock.testing.sequencer import Deadlock, Sequencer, explore, run, shrink, walk
 
 
@@ -178,3 +183,157 @@ def test_a_lane_does_not_begin_its_next_item_while_one_is_running() -> None:
         assert seen == ["begins", "ends", "next"]
 
     assert explore(program, max_preemptions=5)[1] is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- launchers
+
+
+def transfers_of_two_launchers(seen: set[tuple[str, ...]]) -> Callable[[Sequencer], None]:
+    """Two launchers put two copies each on their own lanes, while the program goes on; `seen` gets the order of everything."""
+
+    def program(sequencer: Sequencer) -> None:
+        order: list[str] = []
+
+        def launch(lane: SequencedLane) -> None:
+            for number in (1, 2):
+                order.append(f"{lane.name}: launch {number}")
+                lane.submit(lambda number=number: order.append(f"{lane.name}: copy {number}"), label=f"copy {number}")  # type: ignore[misc]
+
+        for name in ("load", "save"):
+            lane = sequencer.lane(name)
+            sequencer.launcher(f"launch-{name}").submit(lambda lane=lane: launch(lane), label="launch")  # type: ignore[misc]
+        order.append("the program goes on")
+        sequencer.run_all()
+        seen.add(tuple(order))
+
+    return program
+
+
+def test_the_program_goes_on_while_launchers_are_half_way_through_their_work() -> None:
+    seen: set[tuple[str, ...]] = set()
+    assert walk(transfers_of_two_launchers(seen), seed=0, num_runs=100)[1] is None
+    at = {order: order.index("the program goes on") for order in seen}
+    assert any("load: launch 1" in order[:i] and "load: launch 2" in order[i:] for order, i in at.items())
+    assert any({"load: launch 1", "save: launch 1"} <= set(order[:i]) and order[-1].endswith("copy 2") for order, i in at.items())
+    assert any(order.index("load: copy 1") < order.index("load: launch 2") for order in seen)
+    for order in seen:
+        for name in ("load", "save"):
+            assert [step for step in order if step.startswith(f"{name}: copy")] == [f"{name}: copy 1", f"{name}: copy 2"]
+
+
+def test_the_same_schedule_takes_launchers_the_same_way() -> None:
+    rng = random.Random(3)
+    first, _ = run(transfers_of_two_launchers(set()), rng=rng)
+    again, _ = run(transfers_of_two_launchers(set()), first.schedule)
+    assert again.trace == first.trace and again.schedule == first.schedule
+    assert "launch-load: submits 'copy 1' to load" in first.trace
+
+
+def test_a_launcher_can_wait_and_look_as_the_program_can() -> None:
+    def program(sequencer: Sequencer) -> None:
+        copies, launcher = sequencer.lane("copies"), sequencer.launcher("launcher")
+        seen: list[str] = []
+
+        def launch() -> None:
+            ticket = copies.submit(lambda: seen.append("copied"), label="copy")
+            seen.append("over" if ticket.done() else "under way")
+            ticket.wait_done()
+            seen.append("seen")
+
+        launcher.submit(launch, label="launch").wait_done()
+        assert seen in (["copied", "over", "seen"], ["under way", "copied", "seen"])
+        outcomes.add(seen[0])
+
+    outcomes: set[str] = set()
+    assert explore(program, max_preemptions=5)[1] is None
+    assert outcomes == {"copied", "under way"}
+
+
+def test_an_error_of_a_launcher_is_found_at_its_ticket() -> None:
+    def program(sequencer: Sequencer) -> None:
+        lane, launcher = sequencer.lane("a"), sequencer.launcher("launcher")
+
+        def launch() -> None:
+            lane.submit(lambda: None, label="copy")
+            raise ValueError("half-way")
+
+        ticket = launcher.submit(launch, label="launch")
+        with pytest.raises(ValueError, match="half-way"):
+            ticket.wait_done()
+
+    assert run(program)[1] is None
+
+
+def test_launchers_that_wait_for_each_other_are_a_deadlock_and_their_threads_end() -> None:
+    def program(sequencer: Sequencer) -> None:
+        first, second = sequencer.launcher("first"), sequencer.launcher("second")
+        tickets: list[Ticket] = []
+        tickets.append(first.submit(lambda: tickets[1].wait_done(), label="waits for the second"))
+        tickets.append(second.submit(lambda: tickets[0].wait_done(), label="waits for the first"))
+        tickets[0].wait_done()
+
+    before = threading.active_count()
+    _, failure = run(program)
+    assert failure is not None and isinstance(failure.error, Deadlock) and "second: waits for fence 1 of first" in str(failure.error)
+    assert threading.active_count() == before
+
+
+def test_a_launcher_that_blocks_on_a_lock_is_named_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only a lock orders, a sequencer cannot: it says so."""
+    monkeypatch.setattr(sequencer_module, "_PATIENCE_S", 0.05)
+    lock = threading.Lock()
+
+    def program(sequencer: Sequencer) -> None:
+        lane, launcher = sequencer.lane("a"), sequencer.launcher("launcher")
+
+        def launch() -> None:
+            with lock:
+                pass
+
+        with lock:
+            launcher.submit(launch, label="launch")
+            lane.submit(lambda: None, label="copy")
+            lane.drain()
+
+    _, failure = run(program, {0: "launcher"})
+    assert failure is not None and "launcher has not come back" in str(failure.error)
+
+
+def test_work_on_a_plain_lane_that_uses_lanes_is_refused_aloud() -> None:
+    """Its ticket alone would keep the error to itself, and fewer schedules would be tried than the program has."""
+
+    def program(sequencer: Sequencer) -> None:
+        a, b = sequencer.lane("a"), sequencer.lane("b")
+        a.submit(lambda: b.submit(lambda: None, label="inner"), label="outer")
+
+    _, failure = run(program)
+    assert failure is not None and "make that lane with Sequencer.launcher" in str(failure.error)
+
+
+def test_what_depends_on_a_fence_may_come_before_the_one_who_waits_for_it() -> None:
+    def program(sequencer: Sequencer) -> None:
+        a, b = sequencer.lane("a"), sequencer.lane("b")
+        cell = ["old"]
+        a.submit(lambda: None, label="first")
+        b.wait(a.record())
+        b.submit(lambda: cell.__setitem__(0, "new"), label="second")
+        a.drain()
+        seen.add(cell[0])
+
+    seen: set[str] = set()
+    assert explore(program, max_preemptions=3)[1] is None
+    assert seen == {"old", "new"}, "the program is not the only one who is free to go on once the fence has passed"
+
+
+def test_lanes_of_a_program_can_be_watched_from_inside_it() -> None:
+    def program(sequencer: Sequencer) -> None:
+        sanitizer = Sanitizer()
+        sequencer.watch(sanitizer)
+        load, compute = sequencer.lane("load"), sequencer.lane("compute")
+        access = Access("device", (3,), (0, 2), Mode.WRITE)
+        load.submit(lambda: None, [access], label="promote")
+        compute.submit(lambda: None, [access], label="step")
+        assert not sanitizer.reports, str(sanitizer.reports[0])
+
+    _, failure = explore(program)
+    assert failure is not None and "'step' on lane compute is not ordered after write" in str(failure.error)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.contract import Fence, Histogram, Traffic
+from penstock.contract import Fence, Histogram, Lease, Traffic
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.blocks.handles import Handle, Hold, Reservation, RunPin
 from penstock.kv.blocks.pool import BlockPool
@@ -202,10 +202,13 @@ class Ladder:
 
     # ------------------------------------------------------------------------------------------------------------ promote
 
-    def worth(self, num_blocks: int, depth: int) -> int:
-        """How many of `num_blocks` blocks behind `depth` others are fetched rather than computed: all or none."""
+    def worth(self, lease: Lease, depth: int) -> int:
+        """How many blocks of `lease` behind `depth` others are fetched rather than computed: all that follow without a gap, or none."""
+        num_blocks = lease.num_from(depth)
         if self.promoter.is_late():
             return 0  # whatever is wrong with the tier, nobody else waits for it
+        if self._limits.load_always or isinstance(lease, SavedLease):
+            return num_blocks
         block = self._layout.block_bytes
         tokens = self._layout.block_tokens
         load_s = self.link.seconds((num_blocks + self.promoter.num_blocks) * block)
@@ -328,4 +331,5 @@ class LadderLimits:
 
     overlap_tokens: int  # a step over at least so many tokens starts on the first layers of a promotion; shorter ones wait for all of it
     load_deadline_s: float
+    load_always: bool = False  # also where computing seems faster
     memory: HostMemory | None = None  # closed with the ladder

@@ -83,6 +83,8 @@ class WatchedCache(KvCache):
             self.last_fence.update(dict.fromkeys(table.hold.slots, newest))
         super().release(table, fence)
         del self.tables[table.owner]
+        if table.owner in self._world.asked:
+            self._world.asked[table.owner].load = None  # whatever is still on its way is nothing to it any more
 
     def is_private(self, slot: int) -> bool:
         """Held by one table and without a key."""

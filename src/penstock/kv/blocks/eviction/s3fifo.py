@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from penstock.kv.blocks.eviction.ghosts import Ghosts
 
 # Of the idle slots; measured on both Mooncake traces. The tenth that is usual elsewhere is too short for a conversation's pauses.
-_SMALL_SHARE = 1 / 3
+_SMALL_SHARE = 1 / 4
 _MOVES = 4  # queue moves per evicted slot at most, so that a call's cost is bounded
 
 

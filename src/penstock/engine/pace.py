@@ -1,0 +1,43 @@
+"""How long prefills take. Owns the times of steps that are on the lane; what is made of them is the cache's business."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.contract import StepPlan
+
+_MIN_TOKENS = 32  # fewer say more about launching a step than about computing it
+_MIN_SHARE = 0.9  # of a step's tokens that are prefill, for its time to count as prefill's
+
+
+class Prefill(NamedTuple):
+    """One step's worth of prompt tokens."""
+
+    num_tokens: int
+    depth: float  # tokens before them, on average
+    seconds: float
+
+
+class Pace:
+    """Steps are read in the order of their launch, and each runs from its launch or the end of the one before, whichever is later."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._launched: deque[tuple[int, float, float]] = deque()  # tokens (0: not of interest), depth, when
+        self._last_end_s = 0.0
+
+    def launched(self, plan: StepPlan) -> None:
+        chunks = [chunk for chunk in plan.chunks if chunk.num_tokens > 1]
+        num = sum(chunk.num_tokens for chunk in chunks)
+        counts = num >= _MIN_TOKENS and num >= _MIN_SHARE * plan.num_tokens and not plan.loads
+        depth = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks) / num if counts else 0.0
+        self._launched.append((num if counts else 0, depth, self._clock()))
+
+    def read(self) -> Prefill | None:
+        """The oldest step is over; None where it says nothing about prefills."""
+        num, depth, launched_s = self._launched.popleft()
+        started_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
+        return Prefill(num, depth, self._last_end_s - started_s) if num else None

@@ -1,0 +1,123 @@
+"""What the sanitizer keeps does not grow with the time it has run."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+from penstock.contract import Access, Mode
+from penstock.kv.blocks.pool import BlockPool
+from penstock.sanitizer.clock import Clocks
+from penstock.sanitizer.findings import MAX_REPORTS
+from penstock.sanitizer.report import Deed, Kind
+from penstock.sanitizer.sanitizer import Sanitizer
+
+LAYERS = 4
+NUM_SLOTS = 64
+
+
+class Days:
+    """Steps, promotions and demotions by the thousand, told straight to the sanitizer, in an order that is right."""
+
+    def __init__(self) -> None:
+        self.sanitizer = Sanitizer()
+        self.pool = BlockPool(NUM_SLOTS, "device", self.sanitizer)
+        self.numbers = dict.fromkeys(("compute", "load", "save"), 0)
+        self.num_submitted = 0
+
+    def live(self, num_requests: int) -> None:
+        for request in range(num_requests):
+            reservation = self.pool.try_reserve(8, f"r{request}")
+            assert reservation is not None
+            hold = self.pool.hold(f"r{request}")
+            reservation.commit(hold)
+            slots = hold.slots
+            self.submit("load", f"promote of r{request}", Access("device", slots, (0, LAYERS), Mode.WRITE))
+            self.wait("compute", "load")
+            for layer in range(LAYERS):
+                read = Access("device", slots, (layer, layer + 1), Mode.READ)
+                self.submit("compute", f"layer {layer}", read, read._replace(slots=slots[-1:], mode=Mode.WRITE))
+            read = Access("device", slots, (0, LAYERS), Mode.READ)
+            for _ in range(12):
+                self.submit("compute", "upload")
+                self.submit("compute", "step", read, read._replace(slots=slots[-1:], mode=Mode.WRITE))
+                self.submit("compute", "sample")
+            self.wait("save", "compute")
+            self.submit("save", f"demote of r{request}", Access("device", slots, (0, LAYERS), Mode.READ))
+            self.sanitizer.host_waited("save", self.numbers["save"], 0.0)
+            self.pool.seal(slots, [request.to_bytes(8, "big") + bytes([slot]) for slot in slots])
+            hold.end()
+
+    def submit(self, lane: str, label: str, *accesses: Access) -> None:
+        self.numbers[lane] += 1
+        self.num_submitted += 1
+        self.sanitizer.submitted(lane, self.numbers[lane], label, accesses)
+
+    def wait(self, lane: str, on_lane: str) -> None:
+        self.numbers[lane] += 1
+        self.sanitizer.waited(lane, on_lane, self.numbers[on_lane])
+
+    def sizes(self) -> dict[str, int]:
+        gc.collect()
+        sanitizer, clocks = self.sanitizer, self.sanitizer._clocks
+        histories, pool = sanitizer._arenas["device"].histories, sanitizer._arenas["device"].pool
+        assert pool is not None
+        return {
+            "deeds": sum(isinstance(thing, Deed) for thing in gc.get_objects()),
+            "slots": len(histories.writes) + len(histories.reads),
+            "standings": len({id(standing) for standing in pool.each(range(NUM_SLOTS))}),
+            "keys": len(pool.key_of),
+            "changes": sum(map(len, (*clocks._changes.values(), *clocks._seen.values()))),
+            "clocks": sum(map(len, clocks._lanes.values())) + len(clocks.actor.clock),
+            "stacks": len(sanitizer._findings.stacks),
+            "told": len(sanitizer._findings._told),
+        }
+
+
+def test_what_is_kept_after_a_hundred_thousand_submissions_is_what_was_kept_after_ten_thousand() -> None:
+    days = Days()
+    sizes = []
+    for num_requests in (240, 2200):
+        days.live(num_requests)
+        sizes.append(days.sizes())
+    early, late = sizes
+    assert days.num_submitted > 100_000
+    assert days.sanitizer.reports == []
+    assert early.pop("changes") < late.pop("changes") <= 3 * 4096, "these are kept up to a number, others as long as they are needed"
+    assert late == early
+
+
+def test_a_thread_takes_what_it_knew_with_it() -> None:
+    """Thread numbers are used again: the next one to get a number must not know what the last one saw."""
+    clocks = Clocks()
+    clocks.submit("load", 5)
+    found: list[int] = []
+
+    def look() -> None:
+        found.append(clocks.actor.clock.get("load", 0))
+        clocks.see("load", 5)
+
+    for _ in range(50):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found == [0] * 50
+
+
+def test_the_newest_of_a_lanes_knowledge_survives_what_is_forgotten() -> None:
+    clocks = Clocks()
+    for number in range(1, 10_000):
+        clocks.submit("a", number)
+        clocks.wait("b", "a", number)
+    assert len(clocks._changes["b"]) <= 4096
+    assert clocks.submit("b", 10_000)["a"] == 9_999
+
+
+def test_findings_are_kept_up_to_a_number_and_counted_beyond() -> None:
+    sanitizer = Sanitizer()
+    for number in range(MAX_REPORTS + 50):
+        slot = [number]
+        sanitizer.submitted("load", number + 1, f"promote {number}", [Access("device", slot, (0, 1), Mode.WRITE)])
+        sanitizer.submitted("compute", number + 1, "layer", [Access("device", slot, (0, 1), Mode.READ)])
+    assert len(sanitizer.reports) == MAX_REPORTS == len(sanitizer._findings._told)
+    assert sanitizer.num_by_kind[Kind.RACE] == MAX_REPORTS + 50
