@@ -200,7 +200,7 @@ def _ladder(config: Config, pool: BlockPool, arena: DeviceArena, sanitizer: Sani
     movers = mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
     overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else 0
     limits = LadderLimits(overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, memory)
-    return Ladder(pool, host, movers, layout, limits))
+    return Ladder(pool, host, movers, layout, limits)
 
 
 def _num_host_blocks(config: Config, arena: DeviceArena) -> int:
