@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -22,6 +23,7 @@ from penstock.kv.memory.arena import DeviceArena
 from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.transfer.copies import make_copier
+from penstock.kv.transfer.mover import Group, Mover, Transfer
 from penstock.lanes import cuda
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane, Op, Ticket
@@ -30,6 +32,7 @@ from penstock.models.progress import Progress
 PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
 _CLOSE_S = 60.0
+_POLL_S = 100e-6  # as an engine without work looks at its transfers
 
 Wait = Callable[[], None]
 
@@ -191,6 +194,44 @@ class Blocks:
         """It has nothing of its own."""
 
 
+class Moved:
+    """The same through movers, as the engine does it: submitted in one call, launched on another thread, over when polling says so."""
+
+    name = "moved"
+    scatters = True
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._launchers = {direction: CpuLane(f"launch-{direction}", around=torch.inference_mode) for direction in (PROMOTE, DEMOTE)}
+        self._movers = {
+            direction: Mover(rig.names(direction), make_copier(*rig.tensors(direction), rig.layout), rig.lanes[direction], launcher)
+            for direction, launcher in self._launchers.items()
+        }
+
+    def launch(self, case: Case) -> Wait:
+        num_layers = self._rig.layout.num_layers
+        groups = [Group((first, min(first + case.layers, num_layers))) for first in range(0, num_layers, case.layers)]
+        transfers = []
+        for direction in DIRECTIONS[case.direction]:
+            transfer = Transfer(direction, groups)
+            transfer.source_slots, transfer.dest_slots = self._rig.slots(direction, case.blocks)
+            self._movers[direction].submit(transfer)
+            transfers.append(transfer)
+        return partial(self._wait, transfers)
+
+    def _wait(self, transfers: list[Transfer]) -> None:
+        while not all(transfer.settled for transfer in transfers):
+            if not any(mover.settle() for mover in self._movers.values()):
+                time.sleep(_POLL_S)
+        for transfer in transfers:
+            if (error := transfer.error()) is not None:
+                raise error
+
+    def close(self) -> None:
+        for launcher in self._launchers.values():
+            launcher.close(_CLOSE_S)
+
+
 class _Launched:
     """What is on its way, and its end."""
 
@@ -210,7 +251,7 @@ class _Launched:
                 raise error
 
 
-WAYS: tuple[Callable[[Rig], Way], ...] = (RawCopy, Blocks)  # the first is what the others are compared with
+WAYS: tuple[Callable[[Rig], Way], ...] = (RawCopy, Blocks, Moved)  # the first is what the others are compared with
 
 
 def _copy_piece(source: Tensor, dest: Tensor) -> None:

@@ -65,7 +65,9 @@ class TurnsBench:
     def _refusal(self, engine: Engine, config: Config) -> str | None:
         longest = self.turns * (self.prompt_tokens + self.tokens)
         if longest > engine.max_model_len:
-            return f"the last turn has {longest} tokens and the context holds {engine.max_model_len}; ask for less, or raise --max-model-len"
+            return (
+                f"the last turn has {longest} tokens and the context holds {engine.max_model_len}; ask for less, or raise --max-model-len"
+            )
         needed, there = blocks_for(longest, config), sum(engine.stats().kv_blocks["device"].values())
         if needed > there:
             return f"one of them needs {needed} KV blocks and the device has {there}; raise --device-kv-gib"
@@ -121,7 +123,9 @@ def _sum(run: list[Taken]) -> Taken:
     source: Counter[str] = Counter()
     for turn in run:
         source.update(turn.prompt_tokens)
-    seconds, generated, retractions = (sum(column) for column in zip(*((t.seconds, t.generated_tokens, t.retractions) for t in run), strict=True))
+    seconds, generated, retractions = (
+        sum(column) for column in zip(*((t.seconds, t.generated_tokens, t.retractions) for t in run), strict=True)
+    )
     return Taken(seconds, source, int(generated), int(retractions))
 
 

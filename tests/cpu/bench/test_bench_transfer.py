@@ -28,7 +28,7 @@ def measured(blocks: tuple[int, ...] = (5,), layers: tuple[int, ...] = (1,)) -> 
 def test_every_direction_is_measured_raw_and_in_blocks_whole_and_by_layers() -> None:
     results = measured(blocks=(5, 2), layers=(2, 1))
     assert results.skipped == []
-    ways = [("raw", None), ("blocks", None), ("blocks", 2), ("blocks", 1)]
+    ways = [("raw", None), *((way, layers) for way in ("blocks", "moved") for layers in (None, 2, 1))]
     sizes = [(direction, blocks) for blocks in (5, 2) for direction in ("promote", "demote", "both")]
     seen = [(row["direction"], row["blocks"], row["way"], row["layers"]) for row in results.rows]
     assert seen == [(*size, *way) for size in sizes for way in ways]

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from penstock import cli
+from penstock.commands.arguments import config_of, sampling_of
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
 from penstock.errors import IllegalTransition, Overloaded
 
@@ -121,7 +122,7 @@ def test_version_is_told(penstock):
 
 
 def test_defaults_are_those_of_the_config():
-    assert cli._config(cli.make_parser().parse_args(["chat"])) == Config()
+    assert config_of(cli.make_parser().parse_args(["chat"])) == Config()
 
 
 def test_every_engine_flag_reaches_the_config():
@@ -130,29 +131,29 @@ def test_every_engine_flag_reaches_the_config():
         "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --overcommit 2 --no-capture "
         "--kv-offload-host-gib 2.5 --eviction s3fifo"
     )
-    assert cli._config(cli.make_parser().parse_args(argv.split())) == Config(
+    assert config_of(cli.make_parser().parse_args(argv.split())) == Config(
         ModelSource("m", "dummy", "cpu", "bfloat16", 7),
         KvConfig(32, 0.5, None, False),
         EngineConfig(100, 3, 64, 2.0, False, 7),
         OffloadConfig(True, 2.5, "s3fifo"),
     )
-    assert cli._config(cli.make_parser().parse_args(["chat", "--device-kv-blocks", "9"])).kv.device_blocks == 9
+    assert config_of(cli.make_parser().parse_args(["chat", "--device-kv-blocks", "9"])).kv.device_blocks == 9
 
 
 @pytest.mark.parametrize(("given", "enabled"), [((), True), (("--kv-offload",), True), (("--no-kv-offload",), False)])
 def test_offload_is_on_unless_it_is_turned_off(given, enabled):
-    assert cli._config(cli.make_parser().parse_args(["chat", *given])).offload == OffloadConfig(enabled)
+    assert config_of(cli.make_parser().parse_args(["chat", *given])).offload == OffloadConfig(enabled)
 
 
 def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults():
     parser = cli.make_parser()
     given = "generate x --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --stop a --stop b --ignore-eos"
-    sampling = cli._sampling(parser.parse_args(given.split()))
+    sampling = sampling_of(parser.parse_args(given.split()))
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.5, 0.9, 4)
     assert (sampling.min_p, sampling.stop, sampling.ignore_eos) == (0.1, ("a", "b"), True)
-    assert cli._sampling(parser.parse_args(["generate", "x"])).temperature == 0.0
-    assert cli._sampling(parser.parse_args(["chat"])).temperature == 0.7
-    assert cli._sampling(parser.parse_args(["generate", "x"])).stop == ()
+    assert sampling_of(parser.parse_args(["generate", "x"])).temperature == 0.0
+    assert sampling_of(parser.parse_args(["chat"])).temperature == 0.7
+    assert sampling_of(parser.parse_args(["generate", "x"])).stop == ()
 
 
 @pytest.mark.parametrize(("given", "variable", "key"), [(None, "fromenv", "fromenv"), ("flag", "fromenv", "flag"), (None, None, None)])

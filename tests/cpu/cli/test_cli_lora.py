@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from penstock import cli
+from penstock.commands.arguments import config_of
 from penstock.config import LoraConfig
 from penstock.testing.adapters import write_random_adapter
 from penstock.testing.tiny_models import TINY_LLAMA
@@ -37,8 +38,8 @@ def test_a_wrong_use_is_refused_before_anything_is_loaded(penstock, argv, said):
 
 def test_adapters_and_their_directory_reach_the_config():
     argv = ["serve", "--lora", "a=one", "--lora", "org/b=two=2", "--lora-dir", "all"]
-    assert cli._config(cli.make_parser().parse_args(argv)).lora == LoraConfig((("a", "one"), ("org/b", "two=2")), "all")
-    assert cli._config(cli.make_parser().parse_args(["bench", "ttft"])).lora == LoraConfig()
+    assert config_of(cli.make_parser().parse_args(argv)).lora == LoraConfig((("a", "one"), ("org/b", "two=2")), "all")
+    assert config_of(cli.make_parser().parse_args(["bench", "ttft"])).lora == LoraConfig()
 
 
 def test_generate_answers_with_the_adapter_that_it_is_given(penstock, tiny, tmp_path):

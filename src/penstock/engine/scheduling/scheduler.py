@@ -262,9 +262,12 @@ class Scheduler:
         track.num_resident = match.num_blocks * block
         track.num_cached = num_all * block if track.lease is None else min(num_all * block, max(track.lease.num_tokens, track.num_resident))
         track.num_planned = track.num_committed = min(track.num_cached, len(track.tokens) - 1)
-        if track.epoch == 0:  # what it finds after a retraction it has computed itself
+        if track.epoch == 0:
             track.num_device = min(track.num_resident, track.num_planned)
             track.num_host = track.num_planned - track.num_device
+        elif not track.started:  # after a retraction it finds what it computed itself, too, and may not find what it had
+            track.num_device = min(track.num_device, track.num_planned)
+            track.num_host = min(track.num_host, track.num_planned - track.num_device)
         self._running[track.request.id] = track
         if match.num_colder and track.lease is not None:
             num_next = min(len(track.tokens) - track.num_planned, self._budget.prefill_chunk)

@@ -154,6 +154,10 @@ class Ladder:
     def num_in_flight(self) -> int:
         return len(self.promoter) + len(self.demoter)
 
+    @property
+    def block_bytes(self) -> int:
+        return self._layout.block_bytes
+
     def traffic(self) -> Traffic:
         """A snapshot; for any thread."""
         counts = self.counts

@@ -1,0 +1,219 @@
+"""What commands' arguments have in common: types, groups of flags, and how they become a config. Owns no command.
+
+Nothing here needs torch, so that `--help` and argument errors do not either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.config import EVICTIONS, Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig
+from penstock.contract import SamplingParams
+from penstock.errors import ConfigError, InvalidRequest
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors become ours; abbreviated flags are refused, since a new flag could change what they mean."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def engine_flags() -> argparse.ArgumentParser:
+    """A parent for every command that runs the engine; parents share their actions, so each command gets one of its own."""
+    parent = Parser(add_help=False)
+    _model_flags(parent.add_argument_group("model"))
+    _memory_flags(parent.add_argument_group("KV memory"))
+    _offload_flags(parent.add_argument_group("KV offload"))
+    _step_flags(parent.add_argument_group("scheduling"))
+    safety = parent.add_argument_group("safety")
+    safety.add_argument(
+        "--sanitize",
+        nargs="?",
+        const="report",
+        default="off",
+        choices=("report", "strict"),
+        help="check the order of every KV access; strict stops the engine at the first finding",
+    )
+    safety.add_argument("--sanitize-json", metavar="FILE", help="write the findings there")
+    return parent
+
+
+def _model_flags(group: Any) -> None:
+    source = ModelSource()
+    model_flag(group)
+    group.add_argument(
+        "--load-format", choices=("auto", "dummy"), default=source.load_format, help="dummy: random weights, nothing is read from disk"
+    )
+    device_flag(group)
+    group.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default=source.dtype, help="auto: float32 on the CPU, bfloat16 on CUDA"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of dummy weights, and of requests that bring no seed of their own")
+
+
+def _memory_flags(group: Any) -> None:
+    group.add_argument("--block-tokens", type=int, default=KvConfig().block_tokens, metavar="N", help="tokens in one KV block")
+    group.add_argument("--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)")
+    group.add_argument("--device-kv-blocks", type=int, metavar="N", help="the same in blocks; give one of the two")
+    group.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="reuse no KV across requests; with offload: none on the device, all from colder tiers",
+    )
+
+
+def _offload_flags(group: Any) -> None:
+    offload = OffloadConfig()
+    group.add_argument(
+        "--kv-offload",
+        action=argparse.BooleanOptionalAction,
+        default=offload.enabled,
+        help="keep KV in host memory beyond its time on the device",
+    )
+    group.add_argument(
+        "--kv-offload-host-gib", type=float, metavar="X", help="GiB of host memory for KV (unset: 4, or a quarter of what is free)"
+    )
+    group.add_argument("--eviction", choices=EVICTIONS, default=offload.eviction, help="what a full tier forgets first")
+
+
+def _step_flags(group: Any) -> None:
+    engine = EngineConfig()
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (unset: all the model and memory allow)"
+    )
+    group.add_argument("--max-batch", type=int, default=engine.max_batch, metavar="N", help="requests that run at once")
+    group.add_argument(
+        "--prefill-chunk", type=int, default=0, metavar="N", help="prompt tokens in one step; 0: 512 on the CPU, 8192 on CUDA"
+    )
+    group.add_argument(
+        "--overcommit",
+        type=float,
+        default=engine.overcommit,
+        metavar="X",
+        help="admit lifetimes of X times the KV memory; over 1 may retract requests",
+    )
+    group.add_argument("--no-capture", action="store_true", help="run decode steps eagerly instead of as captured replays")
+
+
+def model_flag(group: Any) -> None:
+    names = "smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, tiny-qwen3, tiny-llama"
+    text = f"a built-in name ({names}), a GGUF file, or a directory with safetensors and a config"
+    group.add_argument("--model", default=ModelSource().model, metavar="NAME|PATH", help=text)
+
+
+def device_flag(group: Any) -> None:
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a usable GPU")
+
+
+def sampling_flags(temperature: float, max_tokens: int) -> argparse.ArgumentParser:
+    """A parent for the commands that write text."""
+    parent = Parser(add_help=False)
+    group = parent.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"tokens to write at most (unset: {max_tokens}, or what the context leaves)"
+    )
+    group.add_argument("--temperature", type=float, default=temperature, metavar="X", help="0: always the likeliest token")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest tokens that sum to this probability"
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from this many likeliest tokens; 0: off")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="X", help="drop tokens below this share of the likeliest one's probability"
+    )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    parent.set_defaults(default_max_tokens=max_tokens)
+    return parent
+
+
+def lora_flag(several: bool) -> argparse.ArgumentParser:
+    parent = Parser(add_help=False)
+    group = parent.add_argument_group("adapters")
+    times = "may be given several times" if several else "answers come from it"
+    group.add_argument("--lora", action="append", type=_adapter, default=[], metavar="NAME=PATH", help=f"a PEFT adapter directory; {times}")
+    return parent
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    return Config(
+        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed),
+        kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
+        engine=EngineConfig(args.max_model_len, args.max_batch, args.prefill_chunk, args.overcommit, not args.no_capture, args.seed),
+        offload=OffloadConfig(args.kv_offload, args.kv_offload_host_gib, args.eviction),
+        sanitize=SanitizeConfig(args.sanitize, args.sanitize_json),
+        lora=LoraConfig(tuple(getattr(args, "lora", ())), getattr(args, "lora_dir", None)),
+    )
+
+
+def config_with_one_lora(args: argparse.Namespace) -> Config:
+    """For commands whose answers come from one model."""
+    config = config_of(args)
+    if len(config.lora.adapters) > 1:
+        names = ", ".join(name for name, _ in config.lora.adapters)
+        raise ConfigError(f"argument --lora: answers can come from one adapter, and {len(config.lora.adapters)} are given: {names}")
+    return config
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """With `max_tokens` as given or by default; a command lowers the default where the context leaves less."""
+    try:
+        return SamplingParams(
+            max_tokens=args.default_max_tokens if args.max_tokens is None else args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            stop=tuple(args.stop),
+            ignore_eos=getattr(args, "ignore_eos", False),
+        )
+    except InvalidRequest as error:
+        raise ConfigError(f"argument --{(error.param or '').replace('_', '-')}: {error}") from None
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """1,8,32 -> (1, 8, 32)"""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive whole numbers such as 1,8,32")
+    return tuple(dict.fromkeys(numbers))
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """name=path"""
+    name, equals, path = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a name and a directory, as in name=path")
+    return name, path
+
+
+def positive(text: str) -> int:
+    (number, *more) = counts(text)
+    if more:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one positive whole number")
+    return number
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written later: found out now, not after minutes of work."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: it is a folder, or its folder does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
+    return path
+
+
+def picture(text: str) -> Path:
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
+    return new_file(text)
