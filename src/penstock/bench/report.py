@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from penstock.bench.machine import describe_machine, device_of, installed_version
+from penstock.bench.machine import describe_machine, device_of
+from penstock.bench.picture import save_picture
 from penstock.bench.run import Results, Shown
 from penstock.config import Config
-from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,6 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
 
 
-def require_matplotlib() -> None:
-    """Asked before measuring, so that minutes of work do not end in an error."""
-    if installed_version("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; run: pip install 'penstock[plots]'")
-
-
 def draw(report: Report, path: Path) -> None:
-    if not report.results.rows:
-        return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    report.bench.draw(axes, report.results.rows)
-    axes.set_title(report.title, fontsize=9)
-    axes.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=150)
+    if report.results.rows:
+        save_picture(path, report.title, lambda axes: report.bench.draw(axes, report.results.rows))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.bench.report import Report, draw, require_matplotlib, table, write_json
+from penstock.bench.picture import require_matplotlib
+from penstock.bench.report import Report, draw, table, write_json
 from penstock.bench.run import Bench
 from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.commands.progress import ProgressBar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -194,12 +195,16 @@ class CudaLane:
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         recording = self._recording = _Recording(label)
+        collects = gc.isenabled()
+        gc.disable()  # what the collector finds may be a graph or pinned memory, and freeing those is an error while a stream captures
         try:
             # thread_local: other lanes go on allocating and copying from their threads meanwhile
             with torch.inference_mode(), torch.cuda.graph(graph, self._graph_memory, self.stream, capture_error_mode="thread_local"):
                 yield recording
         finally:
             self._recording = None
+            if collects:
+                gc.enable()
         if recording.error is not None:
             raise recording.error
         recording.result = CudaReplay(label, graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from functools import cache
@@ -158,6 +159,60 @@ def test_no_hit_of_the_optimum_stands_on_a_missing_prefix(trace, capacity):
                 del kept[max(kept, key=kept.__getitem__)]
             place += 1
     assert num_hits == best_hits(uses, capacity, silent).blocks
+
+
+class Clairvoyant:
+    """Forgets what is used again last; knows the trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.coming = {key: [] for keys in trace.prompts for key in keys}
+        for number, keys in enumerate(trace.prompts):
+            for depth, key in enumerate(keys):
+                self.coming[key].append((number, depth))
+        self.key: dict[int, bytes] = {}
+        self.idle: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.idle)
+
+    def __iter__(self):
+        return iter(self.idle)
+
+    def sealed(self, slots, keys, depths):
+        self.key.update(zip(slots, keys, strict=True))
+        self.depth = dict(zip(keys, depths, strict=True))
+
+    def hit(self, slots):
+        pass
+
+    def add(self, slots):
+        for slot in slots:
+            self.coming[self.key[slot]].pop(0)
+            self.idle.add(slot)
+
+    def remove(self, slots):
+        self.idle.difference_update(slots)
+
+    def pop(self, num):
+        def next_use(slot):
+            return next(iter(self.coming[self.key[slot]]), (10**9, slot))
+
+        popped = sorted(self.idle, key=next_use)[::-1][:num]
+        self.idle.difference_update(popped)
+        return popped
+
+
+def test_an_order_that_knows_the_trace_comes_close_to_the_optimum(monkeypatch):
+    """So the bound is no idle one: what it ignores costs little."""
+    source = random.Random(0)
+    turns = [(chat, turn) for chat in range(100) for turn in range(source.randint(1, 5))]
+    when = {chat: sorted(source.sample(range(1000), 5)) for chat in range(100)}
+    turns.sort(key=lambda each: when[each[0]][each[1]])
+    trace = trace_of([[(chat, depth) for depth in range(3 * turn + 3)] for chat, turn in turns])
+    monkeypatch.setattr("penstock.bench.trace.make_order", lambda *_: Clairvoyant(trace))
+    for capacity in (60, 120, 240):
+        best = best_hits(next_uses(trace), capacity, silent).blocks
+        assert 0.9 * best <= replay(trace, "clairvoyant", capacity, silent).blocks <= best < trace.num_blocks - trace.num_distinct
 
 
 # --------------------------------------------------------------------------------------------------------------- traces

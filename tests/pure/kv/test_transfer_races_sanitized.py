@@ -1,0 +1,81 @@
+"""Transfers under the sanitizer: silent about ours on every schedule tried, and heard as soon as an edge or a pin is taken away, whether
+or not the schedule at hand goes wrong by it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import test_transfer_races as races
+import watched_transfers as watched
+
+from penstock.kv.blocks.pool import BlockPool
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.sequencer import Failure, Program, Sequencer, run_on
+
+SEEDS = 12  # random schedules of each program, besides the default one
+
+PROGRAMS: tuple[Program, ...] = (
+    races.promote_into_slots_that_a_step_still_reads,
+    races.reuse_slots_while_they_are_demoted,
+    races.read_what_is_being_promoted,
+    races.replay_what_is_being_promoted,
+    races.flush_between_submit_and_launch,
+    watched.demote_behind_a_step_that_nobody_has_read,
+    watched.give_slots_to_another_while_they_are_demoted,
+    watched.a_demotion_that_fails_and_is_made_again,
+    watched.overwrite_what_was_flushed,
+    watched.overwrite_what_was_flushed_before_it_was_submitted,
+    watched.overwrite_where_a_promotion_was_flushed,
+    watched.promote_into_the_slots_of_a_cancelled_request,
+    watched.cancel_during_a_promotion,
+    watched.share_what_was_promoted_for_another,
+    watched.a_promotion_that_fails_and_is_computed_instead,
+    watched.a_promotion_of_which_only_the_first_copy_could_be_launched,
+    watched.promote_what_was_leased_under_pressure,
+    watched.a_lease_whose_time_ends_during_its_promotion,
+    watched.a_lease_whose_time_ends_before_it_is_used,
+    watched.a_promotion_that_could_not_be_submitted,
+    watched.retract_behind_a_step_that_still_writes,
+    watched.cancel_during_a_retraction,
+    watched.a_retraction_that_fails,
+)
+
+
+def sanitized(program: Program, monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[list[str], Failure | None]:
+    """What the sanitizer says to one run, and how the run failed if it did. `seed` None: the default schedule."""
+    sanitizer = Sanitizer()
+    monkeypatch.setattr(races, "BlockPool", lambda num_slots, name: BlockPool(num_slots, name, sanitizer))
+    _, failure = run_on(Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), program)
+    return [str(report) for report in sanitizer.reports], failure
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_sanitizer_is_silent_about(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (None, *range(SEEDS)):
+        said, failure = sanitized(program, monkeypatch, seed)
+        assert not said, f"the sanitizer reports, with seed {seed}:\n" + "\n".join(said)
+        assert failure is None, f"with seed {seed}: {failure}"
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [
+        (watched.demote_behind_a_step_that_nobody_has_read, races.no_fence_of_the_producer),
+        (watched.promote_into_the_slots_of_a_cancelled_request, races.no_fence_of_the_last_use),
+        (watched.promote_into_the_slots_of_a_cancelled_request, races.no_wait_before_writing),
+        (watched.give_slots_to_another_while_they_are_demoted, races.pins_that_end_at_submit),
+        (races.read_what_is_being_promoted, races.no_wait_for_arrivals),
+        (races.read_what_is_being_promoted, races.arrivals_marked_before_the_copy),
+        (races.replay_what_is_being_promoted, races.waits_for_the_first_group_only),
+        (watched.overwrite_what_was_flushed, races.a_drain_that_sees_only_what_is_launched),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_without_the_edge_it_is_heard_on_the_first_schedule(
+    program: Program, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    said, _ = sanitized(program, monkeypatch, None)
+    assert said

@@ -1,0 +1,362 @@
+"""Programs of transfers for the sanitizer to watch: what requests, tiers and movers do to slots when all goes well, and when it does not.
+Real pools, tiers and movers on sequenced lanes, as in `test_transfer_races`; each program gives everything back and closes the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from test_transfer_races import BLOCK, LAYERS, SCOPE, World
+
+from penstock.contract import Access, Fence, Mode
+from penstock.engine.execution.arriving import Arriving
+from penstock.errors import TransferFailed
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.cache import KvCache
+from penstock.kv.tiers.ladder import SavedLease
+from penstock.kv.transfer.mover import Copier, Layers, Mover, Slots, Transfer
+from penstock.testing.sequencer import Sequencer
+
+LEASE_ENDS_S = 2e9  # later than any lease's time
+
+
+@dataclass
+class Failing:
+    """Copies, but for the next `num` calls."""
+
+    inner: Copier
+    num: int = 0
+
+    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
+        if self.num:
+            self.num -= 1
+            raise OSError("the copy was told to fail")
+        self.inner.copy(source_slots, dest_slots, layers)
+
+
+@dataclass
+class WatchedWorld(World):
+    """`reuses` off: the device keeps no blocks for others, so that nothing there has a key."""
+
+    reuses: bool = True
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.cache = KvCache(self.ladder._pool, SCOPE, self.reuses, self.ladder)
+        self.ladder.host._clock = lambda: self.now_s
+        self.promotions, self.demotions = (self._failing(mover) for mover in (self.ladder.promoter, self.ladder.demoter))
+
+    def write(self, slots: Iterable[int], value: object) -> Fence:
+        """One op that writes all layers of `slots`."""
+        run = list(slots)
+
+        def fill() -> None:
+            for slot in run:
+                self.device[slot] = [value] * LAYERS
+
+        self.compute.submit(fill, [Access("device", run, (0, LAYERS), Mode.WRITE)], label=f"write {value}")
+        return self.compute.record()
+
+    def seal(self, table: BlockTable, name: str, num_blocks: int, fence: Fence) -> None:
+        self.cache.seal(table, self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
+
+    def resume(self, name: str, lease: SavedLease, num_blocks: int) -> list[object]:
+        """A retracted request comes back with what was saved for it: what it then reads."""
+        seen: list[object] = []
+        table = self.cache.open(name, self.prefix(name, num_blocks), 0)
+        load = self.cache.promote(table, lease, num_blocks, num_next=1)
+        self.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
+        self.finish(table, self.read_blocks(table, num_blocks, seen, Arriving([load])))
+        return seen
+
+    def refuse_copy(self, number: int) -> None:
+        """The lane of promotions takes no copy from that number on, once."""
+        lane = self.ladder.promoter.lane
+        whole, calls = lane.submit, iter(range(1000))
+
+        def submit(*args: Any, **named: Any) -> Any:
+            if next(calls) == number:
+                raise OSError("the lane was told to refuse")
+            return whole(*args, **named)
+
+        lane.submit = submit  # type: ignore[method-assign]
+
+    def settle(self, load: Transfer) -> None:
+        """As the engine does, look again and again."""
+        while not load.settled:
+            self.cache.settle()
+            self.sequencer.pause("lets others go on", lambda: load.settled or load.over())
+
+    def close(self) -> None:
+        self.cache.drain(1.0)
+        self.cache.check()
+        self.cache.close(1.0)
+
+    @staticmethod
+    def _failing(mover: Mover) -> Failing:
+        mover.copier = failing = Failing(mover.copier)
+        return failing
+
+
+# ------------------------------------------------------------------------------------------------------------------- demotions
+
+
+def demote_behind_a_step_that_nobody_has_read(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, reuses=False)
+    table, fence = world.compute_blocks("a", 2)
+    world.seal(table, "a", 2, fence)
+    world.cache.submit_saves()
+    world.finish(table, fence)
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
+    world.close()
+
+
+def give_slots_to_another_while_they_are_demoted(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    table, fence = world.compute_blocks("a", 2)
+    fence.wait_passed()
+    world.seal(table, "a", 2, fence)
+    world.cache.submit_saves()
+    world.cache.release(table, fence)
+    world.finish(*world.compute_blocks("b", 2))
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
+    world.close()
+
+
+def a_demotion_that_fails_and_is_made_again(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.demotions.num = 1
+    world.bring_to_host("a", 2)
+    assert world.in_host("a", 2) == [], "a failed copy publishes nothing"
+    world.bring_to_host("a", 2)
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
+    world.close()
+
+
+# --------------------------------------------------------------------------------------------------------------------- flushes
+
+
+def overwrite_what_was_flushed(sequencer: Sequencer) -> None:
+    _flush_and_overwrite(sequencer, lambda world: world.cache.submit_saves())
+
+
+def overwrite_what_was_flushed_before_it_was_submitted(sequencer: Sequencer) -> None:
+    _flush_and_overwrite(sequencer, lambda world: None)
+
+
+def _flush_and_overwrite(sequencer: Sequencer, between: Callable[[WatchedWorld], None]) -> None:
+    world = WatchedWorld(sequencer, reuses=False)
+    table, fence = world.compute_blocks("a", 2)
+    fence.wait_passed()
+    world.seal(table, "a", 2, fence)
+    between(world)
+    world.cache.drain(1.0, table.hold.slots)
+    fence = world.write(table.hold.slots, "overwritten")  # whoever flushed believes that nobody reads these any more
+    world.finish(table, fence)
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
+    world.close()
+
+
+def overwrite_where_a_promotion_was_flushed(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, reuses=False)
+    world.bring_to_host("a", 2)
+    table, _ = world.promote("a", 2)
+    world.cache.drain(1.0, table.hold.slots)
+    fence = world.write(table.hold.slots, "overwritten")
+    fence.wait_passed()
+    assert [world.device[slot] for slot in table.hold.slots] == [["overwritten"] * LAYERS] * 2
+    world.finish(table, fence)
+    world.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------ promotions
+
+
+def promote_into_the_slots_of_a_cancelled_request(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    world.bring_to_host("a", 2)
+    table, fence = world.compute_blocks("b", 2)
+    seen: list[object] = []
+    fence = world.read_blocks(table, 2, seen)
+    world.cache.release(table, fence)
+    table, load = world.promote("a", 2)
+    world.finish(table, world.read_blocks(table, 2, [], Arriving([load])))
+    assert seen == ["b"] * 2 * LAYERS, seen
+    world.close()
+
+
+def cancel_during_a_promotion(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    world.bring_to_host("a", 2)
+    table, _ = world.promote("a", 2)
+    world.cache.release(table, world.compute.record())
+    table, fence = world.compute_blocks("b", 2)
+    seen: list[object] = []
+    world.finish(table, world.read_blocks(table, 2, seen))
+    assert seen == ["b"] * 2 * LAYERS, seen
+    world.close()
+
+
+def share_what_was_promoted_for_another(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    table, load = world.promote("a", 2)
+    keys = world.prefix("a", 2).keys
+    assert load.settled or world.cache.match(keys) == (0, 0, True, 0), "it is waited for, not promoted once more"
+    world.settle(load)
+    found = world.cache.match(keys)
+    assert found.num_blocks == 2 and not found.pending
+    other = world.cache.open("other", world.prefix("a", 2), 2)
+    seen: list[object] = []
+    world.finish(other, world.read_blocks(other, 2, seen))
+    world.finish(table, world.compute.record())
+    assert seen == ["a"] * 2 * LAYERS, seen
+    world.cache.reset(("device",))
+    assert world.cache.match(keys) == (0, 0, False, 0), "nobody waits for what came and went"
+    world.close()
+
+
+def a_promotion_that_fails_and_is_computed_instead(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    world.promotions.num = 1
+    table, load = world.promote("a", 2)
+    world.settle(load)
+    assert isinstance(load.error(), TransferFailed) and world.cache.match(world.prefix("a", 2).keys).num_blocks == 0
+    for fence in table.take_after():
+        world.compute.wait(fence)
+    world.finish(table, world.write(table.hold.slots, "computed"))
+    world.close()
+
+
+def a_promotion_of_which_only_the_first_copy_could_be_launched(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    world.bring_to_host("a", 2)
+    world.refuse_copy(1)
+    table, load = world.promote("a", 2)
+    assert isinstance(load.error(), OSError) and len(load.arrivals or ()) == 1
+    world.cache.release(table, world.compute.record())
+    world.settle(load)
+    assert world.cache.match(world.prefix("a", 2).keys).num_blocks == 0
+    table, fence = world.compute_blocks("b", 2)
+    seen: list[object] = []
+    world.finish(table, world.read_blocks(table, 2, seen))
+    assert seen == ["b"] * 2 * LAYERS, seen
+    world.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------- leases
+
+
+def promote_what_was_leased_under_pressure(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    lease = world.cache.lease("a", world.prefix("a", 2))
+    assert lease is not None
+    world.cache.reset(("host",))  # everything that is not protected is forgotten, and its slots go to others
+    world.bring_to_host("b", 4)
+    world.bring_to_host("c", 4)
+    table = world.cache.open("a", world.prefix("a", 2), 0)
+    load = world.cache.promote(table, lease, 2, num_next=1)
+    world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
+    seen: list[object] = []
+    world.finish(table, world.read_blocks(table, 2, seen, Arriving([load])))
+    assert seen == ["a"] * 2 * LAYERS, seen
+    world.close()
+
+
+def a_lease_whose_time_ends_during_its_promotion(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    table, load = world.promote("a", 2)
+    world.now_s += LEASE_ENDS_S
+    world.cache.settle()
+    seen: list[object] = []
+    world.finish(table, world.read_blocks(table, 2, seen, Arriving([load])))
+    assert seen == ["a"] * 2 * LAYERS, seen
+    world.close()
+
+
+def a_lease_whose_time_ends_before_it_is_used(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    lease = world.cache.lease("a", world.prefix("a", 2))
+    assert lease is not None
+    world.now_s += LEASE_ENDS_S
+    world.cache.settle()
+    world.cache.reset(("host",))
+    prefix = world.prefix("a", 2)
+    num_colder = world.cache.match(prefix.keys, lease).num_colder
+    table = world.cache.open("a", prefix, 0)
+    if num_colder:  # as the scheduler would
+        world.settle(world.cache.promote(table, lease, num_colder, num_next=1))
+    world.finish(table, world.compute.record())
+    assert num_colder == 0, "it covers nothing any more"
+    world.close()
+
+
+def a_promotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    lease = world.cache.lease("a", world.prefix("a", 2))
+    assert lease is not None
+    table = world.cache.open("a", world.prefix("a", 2), 0)
+    launcher = world.ladder.promoter._launcher
+    whole = launcher.submit
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        launcher.submit = whole  # type: ignore[method-assign]
+        raise OSError("the launcher was told to refuse")
+
+    launcher.submit = refuse  # type: ignore[method-assign]
+    try:
+        world.cache.promote(table, lease, 2, num_next=1)
+    except OSError:
+        world.cache.reset(("host",))
+        assert lease.num_from(0) == 2 and world.in_host("a", 2) == ["a"] * 2 * LAYERS, "the lease is as it was"
+    world.cache.release(table, world.compute.record())
+    lease.end()
+    world.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------- retractions
+
+
+def retract_behind_a_step_that_still_writes(sequencer: Sequencer) -> None:
+    """A block with a key, on its way to the host, and a second one that a decoding step is still writing."""
+    world = WatchedWorld(sequencer, num_slots=2)
+    table, fence = world.compute_blocks("a", 2)
+    fence.wait_passed()
+    world.seal(table, "a", 1, fence)
+    fence = world.write(table.hold.slots[1:], "tail")
+    lease = world.cache.retract(table, 2 * BLOCK - 3, fence)
+    assert isinstance(lease, SavedLease)
+    world.finish(*world.compute_blocks("b", 2))
+    assert lease.ready and lease.num_from(0) == 2, "both are kept for it"
+    world.cache.reset(("device",))
+    seen = world.resume("a", lease, 2)
+    assert sorted(map(str, seen)) == ["a"] * LAYERS + ["tail"] * LAYERS, seen
+    world.close()
+
+
+def cancel_during_a_retraction(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    table, fence = world.compute_blocks("a", 2)
+    lease = world.cache.retract(table, 2 * BLOCK, fence)
+    assert lease is not None
+    lease.end()
+    world.close()
+
+
+def a_retraction_that_fails(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.demotions.num = 1
+    table, fence = world.compute_blocks("a", 2)
+    lease = world.cache.retract(table, 2 * BLOCK, fence)
+    assert lease is not None
+    world.cache.drain(1.0)
+    assert lease.ready and lease.num_from(0) == 0, "what did not arrive is not there"
+    lease.end()
+    world.close()
