@@ -74,7 +74,7 @@ class EngineObserver(Protocol):
         """Around a wait that belongs there, such as that for a step's result."""
 
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
-        """Between two turns: the pool says that so many of its slots are in each state."""
+        """Between two turns: so many slots of `pool` are in each state, it says. Under the pool's lock, where several threads share it."""
 
 
 class ContentObserver(Protocol):

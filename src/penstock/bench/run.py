@@ -102,22 +102,27 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._num_open = 0
+        self._num_submitted = 0  # written by whoever submits, one thread at a time
+        self._num_ended = 0  # written by who steps
         self._tally = _Tally()
 
     def submit(self, prompt: Sequence[int], max_tokens: int) -> Reader:
         """Greedy, and to the full length: what the model would like does not change the work."""
         reader = Reader(self._tally, time.perf_counter())
         self.engine.submit(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), reader)
-        self._num_open += 1
+        self._num_submitted += 1
         return reader
+
+    @property
+    def _num_open(self) -> int:
+        return self._num_submitted - self._num_ended
 
     def turn(self) -> Turn:
         tally = self._tally
         tally.num_tokens, tally.ended = 0, []
         moved = self.engine.step()
         end_s = time.perf_counter()
-        self._num_open -= len(tally.ended)
+        self._num_ended += len(tally.ended)
         for event in tally.ended:
             if event.finish is not FinishReason.LENGTH:
                 raise StepFailed(event.error or f"a request ended early: {event.finish}")

@@ -32,7 +32,7 @@ from penstock.models.progress import Progress
 PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
 _CLOSE_S = 60.0
-_POLL_S = 100e-6  # as an engine without work looks at its transfers
+_POLL_S = 20e-6  # as an engine without work looks at its transfers
 
 Wait = Callable[[], None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
@@ -30,6 +31,14 @@ class Taken(NamedTuple):
     retractions: int
 
 
+def _percent(row: dict[str, Any], tier: str) -> float:
+    return 100 * row["source"][tier] / max(1, sum(row["source"].values()))
+
+
+def _cell(tier: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{_percent(row, tier):.1f}"
+
+
 @dataclass(frozen=True, slots=True)
 class TurnsBench:
     """Each turn brings every conversation `prompt_tokens` new random tokens behind all that was said before, and writes `tokens` greedily.
@@ -48,7 +57,7 @@ class TurnsBench:
         Column("seconds", lambda row: f"{row['seconds']['median']:.2f}"),
         Column("generated tok/s", lambda row: f"{row['tokens_per_s']:.0f}"),
         Column("prompt tokens", lambda row: f"{sum(row['source'].values())}"),
-        *(Column(f"% {tier}", lambda row, tier=tier: f"{_percent(row, tier):.1f}") for tier in SOURCES),
+        *(Column(f"% {tier}", _cell(tier)) for tier in SOURCES),
         Column("retractions", lambda row: f"{row['retractions']}"),
     )
 
@@ -140,7 +149,3 @@ def _row(turn: int | str, runs: list[Taken]) -> dict[str, Any]:
         "source": dict(last.prompt_tokens),
         "retractions": last.retractions,
     }
-
-
-def _percent(row: dict[str, Any], tier: str) -> float:
-    return 100 * row["source"][tier] / max(1, sum(row["source"].values()))

@@ -18,55 +18,15 @@ from penstock.errors import ConfigError
 def add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine, without a server.")
     kinds = parser.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    about = "Time of one decode step while so many requests run, prompts done and none finished."
-    decode = kinds.add_parser("decode", help="time per decode step", description=about, parents=[engine_flags(), _bench_flags(3)])
-    decode.add_argument("--batch", type=counts, default="1,8,32,128,256", metavar="N,N", help="requests at once")
-    decode.add_argument("--prompt-tokens", type=positive, default=128, metavar="N", help="tokens of each prompt")
-    decode.add_argument("--tokens", type=positive, default=128, metavar="N", help="tokens that each request writes")
-    decode.set_defaults(run=_bench_decode)
-    about = "Time from submit to first token of one request: nothing cached, and its prefix in device or host memory."
-    ttft = kinds.add_parser("ttft", help="time to first token", description=about, parents=[engine_flags(), _bench_flags(5)])
-    ttft.add_argument("--tokens", type=counts, default="2048,8192,32768", metavar="N,N", help="prompt lengths")
-    ttft.set_defaults(run=_bench_ttft)
-    about = "Time between tokens of running requests while prefixes come back from host memory, beside the same without."
-    restore = kinds.add_parser("restore", help="decoding beside a restore", description=about, parents=[engine_flags(), _bench_flags(3)])
-    restore.add_argument("--batch", type=counts, default="8,32", metavar="N,N", help="requests that decode")
-    restore.add_argument("--gib", type=float, default=2.5, metavar="X", help="GiB of KV that come back")
-    restore.add_argument("--tokens", type=positive, default=192, metavar="N", help="tokens that each decoding request writes")
-    restore.set_defaults(run=_bench_restore)
-    about = "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes. No weights are read."
-    transfer = kinds.add_parser("transfer", help="rate between device and host memory", description=about, parents=[_bench_flags(5)])
-    _transfer_flags(transfer)
-    transfer.set_defaults(run=_bench_transfer)
-    about = (
-        "Replay a Mooncake trace against policies of eviction: how many blocks each finds, beside the best that any could. Needs no model."
-    )
-    trace = kinds.add_parser("trace", help="hit rates of eviction policies", description=about)
-    trace.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl file: input_length and hash_ids of one request per line")
-    trace.add_argument("--policies", type=policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
-    trace.add_argument("--capacity-blocks", type=counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
-    trace.add_argument("--requests", type=positive, metavar="N", help="only the first N (unset: all)")
-    _report_flags(trace)
-    trace.set_defaults(run=_bench_trace)
+    _add_decode(kinds)
+    _add_ttft(kinds)
+    _add_turns(kinds)
+    _add_transfer(kinds)
+    _add_trace(kinds)
+    _add_soak(kinds)
 
 
-def _transfer_flags(parser: argparse.ArgumentParser) -> None:
-    """Only the shape of a block counts: most flags of an engine would change nothing."""
-    source = ModelSource()
-    group = parser.add_argument_group("blocks")
-    model_flag(group)
-    group.add_argument("--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here")
-    device_flag(group)
-    group.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default=source.dtype, help="auto: float32 on the CPU, bfloat16 on CUDA"
-    )
-    group.add_argument("--block-tokens", type=int, default=KvConfig().block_tokens, metavar="N", help="tokens in one KV block")
-    group.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories")
-    group.add_argument("--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the bytes and of where they lie")
-
-
-def _bench_flags(repeat: int) -> argparse.ArgumentParser:
+def _measurement_flags(repeat: int) -> argparse.ArgumentParser:
     parent = Parser(add_help=False)
     group = parent.add_argument_group("measurement")
     group.add_argument("--repeat", type=positive, default=repeat, metavar="N", help="measured runs, after one that only warms up")
@@ -79,7 +39,19 @@ def _report_flags(group: Any) -> None:
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw a picture: .png, .svg or .pdf; needs matplotlib")
 
 
-def _bench_decode(args: argparse.Namespace) -> int:
+# ------------------------------------------------------------------------------------------------------- with an engine
+
+
+def _add_decode(kinds: Any) -> None:
+    about = "Time of one decode step while so many requests run, prompts done and none finished."
+    parser = kinds.add_parser("decode", help="time per decode step", description=about, parents=[engine_flags(), _measurement_flags(3)])
+    parser.add_argument("--batch", type=counts, default="1,8,32,128,256", metavar="N,N", help="requests at once")
+    parser.add_argument("--prompt-tokens", type=positive, default=128, metavar="N", help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="tokens that each request writes")
+    parser.set_defaults(run=_decode)
+
+
+def _decode(args: argparse.Namespace) -> int:
     config = config_of(args)
     from penstock.bench.decode import DecodeBench
     from penstock.commands.bench import run_bench
@@ -88,7 +60,14 @@ def _bench_decode(args: argparse.Namespace) -> int:
     return run_bench(config, bench, args.json, args.plot)
 
 
-def _bench_ttft(args: argparse.Namespace) -> int:
+def _add_ttft(kinds: Any) -> None:
+    about = "Time from submit to first token of one request: nothing cached, and its prefix in device or host memory."
+    parser = kinds.add_parser("ttft", help="time to first token", description=about, parents=[engine_flags(), _measurement_flags(5)])
+    parser.add_argument("--tokens", type=counts, default="2048,8192,32768", metavar="N,N", help="prompt lengths")
+    parser.set_defaults(run=_ttft)
+
+
+def _ttft(args: argparse.Namespace) -> int:
     config = config_of(args)
     if not config.kv.prefix_cache and not config.offload.enabled:
         raise ConfigError(
@@ -101,19 +80,81 @@ def _bench_ttft(args: argparse.Namespace) -> int:
     return run_bench(config, TtftBench(args.tokens, args.repeat, args.seed), args.json, args.plot)
 
 
-def _bench_restore(args: argparse.Namespace) -> int:
+def _add_turns(kinds: Any) -> None:
+    about = "Many conversations at once, turn after turn: how long each turn takes, and where the KV of what was said before comes from."
+    parents = [engine_flags(), _measurement_flags(1)]
+    parser = kinds.add_parser("turns", help="time per turn of many conversations", description=about, parents=parents)
+    parser.add_argument("--conversations", type=positive, default=64, metavar="N", help="conversations, all asking at once")
+    parser.add_argument("--turns", type=positive, default=5, metavar="N", help="turns of each")
+    parser.add_argument("--prompt-tokens", type=positive, default=1024, metavar="N", help="new tokens that each turn brings")
+    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="tokens that each answer has")
+    parser.set_defaults(run=_turns)
+
+
+def _turns(args: argparse.Namespace) -> int:
     config = config_of(args)
-    if not config.offload.enabled or not 0 < args.gib < 1024:
-        raise ConfigError("bench restore needs --kv-offload and a positive --gib: it brings KV back from host memory")
-    config = replace(config, offload=replace(config.offload, load_always=True))
-    from penstock.bench.restore import RestoreBench
+    from penstock.bench.turns import TurnsBench
     from penstock.commands.bench import run_bench
 
-    bench = RestoreBench(args.batch, args.gib, args.tokens, args.repeat, args.seed)
+    bench = TurnsBench(args.conversations, args.turns, args.prompt_tokens, args.tokens, args.repeat, args.seed)
     return run_bench(config, bench, args.json, args.plot)
 
 
-def _bench_transfer(args: argparse.Namespace) -> int:
+def _add_soak(kinds: Any) -> None:
+    about = (
+        "Random requests from several threads, cancels, retractions, cache resets, copies that fail or stall, adapters that change; then "
+        "every answer is compared with the same request alone, and every balance has to be zero. Exit code 1 where anything is wrong."
+    )
+    parser = kinds.add_parser("soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()])
+    group = parser.add_argument_group("soak")
+    group.add_argument("--seconds", type=positive, default=60, metavar="N", help="how long requests come")
+    group.add_argument("--threads", type=positive, default=4, metavar="N", help="that submit requests")
+    group.add_argument("--adapters", type=int, default=3, metavar="N", help="random LoRA adapters that take turns under one name; 0: none")
+    group.add_argument("--json", type=new_file, metavar="FILE", help="write settings, counts and violations there")
+    # Small enough to be always short of memory on the device, and mostly in the host tier.
+    small = {"model": "tiny-qwen3", "load_format": "dummy", "device_kv_blocks": 48, "kv_offload_host_gib": 0.01}
+    parser.set_defaults(run=_soak, max_batch=12, prefill_chunk=64, overcommit=3.0, **small)
+
+
+def _soak(args: argparse.Namespace) -> int:
+    if args.adapters < 0:
+        raise ConfigError(f"argument --adapters: there cannot be {args.adapters} of them")
+    config = config_of(args)
+    from penstock.bench.soak import SoakBench
+    from penstock.commands.soak import bench_soak
+
+    return bench_soak(config, SoakBench(args.seconds, args.threads, args.adapters, args.seed), args.json)
+
+
+# ------------------------------------------------------------------------------------------------------------ without one
+
+
+def _add_transfer(kinds: Any) -> None:
+    """Only the shape of a block counts: most flags of an engine would change nothing."""
+    about = "Time between tokens of running requests while prefixes come back from host memory, beside the same without."
+    restore = kinds.add_parser("restore", help="decoding beside a restore", description=about, parents=[engine_flags(), _bench_flags(3)])
+    restore.add_argument("--batch", type=counts, default="8,32", metavar="N,N", help="requests that decode")
+    restore.add_argument("--gib", type=float, default=2.5, metavar="X", help="GiB of KV that come back")
+    restore.add_argument("--tokens", type=positive, default=192, metavar="N", help="tokens that each decoding request writes")
+    restore.set_defaults(run=_bench_restore)
+    about = "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes. No weights are read."
+    parents = [_measurement_flags(5)]
+    parser = kinds.add_parser("transfer", help="rate between device and host memory", description=about, parents=parents)
+    group = parser.add_argument_group("blocks")
+    model_flag(group)
+    group.add_argument("--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here")
+    device_flag(group)
+    group.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default=ModelSource().dtype, help="auto: float32 on the CPU, bfloat16 on CUDA"
+    )
+    group.add_argument("--block-tokens", type=int, default=KvConfig().block_tokens, metavar="N", help="tokens in one KV block")
+    group.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories")
+    group.add_argument("--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the bytes and of where they lie")
+    parser.set_defaults(run=_transfer)
+
+
+def _transfer(args: argparse.Namespace) -> int:
     config = Config(ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed), KvConfig(args.block_tokens))
     from penstock.bench.transfer import TransferBench
     from penstock.commands.bench import run_transfer
@@ -121,13 +162,26 @@ def _bench_transfer(args: argparse.Namespace) -> int:
     return run_transfer(config, TransferBench(args.blocks, args.layers, args.repeat, args.seed), args.json, args.plot)
 
 
-def _bench_trace(args: argparse.Namespace) -> int:
+def _add_trace(kinds: Any) -> None:
+    about = (
+        "Replay a Mooncake trace against policies of eviction: how many blocks each finds, beside the best that any could. Needs no model."
+    )
+    parser = kinds.add_parser("trace", help="hit rates of eviction policies", description=about)
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl file: input_length and hash_ids of one request per line")
+    parser.add_argument("--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
+    parser.add_argument("--capacity-blocks", type=counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
+    parser.add_argument("--requests", type=positive, metavar="N", help="only the first N (unset: all)")
+    _report_flags(parser)
+    parser.set_defaults(run=_trace)
+
+
+def _trace(args: argparse.Namespace) -> int:
     from penstock.commands.trace import Replays, bench_trace
 
     return bench_trace(Replays(args.trace, args.policies, args.capacity_blocks, args.requests), args.json, args.plot)
 
 
-def policies(text: str) -> tuple[str, ...]:
+def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in names if name not in EVICTIONS]:
         raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}, only {', '.join(EVICTIONS)}")

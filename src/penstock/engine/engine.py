@@ -35,7 +35,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 log = logging.getLogger(__name__)
 
 FlushLevel = Literal["captured", "visible", "persisted"]
-POLL_S = 100e-6  # between two looks at transfers, while there is nothing else to do
+POLL_S = 20e-6  # between two looks at transfers, while there is nothing else to do
 RESET_DEADLINE_S = 60.0  # for the engine thread to come round; a step takes seconds at most
 
 
@@ -208,6 +208,11 @@ class Engine:
     def is_transferring(self) -> bool:
         """Whether KV is on its way between tiers."""
         return self._parts.cache.num_in_flight > 0
+
+    def check(self) -> None:
+        """Recount; raises InvariantBroken where the books do not add up. For the engine thread, or for anybody after `close`."""
+        self._parts.scheduler.check()
+        self._parts.cache.check()
 
     def fail_all(self, error: BaseException) -> None:
         """End every request with `error`: the loop cannot go on."""

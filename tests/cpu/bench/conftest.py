@@ -30,7 +30,7 @@ def engine(config):
 
 @pytest.fixture
 def tiered_config(config: Config) -> Config:
-    return dataclasses.replace(config, offload=OffloadConfig(host_gib=0.05))
+    return dataclasses.replace(config, offload=OffloadConfig(host_gib=0.05, load_always=True))
 
 
 @pytest.fixture

@@ -180,7 +180,6 @@ class Clairvoyant:
 
     def sealed(self, slots, keys, depths):
         self.key.update(zip(slots, keys, strict=True))
-        self.depth = dict(zip(keys, depths, strict=True))
 
     def hit(self, slots):
         pass

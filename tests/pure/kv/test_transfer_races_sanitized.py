@@ -47,7 +47,14 @@ def sanitized(program: Program, monkeypatch: pytest.MonkeyPatch, seed: int | Non
     """What the sanitizer says to one run, and how the run failed if it did. `seed` None: the default schedule."""
     sanitizer = Sanitizer()
     monkeypatch.setattr(races, "BlockPool", lambda num_slots, name: BlockPool(num_slots, name, sanitizer))
-    _, failure = run_on(Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), program)
+
+    def to_the_end(sequencer: Sequencer) -> None:
+        try:
+            program(sequencer)
+        finally:  # what was asked for before it failed still happens
+            sequencer.run_all()
+
+    _, failure = run_on(Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), to_the_end)
     return [str(report) for report in sanitizer.reports], failure
 
 
@@ -77,5 +84,5 @@ def test_without_the_edge_it_is_heard_on_the_first_schedule(
     program: Program, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    said, _ = sanitized(program, monkeypatch, None)
-    assert said
+    said, failure = sanitized(program, monkeypatch, None)
+    assert said, failure

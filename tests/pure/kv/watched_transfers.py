@@ -16,6 +16,7 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.ladder import SavedLease
 from penstock.kv.transfer.mover import Copier, Layers, Mover, Slots, Transfer
+from penstock.testing.sequenced_lanes import SequencedFence
 from penstock.testing.sequencer import Sequencer
 
 LEASE_ENDS_S = 2e9  # later than any lease's time
@@ -84,10 +85,13 @@ class WatchedWorld(World):
         lane.submit = submit  # type: ignore[method-assign]
 
     def settle(self, load: Transfer) -> None:
-        """As the engine does, look again and again."""
-        while not load.settled:
-            self.cache.settle()
-            self.sequencer.pause("lets others go on", lambda: load.settled or load.over())
+        """As the engine does: it looks, and comes back when there is something to see."""
+        end = load._end
+        assert end is None or isinstance(end, SequencedFence)
+        self.cache.settle()
+        self.sequencer.pause("comes back later", lambda: end is None or end.is_over())
+        self.cache.settle()
+        assert load.settled
 
     def close(self) -> None:
         self.cache.drain(1.0)

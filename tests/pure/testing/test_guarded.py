@@ -12,11 +12,12 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[3] / "src"
 
 SCENE = """
-import ctypes, mmap
+import ctypes, mmap, resource
 from penstock.contract import Access, Mode
 from penstock.lanes.cpu import CpuLane
 from penstock.testing.guarded import GuardedArena, GuardedSanitizer
 
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 PAGE = mmap.PAGESIZE
 memory = mmap.mmap(-1, 9 * 2 * PAGE)  # eight slots of two layers, and a padding block
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

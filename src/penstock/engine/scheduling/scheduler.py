@@ -74,7 +74,7 @@ class Scheduler:
         self._launched: deque[_Launched] = deque()
         self._last_fence: Fence | None = None
         self._after: dict[int, Fence] = {}  # what the next step waits for: earlier users of slots drawn for it
-        self._loads: list[Load] = []  # what the next step's layers wait for
+        self._loads: dict[str, Load] = {}  # by request: what the next step's layers wait for
         self._starts: list[Start] = []  # rows that the next step sets up
         self._num_loading = 0
         self._num_promised = 0  # blocks that running requests may still draw
@@ -143,7 +143,7 @@ class Scheduler:
         self._num_steps += 1
         self._launched.append(_Launched(self._num_steps, tuple(self._share(c) for c in chunks)))
         after, self._after = tuple(self._after.values()), {}
-        loads, self._loads = tuple(self._loads), []
+        loads, self._loads = tuple(self._loads.values()), {}
         starts, self._starts = tuple(self._starts), []
         return StepPlan(self._num_steps, chunks, starts, after, loads)
 
@@ -154,16 +154,15 @@ class Scheduler:
 
     def _take_in_loads(self) -> None:
         """Loading requests whose KV has come, or is about to, take part in steps from now on."""
-        if not self._num_loading:
-            return
-        for track in [track for track in self._running.values() if track.state is State.LOADING]:
-            load = track.load
-            if load is None:
-                raise InvariantBroken(f"request {track.request.id} waits for nothing")
+        for track, load in [(track, track.load) for track in self._running.values() if track.load is not None]:
             if load.settled:
                 if load.error() is not None:
                     self._compute_instead(track)
-                self._set_off(track)
+                track.load = None
+                if track.state is State.LOADING:
+                    self._set_off(track)
+            elif track.state is State.RUNNING:
+                continue  # set off, and no step has had room for it yet
             elif load.overdue:
                 self._stop_waiting(track)
             elif self._num_loading == len(self._running) and load.error() is None and _may_begin(load):
@@ -262,10 +261,10 @@ class Scheduler:
         track.num_resident = match.num_blocks * block
         track.num_cached = num_all * block if track.lease is None else min(num_all * block, max(track.lease.num_tokens, track.num_resident))
         track.num_planned = track.num_committed = min(track.num_cached, len(track.tokens) - 1)
-        if track.epoch == 0:
+        if not track.ran:
             track.num_device = min(track.num_resident, track.num_planned)
             track.num_host = track.num_planned - track.num_device
-        elif not track.started:  # after a retraction it finds what it computed itself, too, and may not find what it had
+        elif not track.started:  # it finds what it computed itself before a retraction, too, and may not find what it had
             track.num_device = min(track.num_device, track.num_planned)
             track.num_host = min(track.num_host, track.num_planned - track.num_device)
         self._running[track.request.id] = track
@@ -311,7 +310,7 @@ class Scheduler:
         track.num_in_flight += samples
         if track.load is not None:
             if not track.load.settled:
-                self._loads.append(track.load)
+                self._loads[track.request.id] = track.load
             track.load = None
         adapter = track.request.adapter
         return Chunk(track.request.id, track.row, start, tokens, table.slots(end), start >= track.num_cached, samples, adapter)
@@ -325,6 +324,7 @@ class Scheduler:
         planned_now = track.num_in_flight - sum(s.samples for step in self._launched for s in step.shares if s.track is track)
         num_computed = max([track.num_committed, *(share.end for share in mine)])  # by the time that the last step launched is over
         self._num_loading -= track.state is State.LOADING
+        track.ran |= saves and bool(mine)
         self._leave(track, saves, num_computed)
         track.move(State.RETRACTED)
         track.epoch += 1
@@ -365,8 +365,6 @@ class Scheduler:
         tracks = {id(share.track): share.track for share in step.shares if share.track.state is not State.ENDED}
         for track in tracks.values():
             track.computes = True
-            if track.num_committed <= track.num_cached:  # no step over what was promoted for it has succeeded
-                track.num_host = 0
             if track.state is State.RUNNING:
                 self._retract(track, saves=False)
             track.end_lease()  # where it was retracted meanwhile, what was saved is not what it seems
@@ -378,6 +376,7 @@ class Scheduler:
         self, share: _Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None
     ) -> TokenEvent | None:
         track = share.track
+        track.ran = True
         if track.prompt_logprobs is not None and prompt_logprobs is not None:
             # They hold in any life of the request, and a later one computes again what an earlier one had: keep only what is new.
             track.prompt_logprobs += prompt_logprobs[len(track.prompt_logprobs) - share.start - 1 :]
@@ -450,11 +449,12 @@ class Scheduler:
         may, too: its slots stay with it. `saves`: the KV of the first `num_tokens` is wanted again."""
         table = track.held_table()
         self._num_promised -= blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - table.num_slots
-        if saves and track.request.sampling.prompt_logprobs is None and not track.computes:
+        if saves and track.request.may_match and not track.computes:
             track.lease = self._ledger.retract(table, num_tokens, self._last_fence)
         else:
             self._ledger.release(table, self._last_fence)
         heapq.heappush(self._free_rows, track.row)
+        self._loads.pop(track.request.id, None)
         del self._running[track.request.id]
         track.table, track.row = None, -1
 

@@ -49,6 +49,7 @@ class Track:
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
     may_lease: bool = True  # once in each life colder tiers are asked on the engine thread, where the lease from its submission is no use
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
+    ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1
     table: Table | None = None

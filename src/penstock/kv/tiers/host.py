@@ -84,7 +84,8 @@ class HostTier:
 
     @property
     def slots(self) -> SlotCounts:
-        return self._pool.counts
+        with self._lock:  # a move between two states is not half seen
+            return self._pool.counts
 
     @property
     def num_leases(self) -> int:

@@ -225,7 +225,8 @@ class Ladder:
         sources = lease.slots[first : first + pin.num_slots]
         kept = self.host.take_lease(lease)
         if kept is None or ABSENT in sources or len(sources) != pin.num_slots:
-            self.host.keep(lease, *(kept or ()))
+            if kept is not None:
+                self.host.keep(lease, *kept)
             pin.end()
             raise InvariantBroken(f"the lease of {lease.owner!r} does not have {pin.num_slots} blocks from {first} on")
         layered = num_next >= self._limits.overlap_tokens

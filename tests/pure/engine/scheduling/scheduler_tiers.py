@@ -40,7 +40,7 @@ class Tiers:
         movers = self._mover(device.host, device.arena, self.promotions), self._mover(device.arena, device.host, self.demotions)
         self.ladder = cold.ladder(pool, self.host, movers, LAYOUT, LadderLimits(cold.overlap_tokens, 1e9))
         judge = self.ladder.worth
-        self.ladder.worth = lambda num_blocks, depth: judge(num_blocks, depth) if self.worth else 0  # type: ignore[method-assign]
+        self.ladder.worth = lambda lease, depth: judge(lease, depth) if self.worth else 0  # type: ignore[method-assign]
 
     def _mover(self, source: TagArena, dest: TagArena, copier: TagCopier) -> Mover:
         name = f"to {dest.name}"

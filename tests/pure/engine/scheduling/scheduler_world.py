@@ -55,7 +55,7 @@ class WatchedCache(KvCache):
         assert owner not in self.tables, f"{owner} opens a second table"
         self.tables[owner] = super().open(owner, prefix, num_blocks)
         if owner in self._world.asked:
-            self._world.asked[owner].opened.append(num_blocks)
+            self._world.asked[owner].num_opened = num_blocks
         return self.tables[owner]
 
     def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion:
@@ -74,6 +74,12 @@ class WatchedCache(KvCache):
     def _land(self, promotion: Promotion, own: BlockTable) -> None:
         super()._land(promotion, own)
         self._world.asked[own.owner].num_landed += promotion.num_blocks * BLOCK
+
+    def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
+        assert isinstance(table, BlockTable)
+        asked = self._world.asked[table.owner]
+        asked.ran |= any(end <= num_tokens for end in self._world.ends_in_flight(table.owner))
+        return super().retract(table, num_tokens, fence)
 
     def release(self, table: Table, fence: Fence | None) -> None:
         assert isinstance(table, BlockTable)
@@ -115,9 +121,11 @@ class Asked:
     ended: FinishReason | None = None
     lives: list[Life] = field(default_factory=list)
     first: TokenEvent | None = None
-    opened: list[int] = field(default_factory=list)  # blocks found on the device, for every table
-    num_found: list[int] = field(default_factory=list)  # tokens that were there when it ran, for every life before its first event
+    num_opened: int = 0  # blocks found on the device, for its newest table
     num_landed: int = 0  # tokens that came from the host for it
+    ran: bool = False  # a step has computed some of it, or will have before what it has is saved
+    num_device: int = 0  # prompt tokens found on the device
+    num_host: int = 0  # and those that were promoted
     load: Promotion | None = None  # the newest for it
     load_waited: bool = False  # a step has waited for it
 
@@ -131,6 +139,15 @@ class Asked:
 
     def begin(self, row: int) -> None:
         self.lives.append(Life(row))
+
+    def found(self, num_tokens: int) -> None:
+        """A life begins with so many tokens there. Until it has computed anything itself that is all others' work."""
+        if not self.ran:
+            self.num_device = min(self.num_opened * BLOCK, num_tokens)
+            self.num_host = num_tokens - self.num_device
+        elif self.first is None:
+            self.num_device = min(self.num_device, num_tokens)
+            self.num_host = min(self.num_host, num_tokens - self.num_device)
 
 
 class World:
@@ -199,6 +216,11 @@ class World:
         steps = [plan for plan in self.in_flight if (plan.number, request_id) not in self.void]
         return sum(c.samples for plan in steps for c in plan.chunks if c.request_id == request_id)
 
+    def ends_in_flight(self, request_id: str) -> list[int]:
+        """How far its steps in flight have computed it, once they are over."""
+        steps = [plan for plan in self.in_flight if (plan.number, request_id) not in self.void]
+        return [c.kv_len for plan in steps for c in plan.chunks if c.request_id == request_id]
+
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def plan(self) -> StepPlan | None:
@@ -238,6 +260,8 @@ class World:
             self.void |= {(later.number, request_id) for later in self.in_flight for request_id in still_open}
             self.seen["step without its load"] += 1
         elif result.error is None:
+            for request_id in still_open:
+                self.asked[request_id].ran = True
             for event in events:
                 check_event(self, event)
         else:

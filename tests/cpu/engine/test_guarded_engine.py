@@ -1,0 +1,74 @@
+"""The engine over guarded arenas: no step and no transfer touches a slot, in memory, that it has not declared. In a process of its own,
+which would not survive it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[3] / "src"
+
+SCENE = """
+import resource, torch
+import numpy as np
+from penstock.engine.build import build
+from penstock.engine.execution.executor import Executor
+from penstock.testing.driving import generate, run_all, settle_all, submit, tiny_config
+from penstock.testing.guarded import GuardedArena, GuardedSanitizer
+from penstock.testing.sanitized import check_silent
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+torch.set_num_threads(1)
+sanitizer = GuardedSanitizer()
+engine = build(tiny_config(host_blocks=64, blocks=24), sanitizer=sanitizer)
+parts = engine._parts
+for arena in (parts.arena, parts.cache.ladder._limits.memory._arena):
+    layout = arena.layout
+    sanitizer.guard(GuardedArena(arena.name, arena.tensor.data_ptr(), layout.block_bytes, layout.num_layers, arena.num_slots))
+
+def prompt(num_tokens, seed=0):
+    return np.random.default_rng(seed).integers(1, 500, num_tokens).tolist()
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "faulthandler", "-c", SCENE + body]
+    environment = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_steps_and_transfers_touch_what_they_have_declared_and_nothing_else() -> None:
+    done = run("""
+cold = generate(engine, prompt(70), max_tokens=20)
+settle_all(engine)
+engine.cache.reset(("device",))
+warm = generate(engine, prompt(70), max_tokens=20)
+assert warm.tokens == cold.tokens and warm.events[0].source.host == 64, warm.events[0].source
+crowd = [submit(engine, prompt(40 + 9 * n, seed=n), max_tokens=30) for n in range(5)]
+for _ in range(6):
+    engine.step()
+engine.cancel(crowd[1].request_id)
+run_all(engine)
+engine.close(timeout_s=20.0)
+check_silent(sanitizer)
+print("done")
+""")
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+
+
+def test_a_step_that_leaves_out_one_of_its_slots_does_not_survive_reading_it() -> None:
+    done = run("""
+whole = Executor._accesses
+
+def forgetful(self, packed, layers):
+    read, write = whole(self, packed, layers)
+    return read._replace(slots=read.slots[1:]), write
+
+Executor._accesses = forgetful
+generate(engine, prompt(70), max_tokens=4)
+print("survived")
+""")
+    assert done.returncode == -signal.SIGSEGV and "survived" not in done.stdout
+    assert "penstock/engine/execution" in done.stderr, done.stderr

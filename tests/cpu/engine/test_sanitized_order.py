@@ -1,0 +1,218 @@
+"""The engine's own order and lifetimes, each brought to the moment at which a missing wait or pin would show: copies are held back, steps are
+in flight, requests leave. The fixture fails where the sanitizer has anything to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cpu.engine.test_engine import check_at_rest
+from cpu.engine.test_tiers import busy, forget, states, turn, until
+from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
+from penstock.engine.engine import Engine
+from penstock.errors import EngineClosed
+from penstock.lanes.cpu import CpuLane
+from penstock.testing.driving import generate, run_all, settle_all, submit
+from penstock.testing.gates import gates
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+
+def launched_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Every plan from now on."""
+    plans: list[StepPlan] = []
+    launch = engine._parts.executor.launch
+
+    def noted(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(engine._parts.executor, "launch", noted)
+    return plans
+
+
+def replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels of every replay from now on."""
+    labels: list[str] = []
+    lane = engine._parts.lanes[0]
+    replay = lane.replay
+
+    def noted(captured: Any, *rest: Any, **named: Any) -> Any:
+        labels.append(captured.label)
+        return replay(captured, *rest, **named)
+
+    monkeypatch.setattr(lane, "replay", noted)
+    return labels
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_launched_over_a_load_waits_for_it(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    engine = make_engine(host_blocks=64)
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    if captured:  # as for short steps on a GPU: a replay behind the whole load
+        monkeypatch.setattr(ladder, "_limits", dataclasses.replace(ladder._limits, overlap_tokens=1 << 30))
+    cold = generate(engine, prompts(80), max_tokens=4)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    labels = replays(engine, monkeypatch)
+    returning = submit(engine, prompts(80), max_tokens=4)
+    until(engine, lambda: engine._running is not None)
+    assert engine._running is not None and engine._running.loads and bool(labels) == captured
+    load.let()
+    run_all(engine)
+    assert returning.tokens == cold.tokens and returning.source == KvSource(host=79, computed=1)
+
+
+def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(host_blocks=64)
+    expected = [generate(engine, prompts(80, seed=seed), max_tokens=4).tokens for seed in (2, 3)]
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)
+    plans = launched_plans(engine, monkeypatch)
+    first, second = (submit(engine, prompts(80, seed=seed), max_tokens=4) for seed in (2, 3))
+    until(engine, lambda: engine.stats().requests["loading"] == 2)
+    load.let(1)
+    until(engine, lambda: first.finish is not None)
+    assert second.tokens == [] and engine.stats().requests["loading"] == 1
+    assert len(plans) > 3 and all(plan.loads == () for plan in plans)
+    load.let()
+    run_all(engine)
+    assert [first.tokens, second.tokens] == expected
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_slots_given_back_under_a_running_step_are_promoted_into_behind_it(make_engine: MakeEngine, prompts: Prompts, turns: int) -> None:
+    """A cancelled request's slots are the next ones to be drawn, its last step is held back, and a promotion goes into them."""
+    engine = make_engine(host_blocks=64, blocks=12, prefill_chunk=16)
+    expected = generate(engine, prompts(80), max_tokens=4).tokens
+    forget(engine)
+    doomed = submit(engine, prompts(120, seed=4), max_tokens=40)
+    turn(engine, turns)
+    gate = threading.Event()
+    engine._parts.lanes[0].submit(lambda: gate.wait(30), label="the device is slow")
+    threading.Timer(0.05, gate.set).start()
+    turn(engine)
+    engine.cancel(doomed.request_id)
+    returning = submit(engine, prompts(80), max_tokens=4)
+    run_all(engine)
+    assert doomed.finish is FinishReason.CANCELLED and returning.tokens == expected
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_step_waits_for_what_another_lane_still_writes_into_its_slots(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    cache, arena = engine.cache, engine._parts.arena
+    gate = threading.Event()
+    other = CpuLane("copies", engine._parts.sanitizer)
+    table = cache.open("earlier user", None, 0)
+    assert cache.try_extend(table, cache.num_blocks)
+    accesses = [Access(arena.name, table.hold.slots, (0, arena.layout.num_layers), Mode.WRITE)]  # type: ignore[attr-defined]
+    other.submit(lambda: gate.wait(30), accesses, label="copy")
+    cache.release(table, other.record())
+    found = submit(engine, prompts(20), max_tokens=2)
+    engine.step()
+    gate.set()
+    run_all(engine)
+    assert len(found.tokens) == 2
+    other.close(30)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- leases
+
+
+def test_a_cancelled_request_that_waits_in_line_gives_its_lease_back(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64, max_batch=1)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    busy(engine, prompts)
+    waiting = submit(engine, prompts(80), max_tokens=1)
+    turn(engine)
+    assert states(engine) == {"running": 1, "waiting": 1}
+    engine.cancel(waiting.request_id)
+    run_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    first = busy(engine, prompts)
+    events: list[Any] = []
+    params = dataclasses.replace(engine._parts.scheduler._tracks[first.request_id].request.sampling, max_tokens=1)
+    engine.submit(prompts(80), params, events.append, request_id=first.request_id)
+    run_all(engine)
+    assert [event.finish for event in events] == [FinishReason.ERROR]
+    check_at_rest(engine)
+
+
+def test_a_request_that_comes_too_late_gives_its_lease_back(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine closes its doors between the lease and the inbox."""
+    engine = make_engine(host_blocks=64)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    lease = engine.cache.lease
+
+    def slow(*args: Any) -> Any:
+        try:
+            return lease(*args)
+        finally:
+            engine.refuse("it is late")
+
+    monkeypatch.setattr(engine.cache, "lease", slow)
+    with pytest.raises(EngineClosed, match="it is late"):
+        submit(engine, prompts(80), max_tokens=1)
+    check_at_rest(engine)
+
+
+def test_a_lease_that_is_not_needed_after_all_goes_back(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """What was leased in host memory is on the device again by the time that the request is planned."""
+    engine = make_engine(host_blocks=64, max_batch=1)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    first = submit(engine, prompts(80), max_tokens=1)
+    second = submit(engine, prompts(80), max_tokens=1)
+    run_all(engine)
+    assert (first.source, second.source) == (KvSource(host=79, computed=1), KvSource(device=79, computed=1))
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- flushes
+
+
+def test_a_flush_waits_for_the_newest_save(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    _, save = gates(engine)
+    save.hold()
+    for seed in (1, 2):
+        generate(engine, prompts(40, seed=seed), max_tokens=1)
+    flushed = threading.Event()
+
+    def flush() -> None:
+        engine.wait_flushed("visible", 30.0)
+        flushed.set()
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    until(engine, lambda: bool(engine._flushes))
+    save.let(1)
+    until(engine, lambda: engine.cache.num_in_flight == 1)
+    turn(engine, 3)
+    assert not flushed.is_set() and engine._flushes, "an earlier save that is over hides none that is not"
+    save.let()
+    until(engine, lambda: not engine._flushes)
+    thread.join(30.0)
+    assert flushed.is_set() and engine.stats().kv_blocks["host"]["idle"] == 4

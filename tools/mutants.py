@@ -1,0 +1,246 @@
+"""Small faults in the product's own source, put into a copy one at a time: which check finds each? Owns the run and the table of results;
+the faults are in `tools/mutants/*.toml`, one file per kind.
+
+    python tools/mutants.py [--only TEXT] [--jobs N]
+
+A fault of order or lifetime has to be found by the sanitizer, any other by a test. Exits with 1 where one is not, or where the tests that
+are to find them fail, or let a sanitizer report, without any fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = "docs/mutants.md"
+KINDS = {
+    "order": "An access that comes too early",
+    "lifetime": "Bytes that are given back, published or forgotten at the wrong moment",
+    "accounting": "Promises and counts that do not add up",
+    "identity": "Bytes under a key that is not theirs",
+    "failure": "What becomes of an error",
+}
+WATCHED = ("order", "lifetime")  # kinds that the sanitizer has to find
+TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides
+COPIED = ("src", "tests", "pyproject.toml")
+
+
+class DoesNotApply(Exception):
+    """The text that a fault changes is not there exactly once, or what comes out is no Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault. `name` completes "in this copy ..."; `stands_for` is a source (S0 to S4) or a failure that others met."""
+
+    name: str
+    kind: str
+    file: str
+    old: str
+    new: str
+    stands_for: str
+    tests: tuple[str, ...]
+    unwatched: str = ""  # why the sanitizer cannot see it, where it would have to
+
+    @property
+    def needs_report(self) -> bool:
+        return self.kind in WATCHED and not self.unwatched
+
+    def applied(self, source: str) -> str:
+        """`source` with the fault."""
+        if (num := source.count(self.old)) != 1:
+            raise DoesNotApply(f"{self.name}: {self.file} has its text {num} times")
+        changed = source.replace(self.old, self.new)
+        try:
+            ast.parse(changed)
+        except SyntaxError as error:
+            raise DoesNotApply(f"{self.name}: what comes out is no Python: {error}") from None
+        return changed
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one run of tests."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    output: str = ""
+    timed_out: bool = False
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.record.get("failures", [])
+        return found
+
+    def caught_by(self, mutant: Mutant) -> str | None:
+        """In words; None: it survives."""
+        reported = [failure for failure in self.failures if failure.get("reports")]
+        if reported:
+            kinds = sorted({report.partition(":")[0] for report in reported[0]["reports"]})
+            return f"sanitizer ({', '.join(kinds)}) in {test_name(reported[0])}"
+        if mutant.needs_report:
+            return None
+        if self.failures:
+            first = self.failures[0]
+            how = "exploration" if "schedule {" in first["said"] else first["type"]
+            return f"{how} in {test_name(first)}"
+        return "time-out" if self.timed_out else None
+
+
+def test_name(failure: dict[str, Any]) -> str:
+    return str(failure["test"]).rpartition("/")[2].partition("::")[2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------- faults
+
+
+def read_mutants(folder: Path) -> list[Mutant]:
+    """Of every kind, in order."""
+    mutants = []
+    for kind in KINDS:
+        for raw in tomllib.loads((folder / f"{kind}.toml").read_text())["mutant"]:
+            mutants.append(Mutant(kind=kind, **{**raw, "tests": tuple(raw["tests"])}))
+    return mutants
+
+
+def check(mutants: Sequence[Mutant], root: Path) -> None:
+    """Raise DoesNotApply unless every one applies, under a name of its own."""
+    for mutant in mutants:
+        mutant.applied((root / mutant.file).read_text())
+    names = [mutant.name for mutant in mutants]
+    if len(set(names)) != len(names):
+        raise DoesNotApply("two faults have the same name")
+
+
+# ------------------------------------------------------------------------------------------------------------------------- runs
+
+
+def run(mutant: Mutant | None, tests: Sequence[str], root: Path) -> Outcome:
+    """`tests` in a copy of the tree with `mutant` (None: as it is)."""
+    ends_with = "nothing" if mutant is None else "report" if mutant.needs_report else "failure"
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        copy = Path(name) / "tree"
+        copy.mkdir()
+        for part in COPIED:
+            source = root / part
+            shutil.copytree(source, copy / part) if source.is_dir() else shutil.copy2(source, copy / part)
+        if mutant is not None:
+            file = copy / mutant.file
+            file.write_text(mutant.applied(file.read_text()))
+        return _pytest(copy, tests, ends_with)
+
+
+def _pytest(copy: Path, tests: Sequence[str], ends_with: str) -> Outcome:
+    record = copy / "record.json"
+    own = {"MUTANT_RECORD": str(record), "MUTANT_ENDS_WITH": ends_with, "PYTHONPATH": str(Path(__file__).parent)}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutant_watch", "--tb=short", *tests]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=copy, env={**os.environ, **own, **threads}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, timed_out = process.communicate(timeout=TIMEOUT_S)[0], False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, timed_out = process.communicate()[0], True
+    found = json.loads(record.read_text()) if record.exists() else {}
+    return Outcome(found, output, timed_out, time.monotonic() - started)
+
+
+def is_clean(baseline: Outcome) -> bool:
+    record = baseline.record
+    return bool(record.get("num_passed")) and not baseline.failures and not record["num_reports"] and not baseline.timed_out
+
+
+# ------------------------------------------------------------------------------------------------------------------------ table
+
+
+def table(caught: dict[Mutant, str]) -> str:
+    """The page of the documentation: every fault by kind, and what found it."""
+    parts = [_HEAD.format(num=len(caught), watched=sum(mutant.needs_report for mutant in caught))]
+    for kind, title in KINDS.items():
+        parts.append(f"## {title}\n\n| fault | in | stands for | found by |\n|---|---|---|---|")
+        for mutant, how in caught.items():
+            if mutant.kind == kind:
+                note = f"; the sanitizer cannot: {mutant.unwatched}" if mutant.unwatched else ""
+                parts[-1] += f"\n| {mutant.name} | `{mutant.file}` | {mutant.stands_for} | {_shown(how)}{note} |"
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(how: str) -> str:
+    """With the test's name as code."""
+    check, _, test = how.partition(" in ")
+    return f"{check}: `{test}`" if test else check
+
+
+_HEAD = """\
+# Faults put into the source, and what finds them
+
+A check counts when it finds a fault. Each line below is a small fault in Penstock's own source: a wait dropped, a pin
+skipped on one path, a key published too early. `make mutants` puts one at a time into a copy of the tree, runs the
+tests named for it there, and writes this page.
+
+```sh
+make mutants
+make mutants ARGS='--only replay'
+```
+
+{num} faults, all found; {watched} of them are faults of order or lifetime that the sanitizer itself has to find: it
+has reported, and the test failed, before anything else counts. Without a fault the same tests pass and no sanitizer
+reports anything. S0 to S4 are the systems in whose code or trackers the failure was seen: S0 a host tier with captured
+decode steps, S1 a background save, S2 an in-process tiered offload, S3 a paged context, S4 an asynchronous preparation
+of speculative steps. The faults themselves are in `tools/mutants/`; a test of every change checks that each still applies."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="faults whose name, kind or file contains this; writes no table")
+    parser.add_argument("--jobs", type=int, default=2, help="copies that are tested at once")
+    options = parser.parse_args(arguments)
+    mutants = read_mutants(ROOT / "tools" / "mutants")
+    check(mutants, ROOT)
+    chosen = [mutant for mutant in mutants if options.only in f"{mutant.name} {mutant.kind} {mutant.file}"]
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
+    with ThreadPoolExecutor(options.jobs) as pool:
+        baseline = pool.submit(run, None, tests, ROOT)
+        runs = [(mutant, pool.submit(run, mutant, mutant.tests, ROOT)) for mutant in chosen]
+        print(f"{len(chosen)} faults, {len(tests)} tests or files of tests", flush=True)
+        whole = baseline.result()
+        if not is_clean(whole):
+            pool.shutdown(cancel_futures=True)
+            print(whole.output + f"\nwithout any fault: {len(whole.failures)} tests fail, {whole.record.get('num_reports', 0)} reports")
+            return 1
+        print(f"without any fault: {whole.record['num_passed']} tests pass, no reports  {whole.seconds:.0f} s", flush=True)
+        caught: dict[Mutant, str] = {}
+        for mutant, future in runs:
+            outcome = future.result()
+            how = outcome.caught_by(mutant)
+            caught[mutant] = how or "SURVIVES"
+            print(f"{mutant.kind:10}  {mutant.name:90}  {caught[mutant]}  {outcome.seconds:.0f} s", flush=True)
+            if how is None:
+                print(outcome.output[-3000:])
+    survivors = sum(how == "SURVIVES" for how in caught.values())
+    print(f"{len(caught) - survivors} of {len(caught)} found")
+    if not options.only and not survivors:
+        (ROOT / TABLE).write_text(table(caught))
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
