@@ -23,6 +23,7 @@ def add_bench(commands: Any) -> None:
     _add_turns(kinds)
     _add_transfer(kinds)
     _add_trace(kinds)
+    _add_restore(kinds)
     _add_soak(kinds)
 
 
@@ -100,6 +101,28 @@ def _turns(args: argparse.Namespace) -> int:
     return run_bench(config, bench, args.json, args.plot)
 
 
+def _add_restore(kinds: Any) -> None:
+    about = "Time between tokens of running requests while prefixes come back from host memory, beside the same without."
+    parents = [engine_flags(), _measurement_flags(3)]
+    parser = kinds.add_parser("restore", help="decoding beside a restore", description=about, parents=parents)
+    parser.add_argument("--batch", type=counts, default="8,32", metavar="N,N", help="requests that decode")
+    parser.add_argument("--gib", type=float, default=2.5, metavar="X", help="GiB of KV that come back")
+    parser.add_argument("--tokens", type=positive, default=192, metavar="N", help="tokens that each decoding request writes")
+    parser.set_defaults(run=_restore)
+
+
+def _restore(args: argparse.Namespace) -> int:
+    config = config_of(args)
+    if not config.offload.enabled or not 0 < args.gib < 1024:
+        raise ConfigError("bench restore needs --kv-offload and a positive --gib: it brings KV back from host memory")
+    config = replace(config, offload=replace(config.offload, load_always=True))
+    from penstock.bench.restore import RestoreBench
+    from penstock.commands.bench import run_bench
+
+    bench = RestoreBench(args.batch, args.gib, args.tokens, args.repeat, args.seed)
+    return run_bench(config, bench, args.json, args.plot)
+
+
 def _add_soak(kinds: Any) -> None:
     about = (
         "Random requests from several threads, cancels, retractions, cache resets, copies that fail or stall, adapters that change; then "
@@ -131,12 +154,6 @@ def _soak(args: argparse.Namespace) -> int:
 
 def _add_transfer(kinds: Any) -> None:
     """Only the shape of a block counts: most flags of an engine would change nothing."""
-    about = "Time between tokens of running requests while prefixes come back from host memory, beside the same without."
-    restore = kinds.add_parser("restore", help="decoding beside a restore", description=about, parents=[engine_flags(), _bench_flags(3)])
-    restore.add_argument("--batch", type=counts, default="8,32", metavar="N,N", help="requests that decode")
-    restore.add_argument("--gib", type=float, default=2.5, metavar="X", help="GiB of KV that come back")
-    restore.add_argument("--tokens", type=positive, default=192, metavar="N", help="tokens that each decoding request writes")
-    restore.set_defaults(run=_bench_restore)
     about = "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes. No weights are read."
     parents = [_measurement_flags(5)]
     parser = kinds.add_parser("transfer", help="rate between device and host memory", description=about, parents=parents)
