@@ -28,7 +28,7 @@ help:
 	@echo "make serve      set up, then serve a model on http://127.0.0.1:8000   (options: make serve ARGS='--port 9000')"
 	@echo "make chat       set up, then chat in the terminal"
 	@echo "make test       set up, then lint, types and all tests that run without a GPU"
-	@echo "make soak       hundreds of random crowds of requests, minutes long (options: make soak CROWDS=1000)"
+	@echo "make soak       random trouble, minutes long, every answer checked (options: make soak SOAK_S=600 CROWDS=1000)"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
 	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
@@ -77,9 +77,12 @@ bench: setup
 test: setup-dev lint types
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=10 $(ARGS)
 
-# Random crowds of requests against their tokens alone; CROWDS=1000 for a night.
+# Trouble from several threads for SOAK_S seconds, then random crowds stepped by hand; both against each request's tokens alone.
+# SOAK_S=3600 CROWDS=1000 for a night.
+SOAK_S ?= 60
 CROWDS ?= 200
 soak: setup-dev
+	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S)
 	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine/test_stress.py $(ARGS)
 
 lint: setup-dev

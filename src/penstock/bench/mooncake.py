@@ -69,7 +69,7 @@ def _parse(line: str, where: str) -> tuple[int, list[int]]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: expected an object with input_length and hash_ids")
     length, ids = fields.get("input_length"), fields.get("hash_ids")
-    if not _is_count(length) or not isinstance(ids, list) or not all(map(_is_count, ids)):
+    if not _is_whole(length) or not isinstance(ids, list) or not all(map(_is_whole, ids)):
         raise ConfigError(f"{where}: input_length must be a whole number and hash_ids a list of them, none negative")
     if len(ids) != -(-length // BLOCK_TOKENS):
         raise ConfigError(f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} tokens")
@@ -78,5 +78,5 @@ def _parse(line: str, where: str) -> tuple[int, list[int]]:
     return length, ids
 
 
-def _is_count(value: object) -> TypeGuard[int]:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -107,7 +107,7 @@ def _add_restore(kinds: Any) -> None:
     parser = kinds.add_parser("restore", help="decoding beside a restore", description=about, parents=parents)
     parser.add_argument("--batch", type=counts, default="8,32", metavar="N,N", help="requests that decode")
     parser.add_argument("--gib", type=float, default=2.5, metavar="X", help="GiB of KV that come back")
-    parser.add_argument("--tokens", type=positive, default=192, metavar="N", help="tokens that each decoding request writes")
+    parser.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens that each decoding request writes")
     parser.set_defaults(run=_restore)
 
 
@@ -135,7 +135,7 @@ def _add_soak(kinds: Any) -> None:
     group.add_argument("--adapters", type=int, default=3, metavar="N", help="random LoRA adapters that take turns under one name; 0: none")
     group.add_argument("--json", type=new_file, metavar="FILE", help="write settings, counts and violations there")
     # Small enough to be always short of memory on the device, and mostly in the host tier.
-    small = {"model": "tiny-qwen3", "load_format": "dummy", "device_kv_blocks": 48, "kv_offload_host_gib": 0.01}
+    small = {"model": "tiny-qwen3", "load_format": "dummy", "device_kv_blocks": 48, "kv_offload_host_gib": 0.004}
     parser.set_defaults(run=_soak, max_batch=12, prefill_chunk=64, overcommit=3.0, **small)
 
 

@@ -125,14 +125,10 @@ def _want_reversals(path: Sequence[_Node], code: frozenset[str]) -> None:
             if enables or _depend(steps[earlier], step, code):
                 if not enables and steps[earlier].chosen != step.chosen:
                     leading = [k for k in range(earlier + 1, later) if known >> k & 1]
-                    _want(path[earlier], [steps[k].chosen for k in (*leading, later) if not _follows(before, leading, k)])
+                    first = [k for k in leading if not any(before[k] >> other & 1 for other in leading)] or [later]
+                    _want(path[earlier], [steps[k].chosen for k in first])
                 known |= before[earlier] | 1 << earlier
         before.append(known)
-
-
-def _follows(before: Sequence[int], leading: Sequence[int], step: int) -> bool:
-    """Whether one of `leading` must come before `step`, which they lead to where it is the last."""
-    return bool(leading) if step == len(before) else any(before[step] >> k & 1 for k in leading)
 
 
 def _want(node: _Node, first: Sequence[str]) -> None:

@@ -377,6 +377,37 @@ def test_an_observer_hears_every_change_of_state_seal_and_eviction():
     ]
 
 
+def test_an_observer_hears_who_gets_and_gives_back_slots_also_where_their_state_stays():
+    heard = Heard()
+    lane = FakeLane("compute")
+    pool = BlockPool(2, "device", heard)
+    hold = draw(pool, 2, "a")
+    pool.seal(hold.slots, KEYS[:2])
+    pins = [pool.pin([1], owner) for owner in ("b", "c")]
+    shared = pool.hold("d", [0])
+    fence = lane.record()
+    run = pool.pin_run(hold, 0, 1, "e")
+    run.end()
+    hold.end(fence)
+    for handle in (*pins, shared):
+        handle.end()
+    pool.close()
+    lent = [("lent", (1,), "b"), ("lent", (1,), "c"), ("lent", (0,), "d")]
+    returned = [("returned", (0,), "e", None), ("returned", (0, 1), "a", fence)]
+    returned += [("returned", (1,), "b", None), ("returned", (1,), "c", None), ("returned", (0,), "d", None)]
+    assert [event for event in heard.handed_over if event[1]] == lent + returned
+    assert heard.left == ()
+
+
+def test_an_observer_hears_of_handles_that_a_close_finds():
+    heard = Heard()
+    pool = BlockPool(2, "device", heard)
+    draw(pool, 1, "a")
+    with pytest.raises(Leaked):
+        pool.close()
+    assert heard.left == ("hold of 'a' (1 slots)",)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert reservation is not None
         self.model_evict(max(0, num - len(self.free)))
-        expected, self.free = self.free[:num], self.free[num:]
+        expected, self.free = sorted(self.free[:num]), self.free[num:]
         assert list(reservation.slots) == expected
         self.check_fences(reservation)
         for slot in expected:

@@ -25,6 +25,7 @@ PROGRAMS: tuple[Program, ...] = (
     watched.demote_behind_a_step_that_nobody_has_read,
     watched.give_slots_to_another_while_they_are_demoted,
     watched.a_demotion_that_fails_and_is_made_again,
+    watched.demote_what_the_host_has_already,
     watched.overwrite_what_was_flushed,
     watched.overwrite_what_was_flushed_before_it_was_submitted,
     watched.overwrite_where_a_promotion_was_flushed,

@@ -139,6 +139,14 @@ def a_demotion_that_fails_and_is_made_again(sequencer: Sequencer) -> None:
     world.close()
 
 
+def demote_what_the_host_has_already(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    world.bring_to_host("a", 2)
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS and world.ladder.host.counts.deduplicated == 2
+    world.close()
+
+
 # --------------------------------------------------------------------------------------------------------------------- flushes
 
 
@@ -339,7 +347,7 @@ def retract_behind_a_step_that_still_writes(sequencer: Sequencer) -> None:
     assert isinstance(lease, SavedLease)
     world.finish(*world.compute_blocks("b", 2))
     assert lease.ready and lease.num_from(0) == 2, "both are kept for it"
-    world.cache.reset(("device",))
+    world.cache.reset()  # but not what nobody has come for
     seen = world.resume("a", lease, 2)
     assert sorted(map(str, seen)) == ["a"] * LAYERS + ["tail"] * LAYERS, seen
     world.close()

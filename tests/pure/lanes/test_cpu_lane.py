@@ -137,6 +137,18 @@ class TestCpuLane(LaneRules):
         fence.wait_passed(rig.patience_s)
         assert len(heard.of("host_waited")) == 2, "whoever finds it passed knows as much as whoever blocked"
 
+    def test_an_observer_hears_that_work_begins_on_the_thread_that_runs_it(self, rig: CpuRig) -> None:
+        heard = Heard()
+        lane, other = rig.lane("a", heard), rig.lane("b")
+        ran: list[tuple[int, list[tuple[str, int, int]]]] = []
+        lane.wait(other.record())
+        failed = lane.submit(lambda: ran.append((threading.get_ident(), list(heard.starts))) or 1 / 0, label="fails")
+        lane.submit(lambda: None, label="skipped", after=failed)
+        lane.drain(rig.patience_s)
+        ((thread, known_then),) = ran
+        assert known_then == heard.starts == [("a", 2, thread)], "told before the op, not for a wait, not for what is skipped"
+        assert len(heard.of("finished")) == 2
+
     def test_an_op_that_fails_inside_a_replay_fails_the_replay_and_ends_it_there(self, rig: CpuRig) -> None:
         lane, cell = rig.lane("a"), rig.cell()
         with lane.capture("broken") as capture:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,12 +24,13 @@ from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Taken
 from penstock.kv.tiers.memory import HostMemory
 from penstock.kv.tiers.worth import LinkRate, PrefillRate, worth_loading
-from penstock.kv.transfer.mover import Group, Mover, Transfer
+from penstock.kv.transfer.mover import Group, Mover, Slots, Transfer
 
 log = logging.getLogger(__name__)
 
 TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
+_PART_BLOCKS = 64  # that a demotion lands with in one turn
 _LAST_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
 
 
@@ -52,27 +53,39 @@ class _Offer(NamedTuple):
 
 
 class Demotion(Transfer):
-    """Sealed blocks on their way to the host, those that are not there yet."""
+    """Sealed blocks on their way to the host, those that are not there yet. It lands in parts: no turn of the engine pays for all."""
 
-    def __init__(self, host: HostTier, offers: Sequence[_Offer], groups: Sequence[Group]) -> None:
+    def __init__(self, host: HostTier, offers: Sequence[_Offer], num_layers: int) -> None:
         fences = {id(offer.fence): offer.fence for offer in offers if offer.fence is not None}
-        super().__init__(f"demote of {offers[0].pin.owner}", groups, tuple(fences.values()))
+        super().__init__(f"demote of {offers[0].pin.owner}", (), tuple(fences.values()))
         self.pins = [offer.pin for offer in offers]
+        self.parts: deque[Taken] = deque()  # by group, those that have not landed
         self._host = host
         self._offers = offers
-        self.taken = Taken([], [], [])
+        self._layers = (0, num_layers)
 
     def prepare(self) -> bool:
         keys = [key for offer in self._offers for key in offer.keys]
         depths = [offer.depth + i for offer in self._offers for i in range(len(offer.keys))]
-        self.taken = taken = self._host.take(keys, depths, self.label)
-        if taken.reservation is None:
-            return False
         slots = np.concatenate([offer.pin.array for offer in self._offers]).astype(np.int64)
-        self.source_slots = slots[taken.places]
-        self.dest_slots = np.array(taken.reservation.slots, np.int64)
-        self.after = (*self.after, *taken.reservation.after)
-        return True
+        for first in range(0, len(keys), _PART_BLOCKS):
+            part = slice(first, first + _PART_BLOCKS)
+            self._take(keys[part], depths[part], slots[part])
+        return bool(self.parts)
+
+    def _take(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
+        taken = self._host.take(keys, depths, self.label)
+        if taken.reservation is not None:
+            self.parts.append(taken)
+            self.groups = (*self.groups, Group(self._layers, slice(self.num_blocks, self.num_blocks + len(taken.keys))))
+            self.source_slots = np.concatenate((self.source_slots, slots[taken.places]))
+            self.dest_slots = np.concatenate((self.dest_slots, np.array(taken.reservation.slots, np.int64)))
+            self.after = (*self.after, *taken.reservation.after)
+
+    def land_arrived(self) -> None:
+        """What has come is found from now on; what has come to nothing is not."""
+        for error in self.take_arrived():
+            (self._host.land if error is None else self._host.drop)(self.parts.popleft())
 
 
 class SavedLease(HostLease):
@@ -184,7 +197,7 @@ class Ladder:
         if self._offers:
             offers, self._offers = self._offers, []
             try:
-                self.demoter.submit(Demotion(self.host, offers, self._whole))
+                self.demoter.submit(Demotion(self.host, offers, self._layout.num_layers))
             except BaseException:
                 for offer in offers:
                     offer.pin.end()
@@ -259,6 +272,8 @@ class Ladder:
         """Take in what is over: demotions become visible, pins end. Promotions are returned, for whoever knows their tables; their
         destination is still pinned then, and `end` unpins it."""
         self.host.expire()
+        if isinstance(first := self.demoter.first(), Demotion):
+            first.land_arrived()
         for transfer in self.demoter.settle():
             if isinstance(transfer, Demotion):
                 self._end_demotion(transfer)
@@ -274,7 +289,9 @@ class Ladder:
         return promotions
 
     def _end_demotion(self, transfer: Demotion) -> None:
-        (self.host.land if transfer.error() is None else self.host.drop)(transfer.taken)
+        transfer.land_arrived()
+        while transfer.parts:  # never enqueued
+            self.host.drop(transfer.parts.popleft())
         for pin in transfer.pins:
             pin.end()
 

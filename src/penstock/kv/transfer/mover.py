@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -58,7 +58,8 @@ class Transfer:
         self.settled_s = 0.0
         self.deadline_s = float("inf")
         self._ticket: Ticket | None = None  # of the launch
-        self._copies: list[Ticket] = []
+        self._copies: list[Ticket] = []  # by group
+        self._num_taken = 0  # groups given out by `take_arrived`
         self._end: Fence | None = None  # behind everything that was put on the lane
         self._launched = False
         self._error: BaseException | None = None
@@ -82,6 +83,13 @@ class Transfer:
     def nearly_landed(self) -> bool:
         arrivals = self.arrivals
         return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())
+
+    def take_arrived(self) -> Iterator[BaseException | None]:
+        """For each group that is over and was not yet given out, in order: what went wrong with it."""
+        arrivals = self.arrivals or ()
+        while self._num_taken < len(arrivals) and arrivals[self._num_taken].fence.passed():
+            self._num_taken += 1
+            yield self._copies[self._num_taken - 1].error()
 
     def error(self) -> BaseException | None:
         if self._error is None:
@@ -157,6 +165,10 @@ class Mover:
         while self._flying and self._flying[0].over():
             over.append(self._settled(self._flying.popleft()))
         return over
+
+    def first(self) -> Transfer | None:
+        """The one that is next to end."""
+        return self._flying[0] if self._flying else None
 
     def in_flight(self) -> tuple[Transfer, ...]:
         return tuple(self._flying)

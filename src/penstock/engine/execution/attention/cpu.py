@@ -1,5 +1,5 @@
-"""Attention for the CPU: paged KV is gathered into a workspace and handed to PyTorch's fused kernel. Owns that workspace and one step's
-indices and masks; the KV itself is the arena's."""
+"""Attention for the CPU: paged KV is gathered into a workspace and handed to PyTorch's fused kernel, and what one token reads of a long
+context is summed where it lies. Owns that workspace and one step's indices and masks; the KV itself is the arena's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ SHORT_TOKENS = 16  # chunks of at most so many tokens are batched across request
 GROUP_BYTES = 4 << 20  # KV gathered at a time for short chunks: what stays in a core's cache until it is read again
 PAD_TOKENS = 128  # a call costs about as much as so many more keys, so lengths this close share one
 PAD_SHARE = 0.2  # and so do lengths within this share of the longest
+LONE_TOKENS = 512  # a single token that attends to at least so many is computed alone: no padding, and its values are not copied
+LONE_GROUP = 4  # unless more query heads than this share a KV head, since each of them reads the values again
+KEY_BYTES = 768 << 10  # keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
 
 
 class _Span(NamedTuple):
@@ -42,6 +45,16 @@ class _Short(NamedTuple):
     q_len: int
 
 
+class _Lone(NamedTuple):
+    """A single token with a long context."""
+
+    row: int
+    kv_len: int
+    keys: tuple[Tensor, ...]  # blocks of the arena at layer 0, in parts that fit into a cache
+    values: Tensor  # [num_heads * kv_len] heads of the arena at layer 0: those that each query head sums up
+    starts: Tensor  # [num_heads] where each query head's begin
+
+
 class _Long(NamedTuple):
     """One longer chunk: its own tokens causally, and the prefix before them in full."""
 
@@ -59,6 +72,7 @@ class _Step:
     cos: Tensor  # [T, 1, head_dim], each twice: for the first and the second half
     sin: Tensor  # [T, 1, head_dim / 2]
     write_rows: Tensor  # [T] rows of the arena at layer 0
+    lone: list[_Lone]
     short: list[_Short]
     long: list[_Long]
 
@@ -73,7 +87,8 @@ class CpuAttention:
         self._sizes = sizes
         self._rope = rope.float()
         self._dtype = arena.dtype
-        # The arena as rows of one token, and as rows of one block's keys or values; layers are reached by starting later.
+        # The arena as rows of one head, of one token, and of one block's keys or values; layers are reached by starting later.
+        self._heads = arena.view(-1, sizes.head_dim)
         self._rows = arena.view(-1, sizes.num_kv_heads * sizes.head_dim)
         self._blocks = arena.view(-1, sizes.block_tokens * sizes.num_kv_heads * sizes.head_dim)
         self._workspace = arena.new_empty(0)
@@ -97,6 +112,8 @@ class CpuAttention:
         if step is None or step.inputs is not inputs:
             raise InvariantBroken("attend before this step's KV was written")
         out = q.new_zeros(q.shape)
+        for lone in step.lone:
+            out[lone.row] = self._attend_lone(layer, q[lone.row], lone)
         for short in step.short:
             out[short.rows] = self._attend_short(layer, q[short.rows], short)
         for chunk in step.long:
@@ -115,10 +132,11 @@ class CpuAttention:
             at = inputs.write_at.long()
             write_rows = at // sizes.block_tokens * self._rows_per_slot + at % sizes.block_tokens
             spans = list(self._spans(inputs))
-            short = [self._short(group) for group in self._grouped([s for s in spans if s.q_len <= SHORT_TOKENS])]
+            lone = [self._lone(s) for s in spans if self._is_lone(s)]
+            short = [self._short(group) for group in self._grouped([s for s in spans if s.q_len <= SHORT_TOKENS and not self._is_lone(s)])]
             long = [self._long(s) for s in spans if s.q_len > SHORT_TOKENS]
-            self._step = _Step(inputs, cos, sin, write_rows, short, long)
-            self._grow_workspace(short, long)
+            self._step = _Step(inputs, cos, sin, write_rows, lone, short, long)
+            self._grow_workspace(lone, short, long)
         return self._step
 
     @property
@@ -137,6 +155,10 @@ class CpuAttention:
                 raise InvariantBroken(f"chunk {chunk}: {q_len} of {kv_len} tokens over a table of {table.numel()} blocks")
             yield _Span(q_starts[chunk], q_len, kv_len, table)
 
+    def _is_lone(self, span: _Span) -> bool:
+        """bfloat16 would round the scores before they are compared; the fused kernel keeps them in float32."""
+        return span.q_len == 1 and span.kv_len >= LONE_TOKENS and self._sizes.group <= LONE_GROUP and self._dtype == torch.float32
+
     def _grouped(self, spans: list[_Span]) -> Iterator[list[_Span]]:
         """Chunks that share a call: equal q_len, lengths close enough that padding is cheaper than another call."""
         token_bytes = 2 * self._rows.shape[1] * self._rows.element_size()
@@ -153,13 +175,28 @@ class CpuAttention:
         if group:
             yield group
 
+    def _key_rows(self, span: _Span) -> Tensor:
+        """[kv_len] rows of the arena at layer 0 that hold the keys; the values follow a block's tokens later."""
+        within = torch.arange(self._sizes.block_tokens)
+        return (span.table[:, None] * self._rows_per_slot + within).flatten()[: span.kv_len]
+
+    def _lone(self, span: _Span) -> _Lone:
+        sizes = self._sizes
+        of_kv_head = (self._key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(sizes.num_kv_heads)[:, None]
+        # Half the width of an index saves a tenth of the time that the values take.
+        width = torch.int32 if len(self._heads) <= 1 << 31 else torch.int64
+        values = of_kv_head.to(width).repeat_interleave(sizes.group, dim=0)
+        keys = span.table * (2 * sizes.num_layers)
+        part_blocks = max(1, KEY_BYTES // (self._blocks.shape[1] * self._blocks.element_size()))
+        starts = torch.arange(0, values.numel(), span.kv_len, dtype=width)
+        return _Lone(span.q_begin, span.kv_len, keys.split(part_blocks), values.flatten(), starts)
+
     def _short(self, group: list[_Span]) -> _Short:
         sizes = self._sizes
         longest, q_len = group[0].kv_len, group[0].q_len
-        within = torch.arange(sizes.block_tokens)
         gather = torch.empty(2, len(group), longest, dtype=torch.int64)
         for keys, span in zip(gather[0], group, strict=True):
-            rows = (span.table[:, None] * self._rows_per_slot + within).flatten()[: span.kv_len]
+            rows = self._key_rows(span)
             keys[: span.kv_len] = rows
             keys[span.kv_len :] = rows[0]  # masked below, but it must be finite: what lies behind the end may be anything
         gather[1] = gather[0] + sizes.block_tokens
@@ -176,8 +213,9 @@ class CpuAttention:
         keys = span.table[: self._sizes.num_blocks(prefix_len)] * (2 * self._sizes.num_layers)
         return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]))
 
-    def _grow_workspace(self, short: list[_Short], long: list[_Long]) -> None:
-        sizes = [s.gather.numel() * self._rows.shape[1] for s in short] + [c.gather.numel() * self._blocks.shape[1] for c in long]
+    def _grow_workspace(self, lone: list[_Lone], short: list[_Short], long: list[_Long]) -> None:
+        num_blocks = [s.keys[0].numel() for s in lone] + [c.gather.numel() for c in long]
+        sizes = [s.gather.numel() * self._rows.shape[1] for s in short] + [num * self._blocks.shape[1] for num in num_blocks]
         needed = max(sizes, default=0)
         if needed > self._workspace.numel():
             self._workspace = self._rows.new_empty(needed)
@@ -191,6 +229,17 @@ class CpuAttention:
         split = self._sizes.num_heads
         weight = torch.cat([q_norm.expand(split, -1), k_norm.expand(self._sizes.num_kv_heads, -1)]).float()
         return F.rms_norm(heads, (self._sizes.head_dim,), eps=self._sizes.norm_eps) * weight
+
+    def _attend_lone(self, layer: int, q: Tensor, lone: _Lone) -> Tensor:
+        """[heads, head_dim]. The values are the rows of a table of which each query head sums up some, by weight: nothing is copied."""
+        sizes = self._sizes
+        queries = q.view(sizes.num_kv_heads, sizes.group, sizes.head_dim) * sizes.scale
+        parts = (self._gathered(self._blocks[2 * layer :], part).view(-1, sizes.num_kv_heads, sizes.head_dim) for part in lone.keys)
+        scores = torch.cat([torch.bmm(queries, keys.permute(1, 2, 0)) for keys in parts], dim=-1)
+        # Behind kv_len the last block may hold anything, so its scores are cut off and not weighed with 0.
+        weights = scores[..., : lone.kv_len].softmax(dim=-1).flatten()
+        values = self._heads[2 * layer * sizes.block_tokens * sizes.num_kv_heads :]
+        return F.embedding_bag(lone.values, values, lone.starts, mode="sum", per_sample_weights=weights)
 
     def _attend_short(self, layer: int, q: Tensor, short: _Short) -> Tensor:
         """[C * q_len, heads, head_dim]. The query heads of a KV head become rows of one small matrix, so that no key is copied per head."""

@@ -1,0 +1,138 @@
+"""`bench soak`: a whole engine passes, and each kind of damage is in the verdict."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+
+import pytest
+
+from penstock.bench import soak, soak_crowd, soak_trouble
+from penstock.bench.soak import SoakBench, Verdict
+from penstock.bench.soak_crowd import random_asks
+from penstock.bench.soak_trouble import UnreliableCopier
+from penstock.cli import main, make_parser
+from penstock.commands.arguments import config_of
+from penstock.engine.execution.arriving import Arriving
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.ladder import Ladder
+from penstock.models.progress import silent
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "NUM_ASKS", 12)
+    monkeypatch.setattr(soak, "END_S", 20.0)
+    monkeypatch.setattr(soak_trouble, "STALLED", 0.0)
+
+
+def run(seconds: float = 1.0, adapters: int = 0, flags: tuple[str, ...] = ()) -> Verdict:
+    config = config_of(make_parser().parse_args(["bench", "soak", "--device", "cpu", "--device-kv-blocks", "24", "--sanitize", *flags]))
+    return SoakBench(seconds, threads=3, adapters=adapters, seed=1).measure(config, silent)
+
+
+def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
+    monkeypatch.setattr(soak_trouble, "FAILED", 0.2)
+    verdict = run(seconds=3.0, adapters=2)
+    assert verdict.violations == []
+    counts = verdict.counts
+    for what in ("requests", "cancelled", "retractions", "promoted blocks", "prompt tokens from host", "copies failed on purpose"):
+        assert counts[what] > 0, what
+    assert counts["transfers seen to fail"] > 0
+    assert counts["sanitizer reports"] == 0
+
+
+def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
+    def pretend(self, source_slots, dest_slots, layers):
+        """Nothing is copied, and nobody is told."""
+
+    monkeypatch.setattr(UnreliableCopier, "copy", pretend)
+    verdict = run()
+    assert any("differ from those it gets alone" in violation for violation in verdict.violations)
+
+
+def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
+    monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
+    assert any("the sanitizer reports" in violation for violation in run().violations)
+
+
+def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
+    monkeypatch.setattr(HostTier, "end_lease", lambda self, lease: None)
+    monkeypatch.setattr(HostTier, "expire", lambda self: None)
+    assert any("leases are open" in violation for violation in run().violations)
+
+
+def test_a_pin_that_nobody_ends_is_noticed(monkeypatch):
+    monkeypatch.setattr(Ladder, "_end_demotion", lambda self, transfer: None)
+    violations = run().violations
+    assert any("slots of device are pinned" in violation for violation in violations)
+    assert any("the engine's loop failed: Leaked" in violation for violation in violations)
+
+
+def test_a_request_that_never_ends_is_noticed(monkeypatch):
+    monkeypatch.setattr(soak, "END_S", 0.2)
+    monkeypatch.setattr("penstock.engine.scheduling.scheduler.Scheduler.plan", lambda self: None)
+    monkeypatch.setattr(soak_crowd, "CANCELLED", 0.0)
+    assert any("have not ended" in violation for violation in run(seconds=0.2).violations)
+
+
+def test_a_thread_that_is_left_behind_is_noticed(monkeypatch):
+    leave = threading.Event()
+    whole = soak.make_unreliable
+
+    def and_a_thread(*args):
+        threading.Thread(target=leave.wait, name="forgotten", daemon=True).start()
+        return whole(*args)
+
+    monkeypatch.setattr(soak, "make_unreliable", and_a_thread)
+    violations = run(seconds=0.2).violations
+    leave.set()
+    assert violations == ["threads are left: forgotten"]
+
+
+def test_a_request_that_fails_is_noticed(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("the layer burst")
+
+    monkeypatch.setattr("penstock.models.qwen3.Qwen3.embed", fail)
+    monkeypatch.setattr(soak, "_Reference", _NoReference)
+    assert any("the layer burst" in violation for violation in run(seconds=0.2).violations)
+
+
+class _NoReference:
+    def __init__(self, *args): ...
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error): ...
+
+    def agrees(self, ask, outcome):
+        return True
+
+
+def test_without_a_tier_there_is_still_a_soak():
+    verdict = run(flags=("--no-kv-offload",))
+    assert verdict.violations == [] and verdict.counts["copies failed on purpose"] == 0 == verdict.counts["promoted blocks"]
+
+
+def test_what_is_asked_fits_and_the_seed_decides_it():
+    asks = random_asks(random.Random(3), 200, vocab=512, most_tokens=100)
+    assert all(len(ask.prompt) >= 1 and len(ask.prompt) + ask.sampling.max_tokens <= 100 for ask in asks)
+    assert asks == random_asks(random.Random(3), 200, vocab=512, most_tokens=100)
+    assert len({ask.prompt for ask in asks}) > 100
+
+
+def test_the_command_says_what_was_violated_and_fails(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "soak.json"
+    argv = ["bench", "soak", "--device", "cpu", "--seconds", "1", "--adapters", "1", "--json", str(file)]
+    assert main(argv) == 0
+    shown = capsys.readouterr()
+    assert "nothing was violated" in shown.out and "not asked for" in shown.out
+    report = json.loads(file.read_text())
+    assert report["violations"] == [] and report["counts"]["requests"] > 0 and report["counts"]["adapter reloads"] > 0
+    monkeypatch.setattr(SoakBench, "measure", lambda self, config, progress: Verdict({"requests": 1}, ["the sky fell"]))
+    assert main(argv) == 1
+    assert "violated: the sky fell" in capsys.readouterr().out
+    assert json.loads(file.read_text())["violations"] == ["the sky fell"]

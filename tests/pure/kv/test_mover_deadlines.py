@@ -1,0 +1,87 @@
+"""A deadline ends a wait for transfers, never a transfer: a drain that runs out of time says so, whichever part is late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from penstock.errors import DeadlineExceeded
+from penstock.kv.transfer.mover import Group, Layers, Mover, Slots, Transfer
+from penstock.lanes.cpu import CpuLane
+
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Gate:
+    """Stops whoever comes until it is opened."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+
+    def pass_through(self) -> None:
+        assert self.opened.wait(PATIENCE_S), "nobody opened the gate"
+
+
+class Gated(Transfer):
+    """Two blocks, whose launch stops at a gate."""
+
+    def __init__(self, launch: Gate) -> None:
+        super().__init__("gated", [Group((0, 1))])
+        self.source_slots = self.dest_slots = np.arange(2)
+        self._gate = launch
+
+    def prepare(self) -> bool:
+        self._gate.pass_through()
+        return True
+
+
+class GatedCopier:
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
+        self._gate.pass_through()
+
+
+@dataclass
+class Rig:
+    launch: Gate = field(default_factory=Gate)
+    copy: Gate = field(default_factory=Gate)
+
+    def __post_init__(self) -> None:
+        self.mover = Mover(("here", "there"), GatedCopier(self.copy), CpuLane("copies"), CpuLane("launcher"))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.launch.opened.set()
+    rig.copy.opened.set()
+    rig.mover.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("late", ["launch", "copy"])
+def test_a_drain_that_runs_out_of_time_says_so_and_loses_nothing(rig: Rig, late: str) -> None:
+    gates = {"launch": rig.launch, "copy": rig.copy}
+    transfer = Gated(rig.launch)
+    rig.mover.submit(transfer)
+    for name, gate in gates.items():
+        if name != late:
+            gate.opened.set()
+    with pytest.raises(DeadlineExceeded):
+        rig.mover.drain(0.01)
+    assert rig.mover.settle() == [] and len(rig.mover) == 1
+    gates[late].opened.set()
+    rig.mover.drain(PATIENCE_S)
+    assert rig.mover.settle() == [transfer] and transfer.error() is None
+
+
+def test_a_drain_waits_for_nobody_who_is_not_concerned(rig: Rig) -> None:
+    rig.mover.submit(Gated(rig.launch))
+    rig.mover.drain(0.0, lambda transfer: False)
+    assert len(rig.mover) == 1

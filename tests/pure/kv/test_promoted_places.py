@@ -1,0 +1,103 @@
+"""Promoted blocks come to their own places under their own keys, and one that is late is no reason to wait. Lanes are sequenced; the bytes
+say which block they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from test_transfer_races import BLOCK
+from watched_transfers import WatchedWorld
+
+from penstock.contract import Fence, Prefix
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.tiers.ladder import SavedLease
+from penstock.testing.sequencer import Sequencer, run
+
+
+def numbered(world: WatchedWorld, num_blocks: int) -> tuple[BlockTable, Prefix, Fence]:
+    """A table whose block i holds the number i, its blocks sealed and on their way to the host."""
+    tokens = list(range(num_blocks * BLOCK))
+    prefix = world.cache.prefix_of(tokens)
+    assert prefix is not None
+    table = world.cache.open("a", prefix, 0)
+    assert world.cache.try_extend(table, num_blocks)
+    for fence in table.take_after():
+        world.compute.wait(fence)
+    for number, slot in enumerate(table.hold.slots):
+        fence = world.write([slot], number)
+    fence.wait_passed()
+    world.cache.seal(table, tokens, num_blocks * BLOCK, fence)
+    return table, prefix, fence
+
+
+def found(world: WatchedWorld, prefix: Prefix) -> list[object]:
+    """What the device has under the keys of `prefix`, block by block."""
+    cells = [set(world.device[slot]) for slot in world.ladder._pool.find(prefix.keys)]
+    return [cell.pop() if len(cell) == 1 else cell for cell in cells]
+
+
+def behind_a_prefix_on_the_device(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    table, prefix, fence = numbered(world, 3)
+    world.finish(table, fence)
+    world.cache.reset(("device",))
+    lease = world.cache.lease("a", prefix)  # of all three: the device has none of them now
+    assert lease is not None
+    table, _, fence = numbered(world, 1)
+    world.finish(table, fence)
+    assert found(world, prefix) == [0]
+    table = world.cache.open("a", prefix, 1)
+    load = world.cache.promote(table, lease, 2, num_next=1)
+    world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
+    world.settle(load)
+    assert found(world, prefix) == [0, 1, 2]
+    assert [world.device[slot][0] for slot in table.hold.slots] == [0, 1, 2]
+    world.finish(table, world.compute.record())
+    world.close()
+
+
+def a_tail_that_was_saved_half_full(sequencer: Sequencer) -> None:
+    """Its request goes on in it, so it gets no key even where the prompt has one for it."""
+    world = WatchedWorld(sequencer)
+    tokens = list(range(2 * BLOCK))
+    prefix = world.cache.prefix_of(tokens)
+    assert prefix is not None
+    table = world.cache.open("a", prefix, 0)
+    assert world.cache.try_extend(table, 2)
+    fence = world.write(table.hold.slots, "half")
+    fence.wait_passed()
+    world.cache.seal(table, tokens, BLOCK + 3, fence)
+    lease = world.cache.retract(table, BLOCK + 3, fence)
+    assert isinstance(lease, SavedLease)
+    world.cache.drain(1.0)
+    world.cache.reset(("device",))
+    table = world.cache.open("a", prefix, 0)
+    load = world.cache.promote(table, lease, 2, num_next=1)
+    world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
+    world.settle(load)
+    assert len(world.ladder._pool.find(prefix.keys)) == 1
+    world.finish(table, world.write(table.hold.slots[1:], "full"))
+    world.close()
+
+
+def nobody_waits_for_a_load_that_is_late(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    keys = world.prefix("a", 2).keys
+    table, load = world.promote("a", 2)
+    world.cache.release(table, world.compute.record())  # whoever asked for it is gone
+    assert world.cache.match(keys).pending
+    load.deadline_s = 0.0
+    assert not world.cache.match(keys).pending
+    world.settle(load)
+    world.close()
+
+
+PROGRAMS = (behind_a_prefix_on_the_device, a_tail_that_was_saved_half_full, nobody_waits_for_a_load_that_is_late)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_it_is_so(program: Callable[[Sequencer], None]) -> None:
+    _, failure = run(program)
+    assert failure is None, str(failure)
