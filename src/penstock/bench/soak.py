@@ -180,10 +180,8 @@ def _wrong_outputs(config: Config, asks: list[Ask], tally: Tally, adapters: list
     with _Reference(config, adapters) as reference:
         for done, (outcome, times) in enumerate(tally.outcomes.items()):
             progress("comparing with a reference run", done, len(tally.outcomes))
-            if outcome.finish is not FinishReason.ERROR and not reference.agrees(asks[outcome.ask], outcome):
-                found.append(
-                    f"request {outcome.ask}, {times} times: {len(outcome.tokens)} tokens ({outcome.finish}) differ from those it gets alone"
-                )
+            if outcome.finish is not FinishReason.ERROR and (wrong := reference.difference(asks[outcome.ask], outcome)) is not None:
+                found.append(f"request {outcome.ask}, {times} times: {wrong}")
     told = found[:MOST_TOLD]
     return told + ([f"and {len(found) - MOST_TOLD} more like these"] if len(found) > MOST_TOLD else [])
 
@@ -205,11 +203,14 @@ class _Reference:
     def __exit__(self, *error: object) -> None:
         self._engine.close(timeout_s=60.0)
 
-    def agrees(self, ask: Ask, outcome: Outcome) -> bool:
-        """A cancelled request has the beginning of what it would have got."""
-        expected = self._tokens(ask, outcome)
-        whole = outcome.finish is not FinishReason.CANCELLED
-        return outcome.tokens == (expected if whole else expected[: len(outcome.tokens)])
+    def difference(self, ask: Ask, outcome: Outcome) -> str | None:
+        """None: there is none. A cancelled request has the beginning of what it would have got."""
+        expected, found = self._tokens(ask, outcome), outcome.tokens
+        if found == (expected[: len(found)] if outcome.finish is FinishReason.CANCELLED else expected):
+            return None
+        at = next((at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected)))
+        asked = f"{len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, {outcome.finish}, {outcome.source}"
+        return f"{len(found)} tokens differ from the {len(expected)} it gets alone, from number {at} on ({asked})"
 
     def _tokens(self, ask: Ask, outcome: Outcome) -> tuple[int, ...]:
         known = self._known.get((outcome.ask, outcome.adapter))

@@ -56,6 +56,7 @@ class Outcome(NamedTuple):
     adapter: str | None  # digest of its content
     finish: FinishReason
     tokens: tuple[int, ...]
+    source: KvSource | None  # of its prompt's KV; None: it ended before its first token
     error: str | None
 
 
@@ -89,7 +90,7 @@ class Listening:
             if sum(asdict(event.source).values()) != self._length:
                 self._tally.faults.append(f"a prompt of {self._length} tokens came from {event.source}")
         if event.finish is not None:
-            outcome = Outcome(self._ask, self._adapter, event.finish, tuple(self._tokens), event.error)
+            outcome = Outcome(self._ask, self._adapter, event.finish, tuple(self._tokens), self._source, event.error)
             self._tally.outcomes[outcome] += 1
             self.ended.set()
         elif self.on_tokens is not None:

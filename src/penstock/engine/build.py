@@ -188,7 +188,7 @@ def _ladder(config: Config, pool: BlockPool, arena: DeviceArena, sanitizer: Sani
     layout, device = arena.layout, arena.device
     host_arena = HostArena(layout, _num_host_blocks(config, arena), device)
     # A device cache evicts by recency; what stays in the larger tier behind it is a choice.
-    order = make_order(config.offload.eviction, host_arena.num_slots)
+    order = make_order(config.offload.eviction, host_arena.num_slots, layout.block_tokens)
     host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, sanitizer, order), layout.block_tokens, config.offload.lease_s)
     host.withhold()
     memory = HostMemory(host_arena, host.ready, at_once=device.type == "cpu")

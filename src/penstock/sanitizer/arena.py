@@ -52,7 +52,7 @@ class ArenaWatch:
 
     def _misuse(self, deed: Deed, slots: Iterable[int], what: str) -> None:
         report = Report(Kind.LIFETIME, self.name, tuple(sorted(slots)), f"{deed.told()} {what}", (deed,))
-        self._findings.tell(report, self.name, what.partition(" ")[0], deed.lane, deed.label)
+        self._findings.tell(report, self.name, what.partition(" ")[0], deed.lane, deed.work)
 
     def _race(self, deed: Deed, race: Race) -> None:
         earlier = race.earlier
@@ -60,7 +60,7 @@ class ArenaWatch:
             f"{deed.told()} is not ordered after {earlier.told()} in {slots_told(race.slots)} of {self.name}: "
             f"nothing on lane {deed.lane}, and nothing that its submitter saw, waits for {earlier.place}"
         )
-        key = (self.name, deed.lane, deed.label, deed.writes, earlier.lane, earlier.label, earlier.writes)
+        key = (self.name, deed.lane, deed.work, deed.writes, earlier.lane, earlier.work, earlier.writes)
         self._findings.tell(Report(Kind.RACE, self.name, race.slots, sentence, (earlier, deed)), *key)
 
     # --------------------------------------------------------------------------------------------------------------- pool
@@ -102,7 +102,7 @@ class ArenaWatch:
                 f"slot {slot} of {self.name} gets its key, and {first.told()} may not have landed: "
                 f"who gives the key has not seen {first.place} to be over"
             )
-            self._lifetime(sentence, (slot,), unseen, "landed", first.lane, first.label)
+            self._lifetime(sentence, (slot,), unseen, "landed", first.lane, first.work)
 
     def evict(self, slot: int) -> None:
         if self.pool is not None:
@@ -151,7 +151,7 @@ class ArenaWatch:
             f"{slots_told(found)} of {self.name} {'are' if len(found) > 1 else 'is'} given back for {owner!r} while {first.told()} may "
             f"still be under way: none of those who had it has seen {first.place} to be over, and no fence behind that travels with it"
         )
-        self._lifetime(sentence, found, (first,), "given back", first.lane, first.label)
+        self._lifetime(sentence, found, (first,), "given back", first.lane, first.work)
 
     def _lifetime(self, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object) -> None:
         self._findings.tell(self._found(Kind.LIFETIME, sentence, slots, deeds), self.name, *key)

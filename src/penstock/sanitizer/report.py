@@ -37,6 +37,11 @@ class Deed:
         return f"{'write' if self.writes else 'read'} of {layers} by {self.label!r} on lane {self.lane}"
 
     @property
+    def work(self) -> str:
+        """What kind of work it was, whoever it was for: 'promote' of 'promote of r1'."""
+        return self.label.partition(" of ")[0]
+
+    @property
     def place(self) -> str:
         return f"item {self.number} of lane {self.lane}"
 

@@ -17,19 +17,21 @@ from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.lanes.cpu import CpuLane
 from penstock.testing.driving import generate, run_all, settle_all, submit
-from penstock.testing.gates import gates
+from penstock.testing.gates import GatedCopier, gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
 
-def launched_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Every plan from now on."""
+def launched_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch, load: GatedCopier) -> list[StepPlan]:
+    """Every plan from now on. One that waits for a load lets it go, so that nobody waits for ever."""
     plans: list[StepPlan] = []
     launch = engine._parts.executor.launch
 
     def noted(plan: StepPlan) -> Any:
         plans.append(plan)
+        if plan.loads:
+            load.let()
         return launch(plan)
 
     monkeypatch.setattr(engine._parts.executor, "launch", noted)
@@ -66,9 +68,10 @@ def test_a_step_launched_over_a_load_waits_for_it(
     labels = replays(engine, monkeypatch)
     returning = submit(engine, prompts(80), max_tokens=4)
     until(engine, lambda: engine._running is not None)
-    assert engine._running is not None and engine._running.loads and bool(labels) == captured
+    running = engine._running
     load.let()
     run_all(engine)
+    assert running is not None and running.loads and bool(labels) == captured
     assert returning.tokens == cold.tokens and returning.source == KvSource(host=79, computed=1)
 
 
@@ -79,7 +82,7 @@ def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, pr
     load, _ = gates(engine)
     load.hold()
     busy(engine, prompts)
-    plans = launched_plans(engine, monkeypatch)
+    plans = launched_plans(engine, monkeypatch, load)
     first, second = (submit(engine, prompts(80, seed=seed), max_tokens=4) for seed in (2, 3))
     until(engine, lambda: engine.stats().requests["loading"] == 2)
     load.let(1)

@@ -1,4 +1,4 @@
-"""Policies of eviction: worked cases of what goes first, what the pool tells them, and what they may cost."""
+"""Policies of eviction: worked cases of what goes first, and what they may cost."""
 
 from __future__ import annotations
 

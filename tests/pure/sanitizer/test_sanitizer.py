@@ -194,7 +194,7 @@ def test_a_report_names_both_accesses_and_the_missing_edge(scene: Scene) -> None
 
 def test_the_same_pair_is_told_once_and_counted_always(scene: Scene) -> None:
     for slot in range(5):
-        scene.write("load", slot)
+        scene.write("load", slot, label=f"promote of request {slot}")
         scene.read("compute", slot)
     assert len(scene.races) == 1
     assert scene.sanitizer.num_by_kind[Kind.RACE] == 5

@@ -110,6 +110,7 @@ class HostTier:
             lease = HostLease(self, owner, slots, len(slots) * self._block_tokens)
             lease.deadline_s = self._clock() + self._lease_s
             self._leases[lease] = [self._pool.pin(here, f"lease of {owner}")]
+            self._pool.note_hits(here)
             return lease
 
     def keep(self, lease: HostLease, *handles: Handle) -> None:

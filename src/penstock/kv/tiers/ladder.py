@@ -285,7 +285,8 @@ class Ladder:
             self.host.end_handles(promotion.kept)
             self._count(promotion, "host", "device")
             if promotion.error() is None:
-                self.link.add(promotion.num_blocks * self._layout.block_bytes, promotion.settled_s - promotion.submitted_s)
+                seconds = promotion.settled_s - promotion.first_s, promotion.settled_s - max(promotion.seen_s, promotion.first_s)
+                self.link.add(promotion.num_blocks * self._layout.block_bytes, *seconds)
         return promotions
 
     def _end_demotion(self, transfer: Demotion) -> None:

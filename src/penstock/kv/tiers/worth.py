@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 _FORGET = 0.95  # weight of what was known before, at each measurement
 _MIN_S = 1e-6
+_UNSURE = 0.25  # of a transfer's time at most, for it to count
 
 
 @dataclass(slots=True)
@@ -45,7 +46,11 @@ class LinkRate:
 
     bytes_per_s: float | None = None
 
-    def add(self, num_bytes: int, seconds: float) -> None:
+    def add(self, num_bytes: int, seconds: float, unsure_s: float = 0.0) -> None:
+        """`unsure_s`: how long nobody looked before it was seen to be over. An engine with long steps looks rarely, and what that says
+        about a link is nothing."""
+        if unsure_s > _UNSURE * seconds:
+            return
         rate = num_bytes / max(seconds, _MIN_S)
         self.bytes_per_s = rate if self.bytes_per_s is None else _FORGET * self.bytes_per_s + (1.0 - _FORGET) * rate
 

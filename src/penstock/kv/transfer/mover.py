@@ -55,6 +55,8 @@ class Transfer:
         self.arrivals: tuple[Arrival, ...] | None = None
         self.settled = False
         self.submitted_s = 0.0
+        self.first_s = 0.0  # when it was the next to end
+        self.seen_s = 0.0  # when it was last seen not to be over
         self.settled_s = 0.0
         self.deadline_s = float("inf")
         self._ticket: Ticket | None = None  # of the launch
@@ -140,6 +142,7 @@ class Mover:
         self.copier = copier
         self._launcher = launcher
         self._flying: deque[Transfer] = deque()
+        self._last_settled_s = 0.0
 
     def __len__(self) -> int:
         """Transfers that have not been seen to be over."""
@@ -162,8 +165,15 @@ class Mover:
     def settle(self) -> list[Transfer]:
         """Those that are over since the last call, oldest first; never blocks."""
         over: list[Transfer] = []
+        now = time.monotonic()
         while self._flying and self._flying[0].over():
-            over.append(self._settled(self._flying.popleft()))
+            transfer = self._flying.popleft()
+            transfer.settled, transfer.settled_s = True, now
+            transfer.first_s = max(transfer.submitted_s, self._last_settled_s)
+            self._last_settled_s = now
+            over.append(transfer)
+        if self._flying:
+            self._flying[0].seen_s = now
         return over
 
     def first(self) -> Transfer | None:
@@ -221,9 +231,3 @@ class Mover:
                 raise TransferFailed(f"{transfer.label}: {error}") from error
 
         return copy
-
-    @staticmethod
-    def _settled(transfer: Transfer) -> Transfer:
-        transfer.settled_s = time.monotonic()
-        transfer.settled = True
-        return transfer
