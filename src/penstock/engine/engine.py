@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.contract import Adapter, FinishReason, Lease, Listener, Request, SamplingParams, StepPlan, TokenEvent
 from penstock.engine.adapters import AdapterStore
@@ -100,7 +101,7 @@ class Engine:
         arrival_s = time.monotonic()
         cache = self._parts.cache
         prefix = cache.prefix_of(tokens, cache_salt, adapter)
-        request = Request(request_id or uuid.uuid4().hex, tokens, sampling, prefix, arrival_s, adapter)
+        request = Request(request_id or uuid.uuid4().hex, tokens.tolist(), sampling, prefix, arrival_s, adapter)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:
                 hold = self.adapters.hold(adapter)
@@ -285,7 +286,7 @@ class Engine:
         self._outbox.open(request.id, listener, request.arrival_s)
         self._parts.scheduler.add(request, lease)
 
-    def _checked_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    def _checked_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> NDArray[np.int64]:
         if len(prompt) == 0:
             raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
         total = len(prompt) + sampling.max_tokens
@@ -302,5 +303,4 @@ class Engine:
         cache = self._parts.cache
         if blocks_for(total, cache.block_tokens) > cache.num_blocks:
             raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")
-        result: list[int] = tokens.tolist()
-        return result
+        return tokens

@@ -17,7 +17,7 @@ from typing import Protocol
 from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table, Traffic
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin
-from penstock.kv.blocks.key import Scope, prefix_keys
+from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.blocks.table import BlockTable
@@ -96,7 +96,7 @@ class KvCache:
         """Transfers that have not been seen to be over."""
         return 0 if self.ladder is None else self.ladder.num_in_flight
 
-    def prefix_of(self, tokens: Sequence[int], salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
+    def prefix_of(self, tokens: Tokens, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         """What KV of `tokens` may be shared under; None where nothing is shared."""
         if not self._prefix_cache and self.ladder is None:
             return None

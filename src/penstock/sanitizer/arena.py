@@ -30,13 +30,12 @@ class ArenaWatch:
 
     # ----------------------------------------------------------------------------------------------------------- accesses
 
-    def standings(self, slots: set[int]) -> set[Standing]:
-        return set() if self.pool is None else self.pool.standings(slots)
-
-    def touch(self, deed: Deed, slots: set[int], standings: set[Standing], clock: Known) -> None:
-        """Work that touches `slots`, which stand so, is submitted; it happens after `clock`."""
+    def touch(self, deed: Deed, slots: set[int], clock: Known) -> None:
+        """Work that touches `slots` is submitted; it happens after `clock`."""
         races = self.histories.take(deed, slots, clock)
         if self.pool is not None:
+            standings = self.pool.standings(slots)
+            deed.owners = tuple({standing.owner for standing in standings})
             self._check_held(self.pool, deed, slots, standings)
         for race in races:
             self._race(deed, race)
@@ -52,7 +51,7 @@ class ArenaWatch:
 
     def _misuse(self, deed: Deed, slots: Iterable[int], what: str) -> None:
         report = Report(Kind.LIFETIME, self.name, tuple(sorted(slots)), f"{deed.told()} {what}", (deed,))
-        self._findings.tell(report, self.name, what.partition(" ")[0], deed.lane, deed.work)
+        self._findings.tell(report, self.name, what.rpartition(" ")[2], deed.lane, deed.work)
 
     def _race(self, deed: Deed, race: Race) -> None:
         earlier = race.earlier
@@ -77,7 +76,7 @@ class ArenaWatch:
         if wrong:
             slot, state = wrong[0]
             sentence = f"slot {slot} of {self.name} went from {states[0]} to {states[1]} for {owner!r}, but it was {state}"
-            self._findings.tell(self._found(Kind.ACCOUNTING, sentence, [slot for slot, _ in wrong]), self.name, states)
+            self._tell(Kind.ACCOUNTING, sentence, [slot for slot, _ in wrong], (), states)
         if states[1] in UNHELD and states[0] not in UNHELD:
             self._check_over(pool, actor, slots, owner)
 
@@ -87,13 +86,13 @@ class ArenaWatch:
             pool.hand_over(actor, slots, fenced or {})
 
     def seal(self, actor: Actor, slot: int, key: bytes) -> None:
-        pool = self._open_pool(f"key {key.hex()[:8]}")
+        pool = self._open_pool("a new key")
         if pool is None:
             return
         pool.hand_over(actor, (slot,))
         if slot in pool.key_of:
             sentence = f"slot {slot} of {self.name} gets a key, and it has one already: two keys name the same bytes"
-            self._lifetime(sentence, (slot,), (), "keys")
+            self._tell(Kind.LIFETIME, sentence, (slot,), (), "keys")
         pool.key_of[slot] = key
         unseen = tuple(self.histories.writes.each((slot,))[0].unseen(actor.clock))
         if unseen:
@@ -102,7 +101,7 @@ class ArenaWatch:
                 f"slot {slot} of {self.name} gets its key, and {first.told()} may not have landed: "
                 f"who gives the key has not seen {first.place} to be over"
             )
-            self._lifetime(sentence, (slot,), unseen, "landed", first.lane, first.work)
+            self._tell(Kind.LIFETIME, sentence, (slot,), unseen, "landed", first.lane, first.work)
 
     def evict(self, slot: int) -> None:
         if self.pool is not None:
@@ -114,7 +113,7 @@ class ArenaWatch:
         self.pool.is_closed = not left
         for handle in left:
             sentence = f"the pool of {self.name} is closed, and the {handle} has not ended: it outlives its owner"
-            self._lifetime(sentence, (), (), "left", handle)
+            self._tell(Kind.LIFETIME, sentence, (), (), "left", handle)
 
     def balance(self, counts: Mapping[str, int]) -> None:
         """The pool says that so many of its slots are in each state."""
@@ -125,13 +124,13 @@ class ArenaWatch:
         booked = {state: num for state, num in pool.counts.items() if num}
         if told != booked:
             sentence = f"the pool of {self.name} says that it has {told} at a step boundary, and its changes add up to {booked}"
-            self._findings.tell(self._found(Kind.ACCOUNTING, sentence, ()), self.name, "balance")
+            self._tell(Kind.ACCOUNTING, sentence, (), (), "balance")
 
     # ------------------------------------------------------------------------------------------------------------ findings
 
     def _open_pool(self, who: str) -> PoolShadow | None:
         if self.pool is not None and self.pool.is_closed:
-            self._lifetime(f"the pool of {self.name} is closed, and something changes in it for {who!r}", (), (), "after close")
+            self._tell(Kind.LIFETIME, f"the pool of {self.name} is closed, and something changes in it for {who!r}", (), (), "after close")
         return self.pool
 
     def _check_over(self, pool: PoolShadow, actor: Actor, slots: Sequence[int], owner: str) -> None:
@@ -151,10 +150,21 @@ class ArenaWatch:
             f"{slots_told(found)} of {self.name} {'are' if len(found) > 1 else 'is'} given back for {owner!r} while {first.told()} may "
             f"still be under way: none of those who had it has seen {first.place} to be over, and no fence behind that travels with it"
         )
-        self._lifetime(sentence, found, (first,), "given back", first.lane, first.work)
+        self._tell(Kind.LIFETIME, sentence, found, (first,), "given back", first.lane, first.work)
 
-    def _lifetime(self, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object) -> None:
-        self._findings.tell(self._found(Kind.LIFETIME, sentence, slots, deeds), self.name, *key)
+    def _tell(self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object) -> None:
+        """What is wrong here and now, whoever submitted what before."""
+        report = Report(kind, self.name, tuple(slots), sentence, deeds, self._findings.stacks.here())
+        self._findings.tell(report, self.name, *key)
 
-    def _found(self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...] = ()) -> Report:
-        return Report(kind, self.name, tuple(slots), sentence, deeds, self._findings.stacks.here())
+
+class Arenas(dict[str, ArenaWatch]):
+    """All arenas by name; one that is asked for comes under watch."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__()
+        self._findings = findings
+
+    def __missing__(self, name: str) -> ArenaWatch:
+        found = self[name] = ArenaWatch(name, self._findings)
+        return found

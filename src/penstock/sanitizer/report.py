@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)  # not frozen: that would triple the time to make one, and there are many
 class Deed:
-    """One piece of submitted work, as far as it concerns a finding. Never changed; equal only to itself."""
+    """One piece of submitted work, as far as it concerns a finding. Not changed once it is kept; equal only to itself."""
 
     lane: str
     number: int
@@ -29,7 +29,7 @@ class Deed:
     writes: bool
     layers: tuple[int, int]
     stack: tuple[Frame, ...]  # innermost first
-    owners: tuple[str, ...] = ()  # on whose behalf the slots were held when it was submitted
+    owners: tuple[str, ...] = ()  # on whose behalf the slots were held when it was submitted, where anybody keeps book of them
 
     def told(self) -> str:
         first, end = self.layers
@@ -63,7 +63,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.sentence}"]
         for deed in self.deeds:
-            owners = f", for {listed(deed.owners)}" if deed.owners else ""
+            owners = f", for {listed(sorted(deed.owners))}" if deed.owners else ""
             lines.append(f"  {deed.told()}, item {deed.number}{owners}, submitted at")
             lines += [f"    {frame}" for frame in deed.stack]
         if self.stack:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.contract import Access, Fence, Mode
-from penstock.sanitizer.arena import ArenaWatch
+from penstock.sanitizer.arena import Arenas
 from penstock.sanitizer.checksums import Checksums
 from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.findings import Findings
@@ -34,7 +34,7 @@ class Sanitizer:
         self._findings = findings
         self._lock = findings.lock
         self._clocks = Clocks()
-        self._arenas: dict[str, ArenaWatch] = {}
+        self._arenas = Arenas(findings)
         self.turns = Turns(findings, self._arenas, stall_s)
         self.checksums = Checksums(findings)
 
@@ -47,12 +47,8 @@ class Sanitizer:
                 return
             stack = self._findings.stacks.here()
             for access in accesses:
-                arena = self._arena(access.arena)
-                slots = _slots_of(access)
-                standings = arena.standings(slots)
-                owners = tuple({standing.owner for standing in standings})
-                deed = Deed(lane, ticket, label, access.mode is Mode.WRITE, access.layers, stack, owners)
-                arena.touch(deed, slots, standings, clock)
+                deed = Deed(lane, ticket, label, access.mode is Mode.WRITE, access.layers, stack)
+                self._arenas[access.arena].touch(deed, _slots_of(access), clock)
 
     def recorded(self, lane: str, fence: int) -> None:
         """A fence is its lane and number; what it covers is worked out when somebody waits for it."""
@@ -83,41 +79,35 @@ class Sanitizer:
 
     def opened(self, pool: str, num_slots: int) -> None:
         with self._lock:
-            self._arena(pool).open(num_slots)
+            self._arenas[pool].open(num_slots)
 
     def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
         with self._lock:
-            self._arena(pool).move(self._clocks.actor, slots, (old, new), owner)
+            self._arenas[pool].move(self._clocks.actor, slots, (old, new), owner)
             if new == "free":
                 self.checksums.forget(pool, slots)
 
     def lent(self, pool: str, slots: Sequence[int], owner: str) -> None:
         with self._lock:
-            self._arena(pool).hand_over(self._clocks.actor, slots, owner)
+            self._arenas[pool].hand_over(self._clocks.actor, slots, owner)
 
     def returned(self, pool: str, slots: Sequence[int], owner: str, fence: Fence | None) -> None:
         with self._lock:
             fenced = None if fence is None else self._clocks.covered(fence.lane, getattr(fence, "number", None))
-            self._arena(pool).hand_over(self._clocks.actor, slots, owner, fenced)
+            self._arenas[pool].hand_over(self._clocks.actor, slots, owner, fenced)
 
     def sealed(self, pool: str, slot: int, key: bytes) -> None:
         with self._lock:
-            self._arena(pool).seal(self._clocks.actor, slot, key)
+            self._arenas[pool].seal(self._clocks.actor, slot, key)
 
     def evicted(self, pool: str, slot: int, key: bytes) -> None:
         """Forgetting touches no bytes; the next writer's order is what counts."""
         with self._lock:
-            self._arena(pool).evict(slot)
+            self._arenas[pool].evict(slot)
 
     def closed(self, pool: str, left: Sequence[str]) -> None:
         with self._lock:
-            self._arena(pool).close(left)
-
-    def _arena(self, name: str) -> ArenaWatch:
-        arena = self._arenas.get(name)
-        if arena is None:
-            arena = self._arenas[name] = ArenaWatch(name, self._findings)
-        return arena
+            self._arenas[pool].close(left)
 
 
 def _slots_of(access: Access) -> set[int]:

@@ -21,7 +21,7 @@ from penstock.contract import Access, Mode
 from penstock.errors import ConfigError
 from penstock.sanitizer.sanitizer import Sanitizer
 
-_PAGE = mmap.PAGESIZE
+_TILE = mmap.PAGESIZE  # bytes that the system protects together; a tile is one of these
 _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE; neither: nobody comes in
 
 
@@ -35,18 +35,18 @@ class GuardedArena:
     num_layers: int
     num_slots: int
 
-    def pages(self, access: Access) -> Iterator[int]:
-        """Numbers of all pages that have bytes of `access`."""
+    def tiles(self, access: Access) -> Iterator[int]:
+        """Numbers of all tiles that have bytes of `access`."""
         layer_bytes = self.block_bytes // self.num_layers
         first, end = (layer * layer_bytes for layer in access.layers)
         for slot in {int(slot) for slot in access.slots}:
             if slot < self.num_slots:
                 start = self.address + slot * self.block_bytes
-                yield from range((start + first) // _PAGE, -(-(start + end) // _PAGE))
+                yield from range((start + first) // _TILE, -(-(start + end) // _TILE))
 
-    def guarded_pages(self) -> range:
+    def guarded_tiles(self) -> range:
         """Those that have bytes of its slots only."""
-        return range(-(-self.address // _PAGE), (self.address + self.num_slots * self.block_bytes) // _PAGE)
+        return range(-(-self.address // _TILE), (self.address + self.num_slots * self.block_bytes) // _TILE)
 
 
 class GuardedSanitizer(Sanitizer):
@@ -56,17 +56,17 @@ class GuardedSanitizer(Sanitizer):
         super().__init__()
         self._guarded: dict[str, GuardedArena] = {}
         self._declared: dict[tuple[str, int], list[Access]] = {}  # by item: what it may touch, from its submission to its end
-        self._pages = _Pages()
+        self._tiles = _Tiles()
 
     def guard(self, arena: GuardedArena) -> None:
         """From now on. No work that touches it may be under way."""
         self._guarded[arena.name] = arena
-        self._pages.add(arena.guarded_pages())
+        self._tiles.add(arena.guarded_tiles())
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside, everybody may touch everything: for whoever looks from outside."""
-        with self._pages.lifted():
+        with self._tiles.lifted():
             yield
 
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
@@ -76,22 +76,22 @@ class GuardedSanitizer(Sanitizer):
 
     def started(self, lane: str, ticket: int) -> None:
         super().started(lane, ticket)
-        self._pages.change(self._touched(lane, ticket, Mode.READ), self._touched(lane, ticket, Mode.WRITE), 1)
+        self._tiles.change(self._touched(lane, ticket, Mode.READ), self._touched(lane, ticket, Mode.WRITE), 1)
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
         started = self._clocks.actor.item == (lane, ticket)  # not where it was skipped
         super().finished(lane, ticket, error)
         if started:
-            self._pages.change(self._touched(lane, ticket, Mode.READ), self._touched(lane, ticket, Mode.WRITE), -1)
+            self._tiles.change(self._touched(lane, ticket, Mode.READ), self._touched(lane, ticket, Mode.WRITE), -1)
         del self._declared[lane, ticket]
 
     def _touched(self, lane: str, ticket: int, mode: Mode) -> set[int]:
         accesses = [access for access in self._declared[lane, ticket] if access.mode is mode and access.arena in self._guarded]
-        return {page for access in accesses for page in self._guarded[access.arena].pages(access)}
+        return {tile for access in accesses for tile in self._guarded[access.arena].tiles(access)}
 
 
-class _Pages:
-    """Who may touch which page now. The system knows it by process, so a page is open while anybody may touch it."""
+class _Tiles:
+    """Who may touch which tile now. The system knows it by process, so a tile is open while anybody may touch it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,43 +100,43 @@ class _Pages:
         self._guarded: list[range] = []
         self._system = ctypes.CDLL(None, use_errno=True)
 
-    def add(self, pages: range) -> None:
+    def add(self, tiles: range) -> None:
         with self._lock:
-            self._guarded.append(pages)
-            self._protect(pages)
+            self._guarded.append(tiles)
+            self._protect(tiles)
 
     def change(self, read: Iterable[int], written: Iterable[int], by: int) -> None:
-        """So many more, or fewer, read and write these pages."""
+        """So many more, or fewer, read and write these tiles."""
         with self._lock:
             touched = sorted({*read, *written})
-            for counter, pages in ((self._readers, read), (self._writers, written)):
-                for page in pages:
-                    counter[page] += by
-            self._protect([page for page in touched if any(page in pages for pages in self._guarded)])
+            for counter, tiles in ((self._readers, read), (self._writers, written)):
+                for tile in tiles:
+                    counter[tile] += by
+            self._protect([tile for tile in touched if any(tile in tiles for tiles in self._guarded)])
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         with self._lock:
-            for pages in self._guarded:
-                self._set(pages.start, len(pages), _READ | _WRITE)
+            for tiles in self._guarded:
+                self._set(tiles.start, len(tiles), _READ | _WRITE)
             try:
                 yield
             finally:
-                for pages in self._guarded:
-                    self._protect(pages)
+                for tiles in self._guarded:
+                    self._protect(tiles)
 
-    def _protect(self, pages: Sequence[int]) -> None:
+    def _protect(self, tiles: Sequence[int]) -> None:
         """Runs of neighbours that are open in the same way are one call."""
         first, num, mode = 0, 0, 0
-        for page in pages:
-            own = _READ | _WRITE if self._writers[page] else _READ if self._readers[page] else 0
-            if num and page == first + num and own == mode:
+        for tile in tiles:
+            own = _READ | _WRITE if self._writers[tile] else _READ if self._readers[tile] else 0
+            if num and tile == first + num and own == mode:
                 num += 1
                 continue
             self._set(first, num, mode)
-            first, num, mode = page, 1, own
+            first, num, mode = tile, 1, own
         self._set(first, num, mode)
 
     def _set(self, first: int, num: int, mode: int) -> None:
-        if num and self._system.mprotect(ctypes.c_void_p(first * _PAGE), ctypes.c_size_t(num * _PAGE), mode) != 0:
-            raise ConfigError(f"{num} pages at {first * _PAGE:#x} cannot be guarded: {os.strerror(ctypes.get_errno())}")
+        if num and self._system.mprotect(ctypes.c_void_p(first * _TILE), ctypes.c_size_t(num * _TILE), mode) != 0:
+            raise ConfigError(f"{num} tiles at {first * _TILE:#x} cannot be guarded: {os.strerror(ctypes.get_errno())}")

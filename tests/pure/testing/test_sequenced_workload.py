@@ -22,6 +22,7 @@ from penstock.kv.tiers.ladder import Demotion, Ladder, LadderLimits
 from penstock.kv.transfer.mover import Layers, Mover, Slots, Transfer
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.reduction import explore_all
 from penstock.testing.sequencer import Failure, Sequencer, run
 
 BLOCK, LAYERS, DEVICE_SLOTS, HOST_SLOTS = 4, 6, 3, 4  # too few slots for the prompts below, on either side
@@ -161,6 +162,12 @@ def test_the_workload_brings_prefixes_back_from_the_host() -> None:
     shops: list[Shop] = []
     assert run(served(RETURNING, shops))[1] is None
     assert shops[0].num_promoted >= 3
+
+
+def test_all_schedules_of_a_request_and_its_demotion_are_tried_in_a_few_runs() -> None:
+    num_runs, failure = explore_all(served([A._replace(num_blocks=1)], []), max_runs=200)
+    assert failure is None, str(failure)
+    assert num_runs < 50, "the full search has thousands"
 
 
 # ------------------------------------------------------------------------------------------------------------------- faults

@@ -180,8 +180,9 @@ class Scheduler:
     def _compute_instead(self, track: Track) -> None:
         """Nothing arrived, and the copy is over: the slots meant for it are computed like any others."""
         track.load, track.computes = None, True
-        track.num_host, track.num_cached = 0, track.num_resident
+        track.num_cached = track.num_resident
         track.num_planned = track.num_committed = min(track.num_resident, len(track.tokens) - 1)
+        track.note_sources()
         self._wait_for_earlier_users(track)
 
     def _stop_waiting(self, track: Track) -> None:
@@ -261,12 +262,7 @@ class Scheduler:
         track.num_resident = match.num_blocks * block
         track.num_cached = num_all * block if track.lease is None else min(num_all * block, max(track.lease.num_tokens, track.num_resident))
         track.num_planned = track.num_committed = min(track.num_cached, len(track.tokens) - 1)
-        if not track.ran:
-            track.num_device = min(track.num_resident, track.num_planned)
-            track.num_host = track.num_planned - track.num_device
-        elif not track.started:  # it finds what it computed itself before a retraction, too, and may not find what it had
-            track.num_device = min(track.num_device, track.num_planned)
-            track.num_host = min(track.num_host, track.num_planned - track.num_device)
+        track.note_sources()
         self._running[track.request.id] = track
         if match.num_colder and track.lease is not None:
             num_next = min(len(track.tokens) - track.num_planned, self._budget.prefill_chunk)
@@ -324,8 +320,8 @@ class Scheduler:
         planned_now = track.num_in_flight - sum(s.samples for step in self._launched for s in step.shares if s.track is track)
         num_computed = max([track.num_committed, *(share.end for share in mine)])  # by the time that the last step launched is over
         self._num_loading -= track.state is State.LOADING
-        track.ran |= saves and bool(mine)
         self._leave(track, saves, num_computed)
+        track.ran |= bool(mine) and track.lease is not None  # what they compute is saved, though their results may come later
         track.move(State.RETRACTED)
         track.epoch += 1
         track.load, track.may_lease = None, True

@@ -84,6 +84,15 @@ class Track:
         """KV entries it needs at most: the last generated token is never fed back."""
         return self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
 
+    def note_sources(self) -> None:
+        """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were not found."""
+        if not self.ran:
+            self.num_device = min(self.num_resident, self.num_planned)
+            self.num_host = self.num_planned - self.num_device
+        elif not self.started:
+            self.num_device = min(self.num_device, self.num_planned)
+            self.num_host = min(self.num_host, self.num_planned - self.num_device)
+
     def end_lease(self) -> None:
         """Idempotent."""
         if self.lease is not None:

@@ -78,8 +78,9 @@ class WatchedCache(KvCache):
     def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
         assert isinstance(table, BlockTable)
         asked = self._world.asked[table.owner]
-        asked.ran |= any(end <= num_tokens for end in self._world.ends_in_flight(table.owner))
-        return super().retract(table, num_tokens, fence)
+        lease = super().retract(table, num_tokens, fence)
+        asked.ran |= lease is not None and any(end <= num_tokens for end in self._world.ends_in_flight(table.owner))
+        return lease
 
     def release(self, table: Table, fence: Fence | None) -> None:
         assert isinstance(table, BlockTable)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.execution.attention import Attention, cpu
-from penstock.engine.execution.attention.cpu import SHORT_TOKENS, CpuAttention
+from penstock.engine.execution.attention.cpu import LONE_TOKENS, SHORT_TOKENS, CpuAttention
 from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
@@ -22,6 +22,15 @@ Backend = type[CpuAttention]
 
 # One of each: decodes of several lengths, a full match, short and long chunks, with and without a prefix, aligned and not.
 SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(300, 1), Span(5, 4), Span(64, 4), Span(0, 40), Span(16, 32), Span(21, 23))
+# Tokens with a context long enough to be computed alone: with a last block that is full, just begun and in between, a full match, others.
+LONE_SPANS = (
+    Span(LONE_TOKENS - 1, 1),
+    Span(LONE_TOKENS, 1),
+    Span(37, 1),
+    Span(LONE_TOKENS + 90, 1, writes=False),
+    Span(9, 3),
+    Span(20, 40),
+)
 
 
 def assert_agrees(step: RaggedStep, backend: Backend = CpuAttention, atol: float = 1e-5) -> None:
@@ -34,6 +43,23 @@ def assert_agrees(step: RaggedStep, backend: Backend = CpuAttention, atol: float
 
 def mixed_step(seed: int = 0, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32) -> RaggedStep:
     return ragged_step(config or ragged_config(), SPANS, shared_blocks=1, seed=seed, dtype=dtype)
+
+
+def lone_step(seed: int = 0, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32) -> RaggedStep:
+    return ragged_step(config or ragged_config(), LONE_SPANS, shared_blocks=3, seed=seed, dtype=dtype)
+
+
+def in_slot_order(step: RaggedStep) -> RaggedStep:
+    """The same step with every request's slots one behind the other, as a pool that has just been opened gives them out."""
+    order = list(dict.fromkeys(step.inputs.tables.tolist()))
+    place = torch.arange(len(step.arena))  # the padding block stays where it is
+    place[order] = torch.arange(len(order))
+    arena = torch.full_like(step.arena, float("nan"))
+    arena[: len(order)] = step.arena[order]
+    block, at = step.arena.shape[3], step.inputs.write_at.long()
+    moved = place[at // block] * block + at % block
+    inputs = replace(step.inputs, tables=place[step.inputs.tables.long()].int(), write_at=moved.int())
+    return replace(step, arena=arena, inputs=inputs)
 
 
 spans = st.lists(
@@ -51,6 +77,48 @@ spans = st.lists(
 def test_any_ragged_batch_agrees_with_the_reference(spans: list[Span], groups: tuple[int, int], block: int, shared: int) -> None:
     config = ragged_config(num_heads=groups[0], num_kv_heads=groups[1], head_dim=16)
     assert_agrees(ragged_step(config, spans, block_tokens=block, shared_blocks=shared, seed=len(spans)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(spans=spans, groups=st.sampled_from([(1, 1), (2, 1), (6, 2), (8, 2)]), blocks=st.integers(1, 4), shared=st.integers(0, 3))
+def test_any_batch_agrees_where_every_single_token_is_computed_alone(
+    spans: list[Span], groups: tuple[int, int], blocks: int, shared: int
+) -> None:
+    config = ragged_config(num_heads=groups[0], num_kv_heads=groups[1], head_dim=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "LONE_TOKENS", 1)
+        patch.setattr(cpu, "KEY_BYTES", blocks * 16 * groups[1] * 16 * 4)
+        assert_agrees(ragged_step(config, spans, shared_blocks=shared, seed=len(spans)))
+
+
+@pytest.mark.parametrize(
+    "config", [ragged_config(9, 3, 64), ragged_config(4, 4, 128), ragged_config(16, 2, 16)], ids=["3x64", "1x128", "8x16"]
+)
+def test_long_contexts_agree_with_the_reference(config: ModelConfig) -> None:
+    assert_agrees(lone_step(9, config))
+
+
+def test_long_contexts_agree_in_slots_that_follow_each_other_and_in_scattered_ones() -> None:
+    scattered = lone_step(10)
+    ordered = in_slot_order(scattered)
+    assert ordered.inputs.tables.diff().eq(1).sum() > 100
+    assert scattered.inputs.tables.diff().eq(1).sum() < 10
+    assert_agrees(ordered)
+    assert_agrees(scattered)
+
+
+def test_long_contexts_in_bfloat16_agree_within_its_precision() -> None:
+    assert_agrees(lone_step(11, dtype=torch.bfloat16), atol=3e-2)
+
+
+@pytest.mark.parametrize("span", LONE_SPANS[:2] + LONE_SPANS[3:4], ids=["last block full", "last block begun", "full match"])
+def test_one_token_with_a_long_context_agrees_when_nothing_else_runs(span: Span) -> None:
+    assert_agrees(ragged_step(ragged_config(), [span], seed=12))
+
+
+def test_an_arena_of_more_rows_than_an_int32_counts_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "INT32_ROWS", 0)
+    assert_agrees(lone_step(13))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +212,27 @@ FAULTS = {
 def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
     with mutated(cpu, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
         assert_agrees(mixed_step(8), mutant.CpuAttention)
+
+
+LONE_FAULTS = {
+    "scores of tokens behind the end": ("scores[..., : lone.kv_len]", "scores[..., -lone.kv_len :]"),
+    "values one token further": ("self._key_rows(span) + sizes.block_tokens", "self._key_rows(span) + 1 + sizes.block_tokens"),
+    "keys one slot further": ("keys = span.table * (2 * sizes.num_layers)", "keys = (span.table + 1) * (2 * sizes.num_layers)"),
+    "keys of layer 0": ("self._gathered(self._blocks[2 * layer :], part)", "self._gathered(self._blocks, part)"),
+    "values of layer 0": ("self._heads[2 * layer * sizes.block_tokens", "self._heads[0 * sizes.block_tokens"),
+    "another KV head's values": ("repeat_interleave(sizes.group, dim=0)", "repeat(sizes.group, 1)"),
+    "parts of the keys in one workspace, multiplied too late": (
+        "for keys in parts], dim=-1)", "for keys in list(parts)], dim=-1)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LONE_FAULTS)
+def test_a_fault_in_long_contexts_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
+    with mutated(cpu, *LONE_FAULTS[fault], tmp_path) as mutant:
+        mutant.KEY_BYTES = 64 << 10  # several parts
+        with pytest.raises(AssertionError):
+            assert_agrees(lone_step(14), mutant.CpuAttention)
 
 
 def test_an_output_that_nobody_writes_would_be_nan_here() -> None:
