@@ -1,5 +1,5 @@
-"""A pytest plugin that writes down which tests failed and what sanitizers said meanwhile. Owns that record; runs inside the copy of the tree
-that has the fault, started by `tools/mutants.py`.
+"""A pytest plugin that writes down which tests failed and what sanitizers said meanwhile. Owns that record; runs inside the copy of the
+tree that has the fault, started by `tools/mutants.py`.
 
 MUTANT_RECORD names the file. MUTANT_ENDS_WITH says when to stop: `failure` at the first test that fails, `report` at the first that
 fails while a sanitizer has reported, `nothing` never.

@@ -118,27 +118,33 @@ def read_mutants(folder: Path) -> list[Mutant]:
     return mutants
 
 
-def check(mutants: Sequence[Mutant], root: Path) -> None:
-    """Raise DoesNotApply unless every one applies, under a name of its own."""
+def stale(mutants: Sequence[Mutant], root: Path) -> list[str]:
+    """What is wrong with those that do not apply."""
+    found = []
     for mutant in mutants:
-        mutant.applied((root / mutant.file).read_text())
-    names = [mutant.name for mutant in mutants]
-    if len(set(names)) != len(names):
-        raise DoesNotApply("two faults have the same name")
+        try:
+            mutant.applied((root / mutant.file).read_text())
+        except (DoesNotApply, OSError) as error:
+            found.append(str(error))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------------------- runs
+
+
+def copied(root: Path, to: Path) -> Path:
+    to.mkdir()
+    for part in COPIED:
+        source = root / part
+        shutil.copytree(source, to / part) if source.is_dir() else shutil.copy2(source, to / part)
+    return to
 
 
 def run(mutant: Mutant | None, tests: Sequence[str], root: Path) -> Outcome:
     """`tests` in a copy of the tree with `mutant` (None: as it is)."""
     ends_with = "nothing" if mutant is None else "report" if mutant.needs_report else "failure"
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
-        copy = Path(name) / "tree"
-        copy.mkdir()
-        for part in COPIED:
-            source = root / part
-            shutil.copytree(source, copy / part) if source.is_dir() else shutil.copy2(source, copy / part)
+        copy = copied(root, Path(name) / "tree")
         if mutant is not None:
             file = copy / mutant.file
             file.write_text(mutant.applied(file.read_text()))
@@ -151,9 +157,9 @@ def _pytest(copy: Path, tests: Sequence[str], ends_with: str) -> Outcome:
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutant_watch", "--tb=short", *tests]
     started = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=copy, env={**os.environ, **own, **threads}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    environment = {**os.environ, **own, **threads}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=copy, env=environment, text=True, start_new_session=True, **pipes)
     try:
         output, timed_out = process.communicate(timeout=TIMEOUT_S)[0], False
     except subprocess.TimeoutExpired:
@@ -208,37 +214,49 @@ decode steps, S1 a background save, S2 an in-process tiered offload, S3 a paged 
 of speculative steps. The faults themselves are in `tools/mutants/`; a test of every change checks that each still applies."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="faults whose name, kind or file contains this; writes no table")
-    parser.add_argument("--jobs", type=int, default=2, help="copies that are tested at once")
-    options = parser.parse_args(arguments)
-    mutants = read_mutants(ROOT / "tools" / "mutants")
-    check(mutants, ROOT)
-    chosen = [mutant for mutant in mutants if options.only in f"{mutant.name} {mutant.kind} {mutant.file}"]
+def run_all(chosen: Sequence[Mutant], root: Path, jobs: int) -> dict[Mutant, str | None] | None:
+    """What caught each, in words; None as a whole: the tests say something without any fault."""
     tests = sorted({test for mutant in chosen for test in mutant.tests})
-    with ThreadPoolExecutor(options.jobs) as pool:
-        baseline = pool.submit(run, None, tests, ROOT)
-        runs = [(mutant, pool.submit(run, mutant, mutant.tests, ROOT)) for mutant in chosen]
-        print(f"{len(chosen)} faults, {len(tests)} tests or files of tests", flush=True)
+    print(f"{len(chosen)} faults, {len(tests)} tests or files of tests", flush=True)
+    caught: dict[Mutant, str | None] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        baseline = pool.submit(run, None, tests, root)
+        runs = [(mutant, pool.submit(run, mutant, mutant.tests, root)) for mutant in chosen]
         whole = baseline.result()
         if not is_clean(whole):
             pool.shutdown(cancel_futures=True)
-            print(whole.output + f"\nwithout any fault: {len(whole.failures)} tests fail, {whole.record.get('num_reports', 0)} reports")
-            return 1
-        print(f"without any fault: {whole.record['num_passed']} tests pass, no reports  {whole.seconds:.0f} s", flush=True)
-        caught: dict[Mutant, str] = {}
+            print(f"{whole.output}\nwithout any fault {len(whole.failures)} tests fail, with {whole.record.get('num_reports', 0)} reports")
+            return None
+        print(f"without any fault {whole.record['num_passed']} tests pass, with no reports  {whole.seconds:.0f} s", flush=True)
         for mutant, future in runs:
             outcome = future.result()
-            how = outcome.caught_by(mutant)
-            caught[mutant] = how or "SURVIVES"
-            print(f"{mutant.kind:10}  {mutant.name:90}  {caught[mutant]}  {outcome.seconds:.0f} s", flush=True)
+            caught[mutant] = how = outcome.caught_by(mutant)
+            print(f"{mutant.kind:10}  {mutant.name:100}  {how or 'SURVIVES'}  {outcome.seconds:.0f} s", flush=True)
             if how is None:
-                print(outcome.output[-3000:])
-    survivors = sum(how == "SURVIVES" for how in caught.values())
-    print(f"{len(caught) - survivors} of {len(caught)} found")
+                print(outcome.output[-3000:], flush=True)
+    return caught
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="faults whose name, kind or file contains this; the table stays as it is")
+    parser.add_argument("--jobs", type=int, default=2, help="copies that are tested at once")
+    options = parser.parse_args(arguments)
+    mutants = read_mutants(ROOT / "tools" / "mutants")
+    chosen = [mutant for mutant in mutants if options.only in f"{mutant.name} {mutant.kind} {mutant.file}"]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        root = copied(ROOT, Path(name) / "tree")  # what is edited meanwhile does not count
+        wrong = stale(chosen, root)
+        if wrong or not chosen:
+            print("\n".join(wrong) or f"no fault has {options.only!r} in its name, kind or file")
+            return 1
+        caught = run_all(chosen, root, options.jobs)
+    if caught is None:
+        return 1
+    survivors = [mutant.name for mutant, how in caught.items() if how is None]
+    print(f"{len(caught) - len(survivors)} of {len(caught)} found")
     if not options.only and not survivors:
-        (ROOT / TABLE).write_text(table(caught))
+        (ROOT / TABLE).write_text(table({mutant: how for mutant, how in caught.items() if how is not None}))
     return 1 if survivors else 0
 
 

@@ -101,10 +101,12 @@ class SanitizeConfig:
 
     mode: SanitizeMode = "off"  # report: log and count; strict: stop the engine at the first finding
     json_file: str | None = None  # where findings are written, the whole list each time
+    check_bytes: bool = False  # also look at bytes: spoil slots before they are written, compare what leaves the device with what returns
 
     def __post_init__(self) -> None:
         _need(self.mode in ("off", "report", "strict"), f"--sanitize must be report or strict, got {self.mode!r}")
         _need(self.json_file is None or self.mode != "off", "--sanitize-json needs --sanitize")
+        _need(not self.check_bytes or self.mode != "off", "--sanitize-bytes needs --sanitize")
 
 
 @dataclass(frozen=True, slots=True)

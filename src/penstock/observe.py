@@ -6,7 +6,7 @@ An observer is passed to a lane or pool at construction; nothing that is observe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -75,6 +75,21 @@ class EngineObserver(Protocol):
 
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
         """Between two turns: so many slots of `pool` are in each state, it says. Under the pool's lock, where several threads share it."""
+
+
+class Unwatched:
+    """An `EngineObserver` for when nobody looks."""
+
+    _NOTHING = nullcontext()
+
+    def turn(self) -> AbstractContextManager[None]:
+        return self._NOTHING
+
+    def may_wait(self, where: str) -> AbstractContextManager[None]:
+        return self._NOTHING
+
+    def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
+        """Nobody asked."""
 
 
 class ContentObserver(Protocol):

@@ -74,7 +74,7 @@ class SoakBench:
         loop.start()
         with _running([*(submitter.run for submitter in submitters), disturber.run], self.seconds):
             self._watch(loop, progress)
-        violations = _unended(submitters) or _unsettled(engine)
+        violations = _unended(submitters) + _unsettled(engine)
         loop.close(0.0)
         violations += _unbalanced(engine, loop, tally, before) + tally.faults[:MOST_TOLD]
         return Verdict(_counts(engine, submitters, disturber, copiers, tally), violations), tally, asks

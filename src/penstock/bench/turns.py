@@ -75,7 +75,7 @@ class TurnsBench:
         longest = self.turns * (self.prompt_tokens + self.tokens)
         if longest <= engine.max_model_len:
             return None
-        return f"the last turn of each has {longest} tokens, and the context holds {engine.max_model_len}, as far as the device's KV memory goes"
+        return f"each ends with {longest} tokens, and the context holds {engine.max_model_len}, as far as the device's KV memory goes"
 
     def _run(self, driver: Driver, run: int, progress: Progress) -> list[Taken]:
         driver.reset_cache()

@@ -43,6 +43,9 @@ def engine_flags() -> argparse.ArgumentParser:
         help="check the order of every KV access; strict stops the engine at the first finding",
     )
     safety.add_argument("--sanitize-json", metavar="FILE", help="write the findings there")
+    safety.add_argument(
+        "--sanitize-bytes", action="store_true", help="also spoil slots before they are written, and compare blocks that leave and return"
+    )
     return parent
 
 
@@ -147,7 +150,7 @@ def config_of(args: argparse.Namespace) -> Config:
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(args.max_model_len, args.max_batch, args.prefill_chunk, args.overcommit, not args.no_capture, args.seed),
         offload=OffloadConfig(args.kv_offload, args.kv_offload_host_gib, args.eviction),
-        sanitize=SanitizeConfig(args.sanitize, args.sanitize_json),
+        sanitize=SanitizeConfig(args.sanitize, args.sanitize_json, args.sanitize_bytes),
         lora=LoraConfig(tuple(getattr(args, "lora", ())), getattr(args, "lora_dir", None)),
     )
 

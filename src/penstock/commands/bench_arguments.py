@@ -126,7 +126,8 @@ def _restore(args: argparse.Namespace) -> int:
 def _add_soak(kinds: Any) -> None:
     about = (
         "Random requests from several threads, cancels, retractions, cache resets, copies that fail or stall, adapters that change; then "
-        "every answer is compared with the same request alone, and every balance has to be zero. Exit code 1 where anything is wrong."
+        "every answer is compared with the same request alone, and every balance has to be zero. Exit code 1 where anything is wrong. "
+        "Unless sizes are given, 48 KV blocks on the device and 4 MiB of host memory, so that there is always too little."
     )
     parser = kinds.add_parser("soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()])
     group = parser.add_argument_group("soak")
@@ -134,14 +135,17 @@ def _add_soak(kinds: Any) -> None:
     group.add_argument("--threads", type=positive, default=4, metavar="N", help="that submit requests")
     group.add_argument("--adapters", type=int, default=3, metavar="N", help="random LoRA adapters that take turns under one name; 0: none")
     group.add_argument("--json", type=new_file, metavar="FILE", help="write settings, counts and violations there")
-    # Small enough to be always short of memory on the device, and mostly in the host tier.
-    small = {"model": "tiny-qwen3", "load_format": "dummy", "device_kv_blocks": 48, "kv_offload_host_gib": 0.004}
-    parser.set_defaults(run=_soak, max_batch=12, prefill_chunk=64, overcommit=3.0, **small)
+    parser.set_defaults(run=_soak, model="tiny-qwen3", load_format="dummy", max_batch=12, prefill_chunk=64, overcommit=3.0)
 
 
 def _soak(args: argparse.Namespace) -> int:
     if args.adapters < 0:
         raise ConfigError(f"argument --adapters: there cannot be {args.adapters} of them")
+    # Unless sizes are given, always short of memory on the device, and now and then in the host tier.
+    if args.device_kv_gib is None and args.device_kv_blocks is None:
+        args.device_kv_blocks = 48
+    if args.kv_offload and args.kv_offload_host_gib is None:
+        args.kv_offload_host_gib = 0.004
     config = config_of(args)
     from penstock.bench.soak import SoakBench
     from penstock.commands.soak import bench_soak

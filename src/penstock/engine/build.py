@@ -24,11 +24,13 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena, free_bytes
+from penstock.kv.memory.guard import ArenaGuard
 from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.tiers.memory import HostMemory
+from penstock.kv.transfer.checked import Checks
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Mover
 from penstock.lanes import cuda
@@ -66,7 +68,9 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     max_model_len = _max_model_len(config, model, num_blocks)
     arena = DeviceArena(layout, num_blocks, device)
     pool = BlockPool(num_blocks, arena.name, sanitizer)
-    ladder = _ladder(config, pool, arena, sanitizer)
+    host_arena = HostArena(layout, _num_host_blocks(config, arena), device) if config.offload.enabled else None
+    guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
+    ladder = None if host_arena is None else _ladder(config, pool, (arena, host_arena), sanitizer, guard)
     cache = KvCache(pool, _scope(model, layout), config.kv.prefix_cache, ladder)
     budget = Budget(config.engine.max_batch, min(_prefill_chunk(config, device), max_model_len), config.engine.overcommit)
     limits = StepLimits(
@@ -80,6 +84,7 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     attention = _attention(arena, model, budget, max_model_len, progress)
     lane = _lane("compute", device, sanitizer)
     executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters)
+    executor.guard = guard
     if device.type == "cuda":
         executor.capture_all(progress)
     parts = EngineParts(
@@ -182,11 +187,11 @@ def _scope(model: Model, layout: BlockLayout) -> Scope:
     return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, positions)
 
 
-def _ladder(config: Config, pool: BlockPool, arena: DeviceArena, sanitizer: Sanitizer | None) -> Ladder | None:
-    if not config.offload.enabled:
-        return None
+def _ladder(
+    config: Config, pool: BlockPool, arenas: tuple[DeviceArena, HostArena], sanitizer: Sanitizer | None, guard: ArenaGuard | None
+) -> Ladder:
+    arena, host_arena = arenas
     layout, device = arena.layout, arena.device
-    host_arena = HostArena(layout, _num_host_blocks(config, arena), device)
     # A device cache evicts by recency; what stays in the larger tier behind it is a choice.
     order = make_order(config.offload.eviction, host_arena.num_slots, layout.block_tokens)
     host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, sanitizer, order), layout.block_tokens, config.offload.lease_s)
@@ -195,7 +200,10 @@ def _ladder(config: Config, pool: BlockPool, arena: DeviceArena, sanitizer: Sani
 
     def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
         lane, launcher = _lane(name, device, sanitizer, priority), CpuLane(f"launch-{name}", sanitizer, around=torch.inference_mode)
-        return Mover((source.name, dest.name), make_copier(source.tensor, dest.tensor, layout), lane, launcher)
+        made = Mover((source.name, dest.name), make_copier(source.tensor, dest.tensor, layout), lane, launcher)
+        if guard is not None and sanitizer is not None:
+            made.checks = Checks(guard, sanitizer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
+        return made
 
     movers = mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
     overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else 0

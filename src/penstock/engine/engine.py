@@ -31,6 +31,7 @@ from penstock.kv.cache import KvCache, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
 from penstock.models.tokenizer import TextCodec
+from penstock.observe import EngineObserver, Unwatched
 from penstock.sanitizer.sanitizer import Sanitizer
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Engine:
         self._flushes: list[tuple[Settling | None, Future[None]]] = []  # who waits for saves, and for which
         self._num_steps = 0
         self._pace = Pace()
+        self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         parts.cache.call_when_launched(self._inbox.wake)
 
     # -------------------------------------------------------------------------------------------------- from any thread
@@ -193,6 +195,13 @@ class Engine:
 
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""
+        with self._watch.turn():
+            done = self._turn()
+        if self._parts.sanitizer is not None:
+            self._parts.cache.tell_balance(self._watch)
+        return done
+
+    def _turn(self) -> bool:
         self._inbox.run_all()
         settled = self._settle()
         plan = self._parts.scheduler.plan()
@@ -249,7 +258,8 @@ class Engine:
         while any(not load.settled for load in step.loads) and not step.fence.passed():
             if not self._settle():  # bookkeeping of what the step waits for is done while it computes, not after
                 time.sleep(POLL_S)
-        result = step.wait_result()
+        with self._watch.may_wait("result"):
+            result = step.wait_result()
         self._blocked_s["result"] += time.monotonic() - started
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.note_prefill(*prefill)

@@ -23,6 +23,7 @@ from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.ladder import Ladder, Promotion
+from penstock.observe import EngineObserver
 
 _CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
 
@@ -205,9 +206,9 @@ class KvCache:
             raise InvariantBroken(f"{own.owner!r} promotes {num_blocks} blocks without room for them")
         reservation.commit(own.hold)
         pin = self._pool.pin_run(own.hold, first, num_blocks, own.owner)
-        promotion = self.ladder.promote(pin, reservation.after, lease, first, num_next)
         num_whole = min(first + num_blocks, lease.num_tokens // self.block_tokens)  # a tail that was saved half full gets no key
-        promotion.keys = () if own.prefix is None else own.prefix.keys[first:num_whole]
+        keys = () if own.prefix is None else own.prefix.keys[first:num_whole]
+        promotion = self.ladder.promote(pin, reservation.after, lease, keys, num_next)
         self._promoting[promotion] = own
         self._arriving.update(dict.fromkeys(promotion.keys, promotion))
         return promotion
@@ -311,6 +312,12 @@ class KvCache:
             raise InvariantBroken(f"{len(self._pending)} keys are booked as pending, and {len(announced)} are announced by open tables")
         if self.ladder is not None:
             self.ladder.host.check()
+
+    def tell_balance(self, observer: EngineObserver) -> None:
+        """How many slots of each pool are in each state, between two turns."""
+        observer.balanced(self._pool.name, self._pool.counts._asdict())
+        if self.ladder is not None:
+            self.ladder.host.tell_balance(observer)
 
     def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
         """Block until no transfer is in flight that touches one of the device's `slots` (None: any), launched or not, and settle."""

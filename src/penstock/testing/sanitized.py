@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from penstock.config import Config
+import dataclasses
+
+from penstock.config import Config, SanitizeConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.sanitizer.sanitizer import Sanitizer
 
 
 def build_sanitized(config: Config) -> tuple[Engine, Sanitizer]:
+    """In checked mode: slots are spoiled before they are written, and blocks compared when they return."""
     sanitizer = Sanitizer()
-    return build(config, sanitizer=sanitizer), sanitizer
+    checked = dataclasses.replace(config, sanitize=SanitizeConfig("report", check_bytes=True))
+    return build(checked, sanitizer=sanitizer), sanitizer
 
 
 def check_silent(*sanitizers: Sanitizer) -> None:

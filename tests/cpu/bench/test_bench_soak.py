@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 
 from penstock.bench import soak, soak_crowd, soak_trouble
 from penstock.bench.soak import SoakBench, Verdict
-from penstock.bench.soak_crowd import random_asks
-from penstock.bench.soak_trouble import UnreliableCopier
-from penstock.cli import main, make_parser
-from penstock.commands.arguments import config_of
+from penstock.bench.soak_crowd import Ask, random_asks
+from penstock.bench.soak_trouble import Disturber, UnreliableCopier
+from penstock.cli import main
+from penstock.config import SanitizeConfig
+from penstock.contract import SamplingParams
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder
 from penstock.models.progress import silent
+from penstock.testing.driving import tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +30,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_trouble, "STALLED", 0.0)
 
 
-def run(seconds: float = 1.0, adapters: int = 0, flags: tuple[str, ...] = ()) -> Verdict:
-    config = config_of(make_parser().parse_args(["bench", "soak", "--device", "cpu", "--device-kv-blocks", "24", "--sanitize", *flags]))
-    return SoakBench(seconds, threads=3, adapters=adapters, seed=1).measure(config, silent)
+def run(seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: int = 64) -> Verdict:
+    config = tiny_config(blocks=24, host_blocks=host_blocks, overcommit=3.0, max_batch=12)
+    config = replace(config, sanitize=SanitizeConfig("report"))
+    return SoakBench(seconds, threads, adapters, seed=1).measure(config, silent)
 
 
 def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
@@ -54,7 +58,12 @@ def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
 
 def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
-    assert any("the sanitizer reports" in violation for violation in run().violations)
+    monkeypatch.setattr(soak_crowd, "OPEN_PER_THREAD", 1)  # alone, a request is set off while its load is on its way
+    monkeypatch.setattr(soak_crowd, "CANCELLED", 0.0)
+    monkeypatch.setattr(soak, "random_asks", lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")])
+    monkeypatch.setattr(soak_trouble, "PAUSE_S", 0.01)
+    monkeypatch.setattr(Disturber, "_reset", lambda self: self._engine.reset_cache(("device",)))
+    assert any("the sanitizer reports" in violation for violation in run(threads=1).violations)
 
 
 def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
@@ -64,8 +73,9 @@ def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
 
 
 def test_a_pin_that_nobody_ends_is_noticed(monkeypatch):
+    monkeypatch.setattr(soak, "END_S", 1.0)
     monkeypatch.setattr(Ladder, "_end_demotion", lambda self, transfer: None)
-    violations = run().violations
+    violations = run(seconds=0.5).violations
     assert any("slots of device are pinned" in violation for violation in violations)
     assert any("the engine's loop failed: Leaked" in violation for violation in violations)
 
@@ -114,7 +124,7 @@ class _NoReference:
 
 
 def test_without_a_tier_there_is_still_a_soak():
-    verdict = run(flags=("--no-kv-offload",))
+    verdict = run(host_blocks=0)
     assert verdict.violations == [] and verdict.counts["copies failed on purpose"] == 0 == verdict.counts["promoted blocks"]
 
 

@@ -1,5 +1,5 @@
-"""The engine's own order and lifetimes, each brought to the moment at which a missing wait or pin would show: copies are held back, steps are
-in flight, requests leave. The fixture fails where the sanitizer has anything to report."""
+"""The engine's own order and lifetimes, each brought to the moment at which a missing wait or pin would show: copies are held back, steps
+are in flight, requests leave. The fixture fails where the sanitizer has anything to report."""
 
 from __future__ import annotations
 
@@ -73,6 +73,32 @@ def test_a_step_launched_over_a_load_waits_for_it(
     run_all(engine)
     assert running is not None and running.loads and bool(labels) == captured
     assert returning.tokens == cold.tokens and returning.source == KvSource(host=79, computed=1)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    engine = make_engine(host_blocks=64)
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    if captured:
+        monkeypatch.setattr(ladder, "_limits", dataclasses.replace(ladder._limits, overlap_tokens=1 << 30))
+    cold = generate(engine, prompts(80), max_tokens=4)
+    forget(engine)
+    engine._parts.arena.tensor[: engine.cache.num_blocks].fill_(float("nan"))  # what did not arrive cannot be right by chance
+    load, _ = gates(engine)
+    load.hold()
+    returning = submit(engine, prompts(80), max_tokens=4)
+    until(engine, lambda: engine._running is not None)
+    running = engine._running
+    load.fail_next = 1
+    load.let()
+    run_all(engine)
+    assert running is not None and running.loads
+    assert returning.tokens == cold.tokens and returning.source == KvSource(computed=80)
+    settle_all(engine)
+    check_at_rest(engine)
 
 
 def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +187,9 @@ def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngi
     check_at_rest(engine)
 
 
-def test_a_request_that_comes_too_late_gives_its_lease_back(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_comes_too_late_gives_its_lease_back(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine closes its doors between the lease and the inbox."""
     engine = make_engine(host_blocks=64)
     generate(engine, prompts(80), max_tokens=1)

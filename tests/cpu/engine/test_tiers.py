@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,11 @@ from cpu.engine.test_engine import check_at_rest
 from penstock.contract import FinishReason, KvSource, StepPlan
 from penstock.engine.engine import Engine
 from penstock.engine.execution.arriving import Arriving
+from penstock.engine.execution.batch import Packer
 from penstock.engine.scheduling.track import State
 from penstock.errors import DeadlineExceeded
 from penstock.kv.transfer.mover import Group, Transfer
+from penstock.sanitizer.report import Kind
 from penstock.testing.driving import Collected, generate, run_all, settle_all, submit
 from penstock.testing.gates import gates
 
@@ -464,3 +468,39 @@ def test_close_with_everything_in_flight_leaves_nothing(make_engine: MakeEngine,
     for seed in range(6):
         submit(engine, prompts(80, seed=seed), max_tokens=30)
     turn(engine, 4)
+
+
+def test_bytes_that_change_while_they_are_in_host_memory_are_reported(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    sanitizer, ladder = engine._parts.sanitizer, engine.cache.ladder
+    assert sanitizer is not None and ladder is not None
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    prefix = engine.cache.prefix_of(prompts(80))
+    assert prefix is not None
+    (slot,) = ladder.host._pool.find_each(prefix.keys[2:3])
+    host = ladder.demoter.copier._ends._dest  # type: ignore[attr-defined]
+    ctypes.memset(host + slot * ladder.block_bytes + 100, 7, 1)
+    generate(engine, prompts(80), max_tokens=1)
+    settle_all(engine)
+    assert [report.kind for report in sanitizer.reports] == [Kind.LIFETIME]
+    assert "bytes changed between demote and promote" in sanitizer.reports[0].sentence
+    sanitizer.reports.clear()
+
+
+def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: a step that claims one token more than its KV has. Nobody declared anything wrong, but the bytes tell."""
+    engine = make_engine(blocks=64, capture=False)
+    expected = generate(engine, prompts(30), logprobs=1)
+    pack = Packer._pack_tokens
+
+    def misplaced(self: Packer, chunks: Any, starts: Any, last_slots: Any, out: Any) -> None:
+        pack(self, chunks, starts, last_slots, out)
+        out[2][: len(chunks)] = self._padding_slot * self._block_tokens  # the newest token's KV goes nowhere
+
+    monkeypatch.setattr(Packer, "_pack_tokens", misplaced)
+    found = generate(engine, prompts(30, seed=1), logprobs=1)
+    assert not any(math.isnan(entry.logprob) for entry in expected.logprobs)
+    assert any(math.isnan(entry.logprob) for entry in found.logprobs)

@@ -39,6 +39,7 @@ PROGRAMS: tuple[Program, ...] = (
     watched.a_lease_whose_time_ends_before_it_is_used,
     watched.a_promotion_that_could_not_be_submitted,
     watched.retract_behind_a_step_that_still_writes,
+    watched.retract_behind_two_demotions,
     watched.cancel_during_a_retraction,
     watched.a_retraction_that_fails,
 )

@@ -166,6 +166,7 @@ def _flush_and_overwrite(sequencer: Sequencer, between: Callable[[WatchedWorld],
     between(world)
     world.cache.drain(1.0, table.hold.slots)
     fence = world.write(table.hold.slots, "overwritten")  # whoever flushed believes that nobody reads these any more
+    world.cache.submit_saves()  # as at the end of any turn of the engine
     world.finish(table, fence)
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
     world.close()
@@ -204,7 +205,7 @@ def cancel_during_a_promotion(sequencer: Sequencer) -> None:
     world.bring_to_host("a", 2)
     table, _ = world.promote("a", 2)
     world.cache.release(table, world.compute.record())
-    table, fence = world.compute_blocks("b", 2)
+    table, _ = world.compute_blocks("b", 2)
     seen: list[object] = []
     world.finish(table, world.read_blocks(table, 2, seen))
     assert seen == ["b"] * 2 * LAYERS, seen
@@ -252,7 +253,7 @@ def a_promotion_of_which_only_the_first_copy_could_be_launched(sequencer: Sequen
     world.cache.release(table, world.compute.record())
     world.settle(load)
     assert world.cache.match(world.prefix("a", 2).keys).num_blocks == 0
-    table, fence = world.compute_blocks("b", 2)
+    table, _ = world.compute_blocks("b", 2)
     seen: list[object] = []
     world.finish(table, world.read_blocks(table, 2, seen))
     assert seen == ["b"] * 2 * LAYERS, seen
@@ -350,6 +351,23 @@ def retract_behind_a_step_that_still_writes(sequencer: Sequencer) -> None:
     world.cache.reset()  # but not what nobody has come for
     seen = world.resume("a", lease, 2)
     assert sorted(map(str, seen)) == ["a"] * LAYERS + ["tail"] * LAYERS, seen
+    world.close()
+
+
+def retract_behind_two_demotions(sequencer: Sequencer) -> None:
+    """All three are over by the time that anybody looks; what the retracted request is kept is what the demotions brought."""
+    world = WatchedWorld(sequencer)
+    table, fence = world.compute_blocks("a", 2)
+    fence.wait_passed()
+    for num_blocks in (1, 2):
+        world.seal(table, "a", num_blocks, fence)
+        world.cache.submit_saves()
+    lease = world.cache.retract(table, 2 * BLOCK, fence)
+    assert isinstance(lease, SavedLease)
+    world.ladder.drain(1.0)
+    world.cache.settle()
+    assert lease.ready and lease.num_from(0) == 2, lease.slots
+    lease.end()
     world.close()
 
 

@@ -63,7 +63,7 @@ class Days:
         histories, pool = sanitizer._arenas["device"].histories, sanitizer._arenas["device"].pool
         assert pool is not None
         return {
-            "deeds": sum(isinstance(thing, Deed) for thing in gc.get_objects()),
+            "deeds": sum(type(thing) is Deed for thing in gc.get_objects()),
             "slots": len(histories.writes) + len(histories.reads),
             "standings": len({id(standing) for standing in pool.each(range(NUM_SLOTS))}),
             "keys": len(pool.key_of),

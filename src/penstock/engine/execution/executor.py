@@ -20,6 +20,7 @@ from penstock.engine.execution.sampler import SampleOutput, Sampler, token_logpr
 from penstock.engine.execution.staging import StagingRing, move, to_host
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.models.lora import AdapterWeights, LoraRuns, lora_runs
+from penstock.observe import ByteGuard
 
 _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
 
@@ -66,6 +67,7 @@ class Executor:
         weights_of: Callable[[Adapter], AdapterWeights],
     ) -> None:
         device = forward.model.device
+        self.guard: ByteGuard | None = None  # in checked mode
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
@@ -92,6 +94,8 @@ class Executor:
         for fence in plan.after:
             self._lane.wait(fence)
         chain = _Chain(self._lane)
+        if self.guard is not None:
+            self._spoil(self.guard, chain, plan)
         for start in plan.starts:
             self._rows.start(start)
             if needs_counts(start.request.sampling):
@@ -124,6 +128,14 @@ class Executor:
         if any(self._rows.echo_targets(chunk)[0] for chunk in plan.chunks):
             return None  # needs the logits of every position, which a replay does not compute
         return self._replays.bucket_for(plan)
+
+    def _spoil(self, guard: ByteGuard, chain: _Chain, plan: StepPlan) -> None:
+        """Blocks that the step is the first to write hold nothing that anybody could use."""
+        arena, block = self._limits.arena, self._limits.block_tokens
+        slots = [int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) :]]
+        if slots:
+            access = Access(arena, slots, (0, self._forward.model.config.num_layers), Mode.WRITE)
+            chain.submit(lambda: guard.poison(arena, slots), "poison", [access])
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
         arena = self._limits.arena

@@ -102,13 +102,13 @@ class RunPin(Pin):
     """A transfer's protection of consecutive slots of one hold. Costs nothing while the hold is open, since nobody can take its slots;
     when the hold ends first, the pool books the pin slot by slot."""
 
-    __slots__ = ("_first", "hold", "num_slots")
+    __slots__ = ("first", "hold", "num_slots")
 
     def __init__(self, owner: str, lender: Lender, hold: Hold, first: int, num_slots: int) -> None:
         super().__init__(owner, lender, ())
         self.hold = hold
         self.num_slots = num_slots
-        self._first = first
+        self.first = first
 
     @property
     def slots(self) -> Sequence[int]:
@@ -117,7 +117,7 @@ class RunPin(Pin):
 
     @property
     def array(self) -> NDArray[np.int32]:
-        return self.hold.first(self._first + self.num_slots)[self._first :]
+        return self.hold.first(self.first + self.num_slots)[self.first :]
 
     @property
     def booked(self) -> bool:

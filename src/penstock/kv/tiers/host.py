@@ -16,6 +16,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
+from penstock.observe import EngineObserver
 
 ABSENT = -1
 _EXPIRY_S = 1.0  # between two looks for leases that have expired
@@ -234,6 +235,11 @@ class HostTier:
         """Forget every block that nobody needs; returns how many."""
         with self._lock:
             return self._pool.evict(self._pool.num_slots)
+
+    def tell_balance(self, observer: EngineObserver) -> None:
+        """Under the lock: what the observer has seen and what is counted belong to one moment."""
+        with self._lock:
+            observer.balanced(self._pool.name, self._pool.counts._asdict())
 
     def check(self) -> None:
         with self._lock:

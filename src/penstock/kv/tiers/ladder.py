@@ -77,6 +77,7 @@ class Demotion(Transfer):
         taken = self._host.take(keys, depths, self.label)
         if taken.reservation is not None:
             self.parts.append(taken)
+            self.keys = (*self.keys, *taken.keys)
             self.groups = (*self.groups, Group(self._layers, slice(self.num_blocks, self.num_blocks + len(taken.keys))))
             self.source_slots = np.concatenate((self.source_slots, slots[taken.places]))
             self.dest_slots = np.concatenate((self.dest_slots, np.array(taken.reservation.slots, np.int64)))
@@ -108,7 +109,7 @@ class Retraction(Transfer):
         super().__init__(f"retract of {pin.owner}", groups)
         self.pins = [pin]
         self.lease = lease
-        self.keys = keys
+        self.wanted = keys  # of its first blocks
         self.private: Reservation | None = None
         self.taken = Taken([], [], [])
         self.kept: Handle | None = None  # pin on what was there already
@@ -116,9 +117,9 @@ class Retraction(Transfer):
 
     def prepare(self) -> bool:
         slots = self.pins[0].array.astype(np.int64)
-        num_keyed = len(self.keys)
-        _, self.kept = self._host.pin_each(self.keys, self.label)
-        self.taken = taken = self._host.take(self.keys, range(num_keyed), self.label)
+        num_keyed = len(self.wanted)
+        _, self.kept = self._host.pin_each(self.wanted, self.label)
+        self.taken = taken = self._host.take(self.wanted, range(num_keyed), self.label)
         self.private = self._host.take_private(len(slots) - num_keyed, self.label) if len(slots) > num_keyed else None
         places, dests = list(taken.places), list(taken.reservation.slots if taken.reservation else ())
         after = list(taken.reservation.after if taken.reservation else ())
@@ -127,6 +128,7 @@ class Retraction(Transfer):
             dests += self.private.slots
             after += self.private.after
         self.source_slots, self.dest_slots = slots[places], np.array(dests, np.int64)
+        self.keys = taken.keys
         self.after = (*self.after, *after)
         return bool(places)
 
@@ -138,7 +140,6 @@ class Promotion(Transfer):
         super().__init__(f"promote of {pin.owner}", groups)
         self.pins = [pin]
         self.kept = kept  # the protection of the sources
-        self.keys: Sequence[bytes] = ()  # of the blocks, as far as they have one
         self.source_slots = np.array(sources, np.int64)
         self.dest_slots = pin.array.astype(np.int64)
         self._layered = layered
@@ -232,19 +233,19 @@ class Ladder:
         compute_s = self.prefill.seconds(num_blocks * tokens, (depth + num_blocks / 2) * tokens)
         return num_blocks if worth_loading(load_s, compute_s) else 0
 
-    def promote(self, pin: RunPin, after: Sequence[Fence], lease: HostLease, first: int, num_next: int) -> Promotion:
-        """Fill the slots of `pin` with the blocks of `lease` from `first` on; they may be written after `after`. If this raises, `pin` has
-        ended and the lease is as it was."""
-        sources = lease.slots[first : first + pin.num_slots]
+    def promote(self, pin: RunPin, after: Sequence[Fence], lease: HostLease, keys: Sequence[bytes], num_next: int) -> Promotion:
+        """Fill the slots of `pin` with the same blocks of `lease`, of which the first have `keys`; they may be written after `after`. If
+        this raises, `pin` has ended and the lease is as it was."""
+        sources = lease.slots[pin.first : pin.first + pin.num_slots]
         kept = self.host.take_lease(lease)
         if kept is None or ABSENT in sources or len(sources) != pin.num_slots:
             if kept is not None:
                 self.host.keep(lease, *kept)
             pin.end()
-            raise InvariantBroken(f"the lease of {lease.owner!r} does not have {pin.num_slots} blocks from {first} on")
+            raise InvariantBroken(f"the lease of {lease.owner!r} does not have {pin.num_slots} blocks from {pin.first} on")
         layered = num_next >= self._limits.overlap_tokens
         promotion = Promotion(pin, sources, kept, self._groups(pin.num_slots, layered), layered)
-        promotion.after = tuple(after)
+        promotion.after, promotion.keys = tuple(after), keys
         promotion.deadline_s = time.monotonic() + self._limits.load_deadline_s
         try:
             self.promoter.submit(promotion)
@@ -279,11 +280,11 @@ class Ladder:
                 self._end_demotion(transfer)
             elif isinstance(transfer, Retraction):
                 self._end_retraction(transfer)
-            self._count(transfer, "device", "host")
+            self._book(transfer, "device", "host")
         promotions = [transfer for transfer in self.promoter.settle() if isinstance(transfer, Promotion)]
         for promotion in promotions:
             self.host.end_handles(promotion.kept)
-            self._count(promotion, "host", "device")
+            self._book(promotion, "host", "device")
             if promotion.error() is None:
                 seconds = promotion.settled_s - promotion.first_s, promotion.settled_s - max(promotion.seen_s, promotion.first_s)
                 self.link.add(promotion.num_blocks * self._layout.block_bytes, *seconds)
@@ -299,7 +300,7 @@ class Ladder:
     def _end_retraction(self, transfer: Retraction) -> None:
         lease, landed = transfer.lease, transfer.error() is None
         (self.host.land if landed else self.host.drop)(transfer.taken)
-        slots, pin = self.host.pin_each(transfer.keys, transfer.label)
+        slots, pin = self.host.pin_each(transfer.wanted, transfer.label)
         private = transfer.private
         self.host.keep(lease, *(handle for handle in (transfer.kept, pin, private) if handle is not None))
         lease.slots = [*slots, *(private.slots if private is not None and landed else ())]
@@ -309,8 +310,11 @@ class Ladder:
         for run in transfer.pins:
             run.end()
 
-    def _count(self, transfer: Transfer, source: str, dest: str) -> None:
-        if (error := transfer.error()) is not None:
+    def _book(self, transfer: Transfer, source: str, dest: str) -> None:
+        error = transfer.error()
+        if isinstance(error, InvariantBroken):
+            raise error  # a defect of ours, not a tier's: nobody carries on
+        if error is not None:
             self.counts.failures["host", "copy" if isinstance(error, TransferFailed) else type(error).__name__] += 1
             log.warning("%s failed, and its blocks are computed instead: %s", transfer.label, error)
             return

@@ -52,6 +52,7 @@ class Transfer:
         self.groups = groups  # what lands together, in order; between them they cover every layer of every block once
         self.after = after  # the lane waits for these before it touches either end
         self.source_slots = self.dest_slots = _NO_SLOTS
+        self.keys: Sequence[bytes] = ()  # of its first blocks, those that have one
         self.arrivals: tuple[Arrival, ...] | None = None
         self.settled = False
         self.submitted_s = 0.0
@@ -131,12 +132,21 @@ class Transfer:
             self._end.wait_passed(max(0.0, deadline_s - time.monotonic()))
 
 
+class Checks(Protocol):
+    """What checked mode adds to a transfer, on its lane."""
+
+    def before(self, transfer: Transfer, lane: Lane, dest: str) -> None: ...
+
+    def after(self, transfer: Transfer, lane: Lane, dest: str) -> None: ...
+
+
 class Mover:
     """One direction between two arenas. `submit` and `settle` are the engine thread's; launching happens on `launcher`, a CPU lane,
     because a long run of launches behind an unresolved fence blocks whoever makes them."""
 
     def __init__(self, arenas: tuple[str, str], copier: Copier, lane: Lane, launcher: Lane) -> None:
         self.wake: Callable[[], None] = lambda: None  # called on the launcher when a transfer can be waited for on the device
+        self.checks: Checks | None = None  # in checked mode
         self.lane = lane
         self._source, self._dest = arenas
         self.copier = copier
@@ -215,6 +225,8 @@ class Mover:
             raise InvariantBroken(f"{transfer.label!r} has {len(source)} sources and {len(dest)} destinations")
         for fence in transfer.after:
             self.lane.wait(fence)
+        if self.checks is not None:
+            self.checks.before(transfer, self.lane, self._dest)
         last: Ticket | None = None
         for group in transfer.groups:
             layers, blocks = group
@@ -222,11 +234,15 @@ class Mover:
             last = self.lane.submit(self._copy(transfer, group), accesses, label=transfer.label, after=last)
             transfer.enqueued(last)
             arrivals.append(Arrival(layers, self.lane.record()))
+        if self.checks is not None:
+            self.checks.after(transfer, self.lane, self._dest)
 
     def _copy(self, transfer: Transfer, group: Group) -> Callable[[], None]:
         def copy() -> None:
             try:
                 self.copier.copy(transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers)
+            except InvariantBroken:
+                raise
             except Exception as error:
                 raise TransferFailed(f"{transfer.label}: {error}") from error
 

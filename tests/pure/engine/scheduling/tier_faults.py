@@ -1,0 +1,320 @@
+"""Defects in what the scheduler, the cache and the ladder do about colder tiers, one function each, to show that the tests see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scheduler_device import BLOCK
+
+from penstock.contract import Request
+from penstock.engine.scheduling import scheduler as scheduler_module
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.track import State, Track
+from penstock.errors import TransferFailed
+from penstock.kv.blocks.handles import Hold, Reservation
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+from penstock.kv.tiers.host import HostLease, HostTier, Taken
+from penstock.kv.tiers.ladder import Demotion, Ladder, Promotion
+from penstock.kv.transfer.mover import Mover
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+
+def _around(patch: Patch, owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+# ------------------------------------------------------------------------------------------------------------ the scheduler
+
+
+def computes_over_what_has_not_come(patch: Patch) -> None:
+    def make(chunk: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, track: Track, num_tokens: int) -> Any:
+            track.load = None
+            return chunk(self, track, num_tokens)
+
+        return faulty
+
+    _around(patch, Scheduler, "_chunk", make)
+
+
+def begins_before_the_copies_are_launched(patch: Patch) -> None:
+    patch.setattr(scheduler_module, "_may_begin", lambda load: True)
+
+
+def believes_a_load_that_failed(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_compute_instead", lambda self, track: None)
+
+
+def forgets_a_load_that_fails_when_it_has_set_off(patch: Patch) -> None:
+    def make(take_in: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler) -> None:
+            hidden = {track: track.load for track in self._running.values() if track.state is State.RUNNING}
+            for track in hidden:
+                track.load = None
+            take_in(self)
+            for track, load in hidden.items():
+                track.load = load
+
+        return faulty
+
+    _around(patch, Scheduler, "_take_in_loads", make)
+
+
+def waits_for_the_load_of_whoever_was_pushed_out(patch: Patch) -> None:
+    def make(leave: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+            loads = dict(self._loads)
+            leave(self, *args, **kwargs)
+            self._loads = loads
+
+        return faulty
+
+    _around(patch, Scheduler, "_leave", make)
+
+
+def waits_for_ever_for_a_late_load(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_stop_waiting", lambda self, track: None)
+
+
+def keeps_others_waiting_for_a_late_load(patch: Patch) -> None:
+    patch.setattr(Promotion, "overdue", False)
+
+
+def takes_back_the_slots_of_a_late_load(patch: Patch) -> None:
+    def make(stop_waiting: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, track: Track) -> None:
+            load = track.load
+            stop_waiting(self, track)
+            assert isinstance(load, Promotion)
+            load.pins.pop().end()
+
+        return faulty
+
+    _around(patch, Scheduler, "_stop_waiting", make)
+
+
+def counts_restored_blocks_twice(patch: Patch) -> None:
+    """What will be promoted is credited as if it were there, and drawn all the same."""
+
+    def make(fits: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, track, match: fits(self, track, match._replace(num_blocks=match.num_blocks + match.num_colder))
+
+    _around(patch, Scheduler, "_fits", make)
+
+
+def forgets_the_lease_of_whoever_ends(patch: Patch) -> None:
+    def make(leave: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, track: Track, finish: Any) -> None:
+            track.lease = None
+            leave(self, track, finish)
+
+        return faulty
+
+    _around(patch, Scheduler, "_leave_for_good", make)
+
+
+def ends_requests_whose_load_failed(patch: Patch) -> None:
+    patch.setattr(scheduler_module, "TransferFailed", KeyError)
+
+
+def goes_on_without_the_step_that_failed(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_undo", lambda self, step: None)
+
+
+def reports_what_never_came(patch: Patch) -> None:
+    def make(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, track: Track) -> None:
+            num_host = track.num_host
+            compute(self, track)
+            track.num_host = num_host
+
+        return faulty
+
+    _around(patch, Scheduler, "_compute_instead", make)
+
+
+def lets_echo_use_a_prefix(patch: Patch) -> None:
+    patch.setattr(Request, "may_match", property(lambda self: self.prefix is not None))
+
+
+def never_saves(patch: Patch) -> None:
+    def make(leave: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, track, saves, num_tokens=0: leave(self, track, False, num_tokens)
+
+    _around(patch, Scheduler, "_leave", make)
+
+
+def pushes_out_while_transfers_free_enough(patch: Patch) -> None:
+    patch.setattr(KvCache, "num_settling", 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- cache and pools
+
+
+def gives_a_half_saved_tail_a_key(patch: Patch) -> None:
+    def make(promote: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> Promotion:
+            first = table.num_slots
+            promotion: Promotion = promote(self, table, lease, num_blocks, num_next)
+            promotion.keys = table.prefix.keys[first : first + num_blocks]
+            return promotion
+
+        return faulty
+
+    _around(patch, KvCache, "promote", make)
+
+
+def saves_a_full_match_short_of_its_end(patch: Patch) -> None:
+    def make(save: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Ladder, hold: Hold, num_blocks: int, keys: Any, num_tokens: int, fence: Any) -> Any:
+            return save(self, hold, num_blocks, keys, num_tokens - (num_tokens == len(keys) * BLOCK), fence)
+
+        return faulty
+
+    _around(patch, Ladder, "save", make)
+
+
+def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
+    def make(take_back: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: BlockPool, handle: Any, fence: Any) -> None:
+            if isinstance(handle, Hold):
+                handle.run_pins.clear()
+            take_back(self, handle, fence)
+
+        return faulty
+
+    _around(patch, BlockPool, "take_back", make)
+
+
+# --------------------------------------------------------------------------------------------------------------- the ladder
+
+
+def promotes_into_slots_that_a_step_still_uses(patch: Patch) -> None:
+    def make(promote: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, pin, after, lease, first, num_next: promote(self, pin, (), lease, first, num_next)
+
+    _around(patch, Ladder, "promote", make)
+
+
+def saves_a_tail_before_its_step_has_ended(patch: Patch) -> None:
+    def make(save: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, hold, num_blocks, keys, num_tokens, fence: save(self, hold, num_blocks, keys, num_tokens, None)
+
+    _around(patch, Ladder, "save", make)
+
+
+def publishes_before_the_bytes_have_landed(patch: Patch) -> None:
+    def make(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Demotion) -> bool:
+            wanted: bool = prepare(self)
+            self._host.land(self.taken)
+            self.taken = Taken([], [], [])
+            return wanted
+
+        return faulty
+
+    _around(patch, Demotion, "prepare", make)
+
+
+def publishes_a_demotion_that_failed(patch: Patch) -> None:
+    patch.setattr(HostTier, "drop", HostTier.land)
+
+
+def publishes_a_promotion_that_failed(patch: Patch) -> None:
+    patch.setattr(Promotion, "error", lambda self: None)
+
+
+def evicts_what_is_leased(patch: Patch) -> None:
+    def make(lease: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: HostTier, *args: Any) -> HostLease | None:
+            given: HostLease | None = lease(self, *args)
+            if given is not None:
+                self._end_handles(self._leases[given])
+                self._leases[given] = []
+            return given
+
+        return faulty
+
+    _around(patch, HostTier, "lease", make)
+
+
+def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
+    def make(take_lease: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: HostTier, lease: HostLease) -> list[Any] | None:
+            kept = take_lease(self, lease)
+            self.end_handles(kept or ())
+            return None if kept is None else []
+
+        return faulty
+
+    _around(patch, HostTier, "take_lease", make)
+
+
+def keeps_what_was_saved_for_one_request(patch: Patch) -> None:
+    def make(end_handles: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda handles: end_handles([handle for handle in handles if not isinstance(handle, Reservation)])
+
+    patch.setattr(HostTier, "_end_handles", staticmethod(make(HostTier._end_handles)))
+
+
+def takes_one_end_for_the_end_of_all(patch: Patch) -> None:
+    """One completion flag for all transfers of a request: the first that is over ends the others."""
+
+    def make(settle: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Mover) -> list[Any]:
+            over = settle(self)
+            labels = {transfer.label for transfer in over}
+            for transfer in [transfer for transfer in self._flying if transfer.label in labels]:
+                self._flying.remove(transfer)
+                over.append(self._settled(transfer))
+            return over
+
+        return faulty
+
+    _around(patch, Mover, "settle", make)
+
+
+def refuses_to_save_into_a_full_host(patch: Patch) -> None:
+    def make(submit_saves: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Ladder) -> None:
+            if not self.host.slots.free:
+                raise TransferFailed("the host tier is full")
+            submit_saves(self)
+
+        return faulty
+
+    _around(patch, Ladder, "submit_saves", make)
+
+
+# Those that any walk brings to light sooner or later; the others need a story of their own.
+WALKED: list[Fault] = [
+    computes_over_what_has_not_come,
+    begins_before_the_copies_are_launched,
+    believes_a_load_that_failed,
+    forgets_a_load_that_fails_when_it_has_set_off,
+    waits_for_the_load_of_whoever_was_pushed_out,
+    takes_back_the_slots_of_a_late_load,
+    counts_restored_blocks_twice,
+    forgets_the_lease_of_whoever_ends,
+    ends_requests_whose_load_failed,
+    goes_on_without_the_step_that_failed,
+    reports_what_never_came,
+    lets_echo_use_a_prefix,
+    gives_a_half_saved_tail_a_key,
+    saves_a_full_match_short_of_its_end,
+    frees_the_slots_of_a_transfer_with_its_table,
+    promotes_into_slots_that_a_step_still_uses,
+    saves_a_tail_before_its_step_has_ended,
+    publishes_before_the_bytes_have_landed,
+    publishes_a_demotion_that_failed,
+    publishes_a_promotion_that_failed,
+    evicts_what_is_leased,
+    lets_go_of_the_sources_when_a_promotion_begins,
+    keeps_what_was_saved_for_one_request,
+    takes_one_end_for_the_end_of_all,
+]
