@@ -3,8 +3,8 @@ the faults are in `tools/mutants/*.toml`, one file per kind.
 
     python tools/mutants.py [--only TEXT] [--jobs N]
 
-A fault of order or lifetime has to be found by the sanitizer, any other by a test. Exits with 1 where one is not, or where the tests that
-are to find them fail, or let a sanitizer report, without any fault.
+A fault of order or lifetime, or a wait too many of the engine thread, has to be found by the sanitizer, any other by a test. Exits with 1
+where one is not, or where the tests that are to find them fail, or let a sanitizer report, without any fault.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ TABLE = "docs/mutants.md"
 KINDS = {
     "order": "An access that comes too early",
     "lifetime": "Bytes that are given back, published or forgotten at the wrong moment",
+    "stall": "A wait of the engine thread where it may not wait",
     "accounting": "Promises and counts that do not add up",
     "identity": "Bytes under a key that is not theirs",
     "failure": "What becomes of an error",
 }
-WATCHED = ("order", "lifetime")  # kinds that the sanitizer has to find
+WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
 TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides
 COPIED = ("src", "tests", "pyproject.toml")
 
@@ -207,8 +208,8 @@ make mutants
 make mutants ARGS='--only replay'
 ```
 
-{num} faults, all found; {watched} of them are faults of order or lifetime that the sanitizer itself has to find: it
-has reported, and the test failed, before anything else counts. Without a fault the same tests pass and no sanitizer
+{num} faults, all found; {watched} of them are faults of order or lifetime, or stalls, that the sanitizer itself has to
+find: nothing else counts there but its report, in a test that fails. Without a fault the same tests pass and no sanitizer
 reports anything. S0 to S4 are the systems in whose code or trackers the failure was seen: S0 a host tier with captured
 decode steps, S1 a background save, S2 an in-process tiered offload, S3 a paged context, S4 an asynchronous preparation
 of speculative steps. The faults themselves are in `tools/mutants/`; a test of every change checks that each still applies."""

@@ -90,7 +90,9 @@ class KvCache:
 
     @property
     def num_settling(self) -> int:
-        return self._pool.counts.pinned
+        """Without those of promotions that are late: nobody knows when they end."""
+        late = sum(promotion.num_blocks for promotion, own in self._promoting.items() if own not in self._tables and promotion.overdue)
+        return max(0, self._pool.counts.pinned - late)
 
     @property
     def num_in_flight(self) -> int:

@@ -22,6 +22,8 @@ from penstock.testing.gates import GatedCopier, gates
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
+SLOW_S = 0.05  # what is held back is let go after that; whoever waits for it waits longer than a busy machine explains
+
 
 def launched_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch, load: GatedCopier) -> list[StepPlan]:
     """Every plan from now on. One that waits for a load lets it go, so that nobody waits for ever."""
@@ -68,10 +70,10 @@ def test_a_step_launched_over_a_load_waits_for_it(
     labels = replays(engine, monkeypatch)
     returning = submit(engine, prompts(80), max_tokens=4)
     until(engine, lambda: engine._running is not None)
-    running = engine._running
+    running, was_replayed = engine._running, bool(labels)
     load.let()
     run_all(engine)
-    assert running is not None and running.loads and bool(labels) == captured
+    assert running is not None and running.loads and was_replayed == captured
     assert returning.tokens == cold.tokens and returning.source == KvSource(host=79, computed=1)
 
 
@@ -219,6 +221,58 @@ def test_a_lease_that_is_not_needed_after_all_goes_back(make_engine: MakeEngine,
     assert (first.source, second.source) == (KvSource(host=79, computed=1), KvSource(device=79, computed=1))
     settle_all(engine)
     check_at_rest(engine)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- stalls
+
+
+def test_the_engine_thread_waits_for_no_save(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(host_blocks=64)
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    _, save = gates(engine)
+    whole = ladder.demoter.submit
+
+    def submit_slow(transfer: Any) -> None:
+        save.hold()
+        threading.Timer(SLOW_S, save.let).start()
+        whole(transfer)
+
+    monkeypatch.setattr(ladder.demoter, "submit", submit_slow)
+    generate(engine, prompts(80), max_tokens=4)
+    settle_all(engine)
+    assert engine.stats().kv_blocks["host"]["idle"] == 5
+
+
+def test_a_cancel_waits_for_no_transfer(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    busy(engine, prompts)
+    returning = submit(engine, prompts(80), max_tokens=4)
+    until(engine, lambda: engine.stats().requests["loading"] == 1)
+    engine.cancel(returning.request_id)
+    threading.Timer(SLOW_S, load.let).start()
+    turn(engine)
+    assert returning.finish is FinishReason.CANCELLED
+    run_all(engine)
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_the_engine_thread_plans_while_a_step_runs(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    found = submit(engine, prompts(20), max_tokens=8)
+    turn(engine, 3)
+    gate = threading.Event()
+    engine._parts.lanes[0].submit(lambda: gate.wait(30), label="the device is slow")
+    turn(engine)  # launches a step behind that, and reads the one before it
+    assert engine._running is not None and not engine._running.fence.passed()
+    threading.Timer(SLOW_S, gate.set).start()
+    run_all(engine)
+    assert len(found.tokens) == 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------- flushes

@@ -77,6 +77,7 @@ class Device:
         self._rows: dict[int, Row] = {}
         self._nodes: dict[tuple[int, int], int] = {}
         self._paths: dict[int, tuple[int, ...]] = {0: ()}
+        self._right: dict[object, bytes] = {}  # contents whose key was checked
 
     def _garbage(self) -> tuple[int, ...]:
         self._num_garbage += BLOCK
@@ -113,6 +114,8 @@ class Device:
     def check_sealed(self, arena: TagArena, slot: int, key: bytes) -> None:
         """What a key promises is what lies in its slot, in every layer."""
         for cell in arena.cells[slot]:
+            if self._right.get(cell) == key:
+                continue
             assert isinstance(cell, tuple)
             tokens = self._paths.get(cell[-1])
             assert tokens is not None, f"slot {slot} of {arena.name} has a key and holds garbage"
@@ -120,6 +123,7 @@ class Device:
             assert right, f"slot {slot} of {arena.name} has the key of other tokens"
             ends = range(len(tokens) - BLOCK + 1, len(tokens) + 1)
             assert [self._paths.get(node) for node in cell] == [tokens[:end] for end in ends]
+            self._right[cell] = key
 
     def _start(self, start: Start) -> None:
         row = self._rows[start.row] = Row(start.request)

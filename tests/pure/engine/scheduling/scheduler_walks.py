@@ -207,7 +207,8 @@ def walk_and_shorten(seed: int) -> Counter[str]:
     try:
         return walk(shape, events)
     except Exception as error:
-        short = _shortened(events, lambda some: _fails(shape, some, type(error)))
+        kind = type(error)
+        short = _shortened(events, lambda some: _fails(shape, some, kind))
         error.add_note(f"walk {seed} through {shape}, of which this is enough:")
         for event in short:
             error.add_note(f"    {event!r},")

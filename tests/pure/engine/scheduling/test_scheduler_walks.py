@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from scheduler_tiers import LAYOUT
 from scheduler_walks import choose, walk, walk_and_shorten
-from tier_faults import WALKED, Fault
+from tier_faults import WALKED, Fault, ends_requests_whose_load_failed
 
-NUM_WALKS = 100
+from penstock.kv.tiers import ladder
+
+NUM_WALKS = 80
 WANTED = (
     "promotion",
     "step over a load",
@@ -28,6 +31,12 @@ WANTED = (
     "slot reused under a fence",
     "failed step",
 )
+
+
+@pytest.fixture(autouse=True)
+def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(ladder, "_LAST_BYTES", LAYOUT.block_bytes)
 
 
 def test_the_scheduler_keeps_its_promises_over_a_host_tier_in_any_order_of_events() -> None:
@@ -49,9 +58,7 @@ def test_a_walk_notices_a_defect_that(fault: Fault, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_walk_that_fails_is_told_by_as_few_events_as_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tier_faults import ends_requests_whose_load_failed as fault
-
-    fault(monkeypatch)
+    ends_requests_whose_load_failed(monkeypatch)
     failed = None
     for seed in range(NUM_WALKS):
         try:

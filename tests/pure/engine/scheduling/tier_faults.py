@@ -17,7 +17,7 @@ from penstock.kv.blocks.handles import Hold, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import HostLease, HostTier, Taken
-from penstock.kv.tiers.ladder import Demotion, Ladder, Promotion
+from penstock.kv.tiers.ladder import Ladder, Promotion
 from penstock.kv.transfer.mover import Mover
 
 Patch = pytest.MonkeyPatch
@@ -65,18 +65,6 @@ def forgets_a_load_that_fails_when_it_has_set_off(patch: Patch) -> None:
     _around(patch, Scheduler, "_take_in_loads", make)
 
 
-def waits_for_the_load_of_whoever_was_pushed_out(patch: Patch) -> None:
-    def make(leave: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, *args: Any, **kwargs: Any) -> None:
-            loads = dict(self._loads)
-            leave(self, *args, **kwargs)
-            self._loads = loads
-
-        return faulty
-
-    _around(patch, Scheduler, "_leave", make)
-
-
 def waits_for_ever_for_a_late_load(patch: Patch) -> None:
     patch.setattr(Scheduler, "_stop_waiting", lambda self, track: None)
 
@@ -91,7 +79,7 @@ def takes_back_the_slots_of_a_late_load(patch: Patch) -> None:
             load = track.load
             stop_waiting(self, track)
             assert isinstance(load, Promotion)
-            load.pins.pop().end()
+            load.pins[0].end()
 
         return faulty
 
@@ -105,6 +93,34 @@ def counts_restored_blocks_twice(patch: Patch) -> None:
         return lambda self, track, match: fits(self, track, match._replace(num_blocks=match.num_blocks + match.num_colder))
 
     _around(patch, Scheduler, "_fits", make)
+
+
+def forgets_what_is_promised(patch: Patch) -> None:
+    def make(fits: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, track: Track, match: Any) -> bool:
+            promised, self._num_promised = self._num_promised, 0
+            fitting: bool = fits(self, track, match)
+            self._num_promised = promised
+            return fitting
+
+        return faulty
+
+    _around(patch, Scheduler, "_fits", make)
+
+
+def leaves_nothing_to_compute(patch: Patch) -> None:
+    """A full match has no token left, so the step goes on with the one that nobody has sampled."""
+
+    def make(start: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, track: Track, match: Any) -> None:
+            start(self, track, match)
+            if track.num_cached == len(track.tokens):
+                track.num_planned = track.num_cached
+                track.num_in_flight += 1
+
+        return faulty
+
+    _around(patch, Scheduler, "_start", make)
 
 
 def forgets_the_lease_of_whoever_ends(patch: Patch) -> None:
@@ -196,7 +212,7 @@ def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
 
 def promotes_into_slots_that_a_step_still_uses(patch: Patch) -> None:
     def make(promote: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, pin, after, lease, first, num_next: promote(self, pin, (), lease, first, num_next)
+        return lambda self, pin, after, lease, keys, num_next: promote(self, pin, (), lease, keys, num_next)
 
     _around(patch, Ladder, "promote", make)
 
@@ -209,16 +225,19 @@ def saves_a_tail_before_its_step_has_ended(patch: Patch) -> None:
 
 
 def publishes_before_the_bytes_have_landed(patch: Patch) -> None:
-    def make(prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Demotion) -> bool:
-            wanted: bool = prepare(self)
-            self._host.land(self.taken)
-            self.taken = Taken([], [], [])
-            return wanted
+    land = HostTier.land
+
+    def make(take: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: HostTier, *args: Any) -> Taken:
+            taken: Taken = take(self, *args)
+            land(self, taken)
+            return taken
 
         return faulty
 
-    _around(patch, Demotion, "prepare", make)
+    _around(patch, HostTier, "take", make)
+    for later in ("land", "drop"):
+        patch.setattr(HostTier, later, lambda self, taken: None)
 
 
 def publishes_a_demotion_that_failed(patch: Patch) -> None:
@@ -255,6 +274,20 @@ def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
     _around(patch, HostTier, "take_lease", make)
 
 
+def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
+    def make(settle: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Ladder) -> list[Promotion]:
+            for promotion in self.promoter.in_flight():
+                if isinstance(promotion, Promotion) and promotion.error() is not None:
+                    promotion.kept = ()
+            promotions: list[Promotion] = settle(self)
+            return promotions
+
+        return faulty
+
+    _around(patch, Ladder, "settle", make)
+
+
 def keeps_what_was_saved_for_one_request(patch: Patch) -> None:
     def make(end_handles: Callable[..., Any]) -> Callable[..., Any]:
         return lambda handles: end_handles([handle for handle in handles if not isinstance(handle, Reservation)])
@@ -271,7 +304,8 @@ def takes_one_end_for_the_end_of_all(patch: Patch) -> None:
             labels = {transfer.label for transfer in over}
             for transfer in [transfer for transfer in self._flying if transfer.label in labels]:
                 self._flying.remove(transfer)
-                over.append(self._settled(transfer))
+                transfer.settled = True
+                over.append(transfer)
             return over
 
         return faulty
@@ -296,8 +330,6 @@ WALKED: list[Fault] = [
     computes_over_what_has_not_come,
     begins_before_the_copies_are_launched,
     believes_a_load_that_failed,
-    forgets_a_load_that_fails_when_it_has_set_off,
-    waits_for_the_load_of_whoever_was_pushed_out,
     takes_back_the_slots_of_a_late_load,
     counts_restored_blocks_twice,
     forgets_the_lease_of_whoever_ends,
@@ -314,7 +346,6 @@ WALKED: list[Fault] = [
     publishes_a_demotion_that_failed,
     publishes_a_promotion_that_failed,
     evicts_what_is_leased,
-    lets_go_of_the_sources_when_a_promotion_begins,
     keeps_what_was_saved_for_one_request,
     takes_one_end_for_the_end_of_all,
 ]

@@ -1,0 +1,102 @@
+"""A step over a promotion on the device itself: its first layers are computed while the last are still on their way, and a replay waits
+for exactly what its own batch needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cpu.engine.conftest import prompts
+from cpu.engine.test_tiers import forget
+
+from gpu.test_engine_cuda import make_engine
+from penstock.engine.engine import Engine
+from penstock.kv.transfer.mover import Group
+from penstock.testing.driving import generate, run_all, submit
+from penstock.testing.gates import gates
+
+pytestmark = pytest.mark.gpu
+__all__ = ["make_engine", "prompts"]
+
+SLEEP_CYCLES = 1_000_000_000  # over half a second of device time
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+
+def slow_after_the_first_group(engine: Engine) -> None:
+    """Between the first layer's copy and the next the load lane sleeps, on the device."""
+    load, _ = gates(engine)
+    whole = load.inner.copy
+
+    class Slow:
+        def copy(self, source: Any, dest: Any, layers: tuple[int, int]) -> None:
+            if layers[0]:
+                torch.cuda._sleep(SLEEP_CYCLES)
+            whole(source, dest, layers)
+
+    load.inner = Slow()
+
+
+def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(host_blocks=256, prefill_chunk=1536)
+    stem, whole = prompts(80), prompts(80) + prompts(1200, seed=3)
+    expected = generate(make_engine(prefill_chunk=1536), whole, max_tokens=3).tokens
+    generate(engine, stem, max_tokens=1)
+    forget(engine)
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    monkeypatch.setattr(ladder, "_groups", lambda num, layered: [Group((i, i + 1)) for i in range(engine._parts.arena.layout.num_layers)])
+    slow_after_the_first_group(engine)
+    events: dict[int, torch.cuda.Event] = {}
+    model = type(engine._parts.executor._forward.model)
+    layer = model.layer
+
+    def noted(self: Any, index: int, *rest: Any, **named: Any) -> Any:
+        found = layer(self, index, *rest, **named)
+        events.setdefault(index, torch.cuda.Event()).record()
+        return found
+
+    monkeypatch.setattr(model, "layer", noted)
+    returning = submit(engine, whole, max_tokens=3)
+    deadline_s = time.monotonic() + 20.0
+    while 1 not in events and time.monotonic() < deadline_s:
+        engine._inbox.run_all()
+        engine._settle()
+        plan = engine._parts.scheduler.plan()
+        if plan is not None:
+            assert plan.loads, "the step is launched over a load"
+            engine._running = engine._launch(plan)
+    events[0].synchronize()
+    assert not events[1].query(), "the second layer was computed before its KV can have come"
+    run_all(engine)
+    assert returning.tokens == expected
+    assert returning.source is not None and returning.source.host == 80
+
+
+def test_a_replay_of_others_does_not_wait_for_a_load(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    expected = generate(engine, prompts(80), max_tokens=4).tokens
+    forget(engine)
+    load, _ = gates(engine)
+    whole = load.inner.copy
+
+    class Slow:
+        def copy(self, source: Any, dest: Any, layers: tuple[int, int]) -> None:
+            torch.cuda._sleep(SLEEP_CYCLES)
+            whole(source, dest, layers)
+
+    load.inner = Slow()
+    other = submit(engine, prompts(20, seed=1), max_tokens=60)
+    while len(other.tokens) < 3:
+        engine.step()
+    returning = submit(engine, prompts(80), max_tokens=4)
+    while other.finish is None:
+        engine.step()
+    assert returning.tokens == [] and engine.stats().requests["loading"] == 1, "sixty replays went by while the load slept"
+    run_all(engine)
+    assert returning.tokens == expected
