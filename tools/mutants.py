@@ -32,6 +32,7 @@ KINDS = {
     "order": "An access that comes too early",
     "lifetime": "Bytes that are given back, published or forgotten at the wrong moment",
     "stall": "A wait of the engine thread where it may not wait",
+    "undeclared": "An access that is not declared",
     "accounting": "Promises and counts that do not add up",
     "identity": "Bytes under a key that is not theirs",
     "failure": "What becomes of an error",
@@ -39,6 +40,7 @@ KINDS = {
 WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
 TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides
 COPIED = ("src", "tests", "pyproject.toml")
+_SAID_BY_A_TEST = {"AssertionError": "test", "Failed": "test"}  # any other exception is the product's own
 
 
 class DoesNotApply(Exception):
@@ -98,7 +100,7 @@ class Outcome:
             return None
         if self.failures:
             first = self.failures[0]
-            how = "exploration" if "schedule {" in first["said"] else first["type"]
+            how = "exploration" if "schedule {" in first["said"] else _SAID_BY_A_TEST.get(first["type"], first["type"])
             return f"{how} in {test_name(first)}"
         return "time-out" if self.timed_out else None
 
@@ -186,7 +188,8 @@ def table(caught: dict[Mutant, str]) -> str:
         for mutant, how in caught.items():
             if mutant.kind == kind:
                 note = f"; the sanitizer cannot: {mutant.unwatched}" if mutant.unwatched else ""
-                parts[-1] += f"\n| {mutant.name} | `{mutant.file}` | {mutant.stands_for} | {_shown(how)}{note} |"
+                file = mutant.file.removeprefix("src/penstock/")
+                parts[-1] += f"\n| {mutant.name} | `{file}` | {mutant.stands_for} | {_shown(how)}{note} |"
     return "\n\n".join(parts) + "\n"
 
 
@@ -208,11 +211,19 @@ make mutants
 make mutants ARGS='--only replay'
 ```
 
-{num} faults, all found; {watched} of them are faults of order or lifetime, or stalls, that the sanitizer itself has to
-find: nothing else counts there but its report, in a test that fails. Without a fault the same tests pass and no sanitizer
-reports anything. S0 to S4 are the systems in whose code or trackers the failure was seen: S0 a host tier with captured
-decode steps, S1 a background save, S2 an in-process tiered offload, S3 a paged context, S4 an asynchronous preparation
-of speculative steps. The faults themselves are in `tools/mutants/`; a test of every change checks that each still applies."""
+{num} faults, all found. Without a fault the same tests pass, and no sanitizer reports anything in them.
+
+*Found by* says what noticed: the [sanitizer](sanitizer.md), with the kinds of its reports; an exploration, which prints
+the schedule that fails; a test; or an exception of Penstock's own. For {watched} of the faults, those of order and
+lifetime and the stalls, nothing counts but a report of the sanitizer in a test that fails; where it cannot see one, the
+line says why.
+
+*Stands for* says what would go wrong, and where it was seen: S0 is a host tier beside captured decode steps, S1 a save
+moved to a background thread, S2 a tiered offload inside an engine, S3 contexts paged beyond device memory, S4 steps
+prepared by an asynchronous runner; the others are failures that several systems met.
+
+The faults are in `tools/mutants/`, each with the text that it changes. A test checks with every change that all of them
+still apply; `make mutants` says whether they are still found."""
 
 
 def run_all(chosen: Sequence[Mutant], root: Path, jobs: int) -> dict[Mutant, str | None] | None:

@@ -1,5 +1,4 @@
-"""A step over a promotion on the device itself: its first layers are computed while the last are still on their way, and a replay waits
-for exactly what its own batch needs."""
+"""A step over a promotion on the device itself: its first layers are computed while the last are still on their way."""
 
 from __future__ import annotations
 
@@ -13,15 +12,16 @@ from cpu.engine.conftest import prompts
 from cpu.engine.test_tiers import forget
 
 from gpu.test_engine_cuda import make_engine
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.kv.transfer.mover import Group
-from penstock.testing.driving import generate, run_all, submit
+from penstock.testing.driving import generate, run_all, submit, tiny_config
 from penstock.testing.gates import gates
 
 pytestmark = pytest.mark.gpu
 __all__ = ["make_engine", "prompts"]
 
-SLEEP_CYCLES = 1_000_000_000  # over half a second of device time
+SLEEP_CYCLES = 6_000_000_000  # three seconds of device time or so
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
@@ -43,7 +43,8 @@ def slow_after_the_first_group(engine: Engine) -> None:
 def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(host_blocks=256, prefill_chunk=1536)
+    # Not in checked mode, where a launcher compares bytes and so waits for the device before anybody may go on.
+    engine = build(tiny_config(device="cuda", host_blocks=256, prefill_chunk=1536))
     stem, whole = prompts(80), prompts(80) + prompts(1200, seed=3)
     expected = generate(make_engine(prefill_chunk=1536), whole, max_tokens=3).tokens
     generate(engine, stem, max_tokens=1)
@@ -76,27 +77,4 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     run_all(engine)
     assert returning.tokens == expected
     assert returning.source is not None and returning.source.host == 80
-
-
-def test_a_replay_of_others_does_not_wait_for_a_load(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(host_blocks=64)
-    expected = generate(engine, prompts(80), max_tokens=4).tokens
-    forget(engine)
-    load, _ = gates(engine)
-    whole = load.inner.copy
-
-    class Slow:
-        def copy(self, source: Any, dest: Any, layers: tuple[int, int]) -> None:
-            torch.cuda._sleep(SLEEP_CYCLES)
-            whole(source, dest, layers)
-
-    load.inner = Slow()
-    other = submit(engine, prompts(20, seed=1), max_tokens=60)
-    while len(other.tokens) < 3:
-        engine.step()
-    returning = submit(engine, prompts(80), max_tokens=4)
-    while other.finish is None:
-        engine.step()
-    assert returning.tokens == [] and engine.stats().requests["loading"] == 1, "sixty replays went by while the load slept"
-    run_all(engine)
-    assert returning.tokens == expected
+    engine.close(timeout_s=20.0)

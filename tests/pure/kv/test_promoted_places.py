@@ -1,4 +1,4 @@
-"""Promoted blocks come to their own places under their own keys, and one that is late is no reason to wait. Lanes are sequenced; the bytes
+"""Promoted blocks come to their own places under their own keys, and nobody waits for one that is late. Lanes are sequenced; the bytes
 say which block they are."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from test_transfer_races import BLOCK
-from watched_transfers import WatchedWorld
+from watched_world import WatchedWorld
 
 from penstock.contract import Fence, Prefix
 from penstock.kv.blocks.table import BlockTable
@@ -98,6 +98,6 @@ PROGRAMS = (behind_a_prefix_on_the_device, a_tail_that_was_saved_half_full, nobo
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_it_is_so(program: Callable[[Sequencer], None]) -> None:
+def test_what_was_promoted_is_found_as_what_it_is(program: Callable[[Sequencer], None]) -> None:
     _, failure = run(program)
     assert failure is None, str(failure)

@@ -1,108 +1,18 @@
 """Programs of transfers for the sanitizer to watch: what requests, tiers and movers do to slots when all goes well, and when it does not.
-Real pools, tiers and movers on sequenced lanes, as in `test_transfer_races`; each program gives everything back and closes the cache."""
+Real pools, tiers and movers on sequenced lanes; each program gives everything back and closes the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from collections.abc import Callable
 
-from test_transfer_races import BLOCK, LAYERS, SCOPE, World
+from test_transfer_races import BLOCK, LAYERS
+from watched_world import LEASE_ENDS_S, WatchedWorld
 
-from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import TransferFailed
-from penstock.kv.blocks.table import BlockTable
-from penstock.kv.cache import KvCache
 from penstock.kv.tiers.ladder import SavedLease
-from penstock.kv.transfer.mover import Copier, Layers, Mover, Slots, Transfer
-from penstock.testing.sequenced_lanes import SequencedFence
 from penstock.testing.sequencer import Sequencer
-
-LEASE_ENDS_S = 2e9  # later than any lease's time
-
-
-@dataclass
-class Failing:
-    """Copies, but for the next `num` calls."""
-
-    inner: Copier
-    num: int = 0
-
-    def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
-        if self.num:
-            self.num -= 1
-            raise OSError("the copy was told to fail")
-        self.inner.copy(source_slots, dest_slots, layers)
-
-
-@dataclass
-class WatchedWorld(World):
-    """`reuses` off: the device keeps no blocks for others, so that nothing there has a key."""
-
-    reuses: bool = True
-    now_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.cache = KvCache(self.ladder._pool, SCOPE, self.reuses, self.ladder)
-        self.ladder.host._clock = lambda: self.now_s
-        self.promotions, self.demotions = (self._failing(mover) for mover in (self.ladder.promoter, self.ladder.demoter))
-
-    def write(self, slots: Iterable[int], value: object) -> Fence:
-        """One op that writes all layers of `slots`."""
-        run = list(slots)
-
-        def fill() -> None:
-            for slot in run:
-                self.device[slot] = [value] * LAYERS
-
-        self.compute.submit(fill, [Access("device", run, (0, LAYERS), Mode.WRITE)], label=f"write {value}")
-        return self.compute.record()
-
-    def seal(self, table: BlockTable, name: str, num_blocks: int, fence: Fence) -> None:
-        self.cache.seal(table, self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
-
-    def resume(self, name: str, lease: SavedLease, num_blocks: int) -> list[object]:
-        """A retracted request comes back with what was saved for it: what it then reads."""
-        seen: list[object] = []
-        table = self.cache.open(name, self.prefix(name, num_blocks), 0)
-        load = self.cache.promote(table, lease, num_blocks, num_next=1)
-        self.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
-        self.finish(table, self.read_blocks(table, num_blocks, seen, Arriving([load])))
-        return seen
-
-    def refuse_copy(self, number: int) -> None:
-        """The lane of promotions takes no copy from that number on, once."""
-        lane = self.ladder.promoter.lane
-        whole, calls = lane.submit, iter(range(1000))
-
-        def submit(*args: Any, **named: Any) -> Any:
-            if next(calls) == number:
-                raise OSError("the lane was told to refuse")
-            return whole(*args, **named)
-
-        lane.submit = submit  # type: ignore[method-assign]
-
-    def settle(self, load: Transfer) -> None:
-        """As the engine does: it looks, and comes back when there is something to see."""
-        end = load._end
-        assert end is None or isinstance(end, SequencedFence)
-        self.cache.settle()
-        self.sequencer.pause("comes back later", lambda: end is None or end.is_over())
-        self.cache.settle()
-        assert load.settled
-
-    def close(self) -> None:
-        self.cache.drain(1.0)
-        self.cache.check()
-        self.cache.close(1.0)
-
-    @staticmethod
-    def _failing(mover: Mover) -> Failing:
-        mover.copier = failing = Failing(mover.copier)
-        return failing
-
 
 # ------------------------------------------------------------------------------------------------------------------- demotions
 
@@ -137,6 +47,29 @@ def a_demotion_that_fails_and_is_made_again(sequencer: Sequencer) -> None:
     world.bring_to_host("a", 2)
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
     world.close()
+
+
+def a_demotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    table, fence = world.compute_blocks("a", 2)
+    fence.wait_passed()
+    world.seal(table, "a", 2, fence)
+    world.refuse_launch(world.ladder.demoter)
+    with contextlib.suppress(OSError):
+        world.cache.submit_saves()
+    world.finish(table, fence)
+    assert world.in_host("a", 2) == []
+    world.close()
+
+
+def close_while_a_demotion_is_in_flight(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    table, fence = world.compute_blocks("a", 2)
+    fence.wait_passed()
+    world.seal(table, "a", 2, fence)
+    world.cache.submit_saves()
+    world.cache.release(table, fence)
+    world.cache.close(1.0)
 
 
 def demote_what_the_host_has_already(sequencer: Sequencer) -> None:
@@ -205,6 +138,20 @@ def cancel_during_a_promotion(sequencer: Sequencer) -> None:
     world.bring_to_host("a", 2)
     table, _ = world.promote("a", 2)
     world.cache.release(table, world.compute.record())
+    table, _ = world.compute_blocks("b", 2)
+    seen: list[object] = []
+    world.finish(table, world.read_blocks(table, 2, seen))
+    assert seen == ["b"] * 2 * LAYERS, seen
+    world.close()
+
+
+def a_promotion_that_nobody_waits_for_any_longer(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    world.bring_to_host("a", 2)
+    table, load = world.promote("a", 2)
+    load.deadline_s = 0.0
+    world.cache.release(table, world.compute.record())
+    world.cache.settle()
     table, _ = world.compute_blocks("b", 2)
     seen: list[object] = []
     world.finish(table, world.read_blocks(table, 2, seen))
@@ -316,14 +263,7 @@ def a_promotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     lease = world.cache.lease("a", world.prefix("a", 2))
     assert lease is not None
     table = world.cache.open("a", world.prefix("a", 2), 0)
-    launcher = world.ladder.promoter._launcher
-    whole = launcher.submit
-
-    def refuse(*args: Any, **named: Any) -> Any:
-        launcher.submit = whole  # type: ignore[method-assign]
-        raise OSError("the launcher was told to refuse")
-
-    launcher.submit = refuse  # type: ignore[method-assign]
+    world.refuse_launch(world.ladder.promoter)
     try:
         world.cache.promote(table, lease, 2, num_next=1)
     except OSError:
@@ -368,6 +308,16 @@ def retract_behind_two_demotions(sequencer: Sequencer) -> None:
     world.cache.settle()
     assert lease.ready and lease.num_from(0) == 2, lease.slots
     lease.end()
+    world.close()
+
+
+def a_retraction_that_could_not_be_submitted(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer)
+    table, fence = world.compute_blocks("a", 2)
+    world.refuse_launch(world.ladder.demoter)
+    with contextlib.suppress(OSError):
+        world.cache.retract(table, 2 * BLOCK, fence)
+    world.finish(table, fence)
     world.close()
 
 

@@ -112,7 +112,7 @@ class CpuAttention:
         step = self._step
         if step is None or step.inputs is not inputs:
             raise InvariantBroken("attend before this step's KV was written")
-        if len(q) == len(step.lone) == 1:  # most often, and then two copies of little cost more than they look
+        if len(q) == len(step.lone) == 1:  # the most frequent one; calls that hardly do anything are a good part of its time
             return self._attend_lone(layer, q[0], step.lone[0]).view(1, -1)
         out = q.new_zeros(q.shape)
         for lone in step.lone:

@@ -1,0 +1,109 @@
+"""A ladder over arenas of tags and lanes that a test runs by hand, with the few moves that its tests are made of."""
+
+from __future__ import annotations
+
+from penstock.kv.blocks.handles import Hold
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.host import HostLease, HostTier
+from penstock.kv.tiers.ladder import Ladder, LadderLimits, Promotion
+from penstock.kv.transfer.mover import Mover
+from penstock.testing.stepped import SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
+
+BLOCK = 4
+LAYERS = 6
+LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens=BLOCK, dtype="float32")
+KEYS = [bytes([i]) * 16 for i in range(40)]
+
+
+class Rig:
+    """`device` and `host` hold tags; a block that was computed under a key holds that key in every layer."""
+
+    def __init__(self, num_device: int = 8, num_host: int = 16, overlap_tokens: int = 0, load_always: bool = False) -> None:
+        self.now_s = 0.0
+        self.device, self.host_arena = TagArena("device", num_device, LAYERS), TagArena("host", num_host, LAYERS)
+        self.lanes = SteppedLanes(self.device, self.host_arena)
+        self.pool = BlockPool(num_device, "device")
+        self.host = HostTier(BlockPool(num_host, "host"), BLOCK, 100.0, lambda: self.now_s)
+        self.loads, self.saves = TagCopier(self.host_arena, self.device), TagCopier(self.device, self.host_arena)
+        movers = (
+            Mover(("host", "device"), self.loads, self.lane("load"), self.lane("launch load")),
+            Mover(("device", "host"), self.saves, self.lane("save"), self.lane("launch save")),
+        )
+        self.ladder = Ladder(self.pool, self.host, movers, LAYOUT, LadderLimits(overlap_tokens, 1e9, load_always))
+        self.compute = self.lane("compute")
+
+    def lane(self, name: str) -> SteppedLane:
+        return self.lanes.lane(name)
+
+    # -------------------------------------------------------------------------------------------------------------- tables
+
+    def hold(self, num: int, owner: str = "request") -> Hold:
+        hold = self.pool.hold(owner)
+        reservation = self.pool.try_reserve(num, owner)
+        assert reservation is not None
+        reservation.commit(hold)
+        return hold
+
+    def computed(self, keys: list[bytes], owner: str = "request", num_more: int = 0) -> Hold:
+        """A table whose first blocks have `keys`, and `num_more` that have none."""
+        hold = self.hold(len(keys) + num_more, owner)
+        tags = [*keys, *(f"{owner} {i}" for i in range(num_more))]
+        self.device.write(hold.slots, (0, LAYERS), [[tag] * LAYERS for tag in tags])
+        self.pool.seal(hold.slots[: len(keys)], keys)
+        return hold
+
+    def step(self) -> SteppedFence:
+        """A step that is on the compute lane and has not run."""
+        self.compute.submit(lambda: None, label="step")
+        return self.compute.record()
+
+    # ----------------------------------------------------------------------------------------------------------- transfers
+
+    def save(self, keys: list[bytes], owner: str = "request") -> Hold:
+        """Blocks that are in the host tier when this returns."""
+        hold = self.computed(keys, owner)
+        self.ladder.offer(hold, 0, keys, None)
+        self.ladder.submit_saves()
+        self.land()
+        return hold
+
+    def land(self) -> list[Promotion]:
+        self.lanes.run_all()
+        return self.settle()
+
+    def settle(self) -> list[Promotion]:
+        promotions = self.ladder.settle()
+        for promotion in promotions:
+            for pin in promotion.pins:
+                pin.end()
+        return promotions
+
+    def promote(self, hold: Hold, lease: HostLease, num: int, num_next: int = 1) -> Promotion:
+        first = hold.num_slots - num
+        return self.ladder.promote(self.pool.pin_run(hold, first, num, hold.owner), (), lease, (), num_next)
+
+    def in_host(self, keys: list[bytes]) -> list[object]:
+        """What lies under each key, None where nothing does; the same in every layer."""
+        found: list[object] = []
+        for slot in self.host._pool.find_each(keys):
+            cells = self.host_arena.cells[slot] if slot >= 0 else [None]
+            assert len(set(cells)) == 1, "one block, whole"
+            found.append(cells[0])
+        return found
+
+    def check(self) -> None:
+        self.pool.check()
+        self.host.check()
+
+    def close(self) -> None:
+        """Nothing may be left."""
+        self.check()
+        self.ladder.close(None)
+        self.pool.close()
+
+
+def leased(rig: Rig, keys: list[bytes]) -> HostLease:
+    lease = rig.host.lease(keys, "request")
+    assert lease is not None
+    return lease

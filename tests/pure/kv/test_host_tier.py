@@ -1,0 +1,381 @@
+"""The host tier's books in named cases: leases, room for new blocks, memory that becomes ready, several threads at once."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from penstock.errors import InvariantBroken, Leaked
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import SlotCounts
+from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Taken
+
+BLOCK = 16
+LEASE_S = 10.0
+KEYS = [bytes([i]) * 16 for i in range(40)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def new_tier(num_slots: int = 8, clock: Clock | None = None) -> HostTier:
+    return HostTier(BlockPool(num_slots, "host"), BLOCK, LEASE_S, clock or Clock())
+
+
+def taken(tier: HostTier, keys: list[bytes]) -> Taken:
+    return tier.take(keys, range(len(keys)), "demote")
+
+
+def fill(tier: HostTier, keys: list[bytes]) -> None:
+    tier.land(taken(tier, keys))
+
+
+def leased(tier: HostTier, keys: list[bytes], owner: str = "request") -> HostLease:
+    lease = tier.lease(keys, owner)
+    assert lease is not None
+    return lease
+
+
+# -------------------------------------------------------------------------------------------------------------- leases
+
+
+def test_a_lease_covers_every_block_that_is_here_and_knows_the_gaps() -> None:
+    tier = new_tier()
+    fill(tier, [KEYS[0], KEYS[1], KEYS[3]])
+    lease = leased(tier, KEYS[:5])
+    assert [slot == ABSENT for slot in lease.slots] == [False, False, True, False, True]
+    assert [lease.num_from(block) for block in range(7)] == [2, 1, 0, 1, 0, 0, 0]
+    assert lease.num_tokens == 5 * BLOCK and lease.ready and not lease.expired
+    assert (tier.num_leases, tier.slots.pinned) == (1, 3)
+    lease.end()
+    assert (tier.num_leases, tier.slots.pinned, tier.slots.idle) == (0, 0, 3)
+    tier.close()
+
+
+def test_a_lease_from_a_block_on_leaves_those_before_alone() -> None:
+    tier = new_tier()
+    fill(tier, KEYS[:4])
+    lease = tier.lease(KEYS[:4], "request", 3)
+    assert lease is not None and tier.slots.pinned == 1
+    assert [lease.num_from(block) for block in range(5)] == [0, 0, 0, 1, 0]
+    lease.end()
+
+
+def test_there_is_no_lease_where_nothing_is_here() -> None:
+    tier = new_tier()
+    assert tier.lease(KEYS[:3], "request") is None and tier.lease([], "request") is None
+    assert tier.num_leases == 0
+
+
+def test_a_leased_block_is_not_evicted() -> None:
+    tier = new_tier(num_slots=4)
+    fill(tier, KEYS[:4])
+    lease = leased(tier, KEYS[:2])
+    fill(tier, KEYS[10:14])
+    assert [tier.has(key) for key in KEYS[:2]] == [True, True] and not any(map(tier.has, KEYS[2:4]))
+    assert tier.reset() == 2 and all(map(tier.has, KEYS[:2]))
+    lease.end()
+    assert tier.reset() == 2 and tier.num_keys == 0
+
+
+def test_two_leases_on_a_block_are_two() -> None:
+    tier = new_tier(num_slots=1)
+    fill(tier, KEYS[:1])
+    one, two = leased(tier, KEYS[:1]), leased(tier, KEYS[:1])
+    one.end()
+    one.end()  # has ended: nothing more to give back
+    fill(tier, KEYS[1:2])
+    assert tier.has(KEYS[0]) and tier.counts.skipped_full == 1
+    two.end()
+    tier.close()
+
+
+def test_a_lease_nobody_came_for_expires_and_covers_nothing() -> None:
+    clock = Clock()
+    tier = new_tier(clock=clock)
+    fill(tier, KEYS[:2])
+    lease = leased(tier, KEYS[:2])
+    clock.now_s += LEASE_S - 1
+    tier.expire()
+    assert not lease.expired and lease.num_from(0) == 2
+    clock.now_s += 2
+    tier.expire()
+    assert lease.expired and lease.num_from(0) == 0 and tier.slots.pinned == 0
+    assert tier.counts.leases_expired == 1 and tier.take_lease(lease) is None
+    lease.end()
+    tier.close()
+
+
+def test_what_a_transfer_reads_has_left_its_lease_and_does_not_expire() -> None:
+    clock = Clock()
+    tier = new_tier(clock=clock)
+    fill(tier, KEYS[:2])
+    lease = leased(tier, KEYS[:2])
+    kept = tier.take_lease(lease)
+    assert kept is not None and tier.num_leases == 0
+    clock.now_s += 10 * LEASE_S
+    tier.expire()
+    lease.end()
+    assert tier.slots.pinned == 2 and not lease.expired, "its time is no business of the transfer's"
+    tier.end_handles(kept)
+    assert tier.slots.idle == 2
+    tier.close()
+
+
+def test_leases_are_looked_at_now_and_then_and_not_every_time() -> None:
+    clock = Clock()
+    tier = new_tier(clock=clock)
+    tier.expire()
+    fill(tier, KEYS[:1])
+    lease = leased(tier, KEYS[:1])
+    lease.deadline_s = clock.now_s
+    clock.now_s += 0.5
+    tier.expire()
+    assert not lease.expired
+    clock.now_s += 0.6
+    tier.expire()
+    assert lease.expired
+
+
+# -------------------------------------------------------------------------------------------------------- writing blocks
+
+
+def test_a_block_is_found_when_it_has_landed_and_not_before() -> None:
+    tier = new_tier()
+    coming = taken(tier, KEYS[:2])
+    assert coming.places == [0, 1] and tier.slots.reserved == 2
+    assert tier.num_keys == 0 and tier.lease(KEYS[:2], "request") is None
+    tier.land(coming)
+    assert all(map(tier.has, KEYS[:2])) and tier.slots == SlotCounts(free=6, reserved=0, active=0, pinned=0, idle=2)
+    assert tier.counts.landed == 2
+    tier.close()
+
+
+def test_a_block_that_did_not_arrive_publishes_nothing_and_can_be_tried_again() -> None:
+    tier = new_tier()
+    tier.drop(taken(tier, KEYS[:2]))
+    assert tier.num_keys == 0 and tier.slots.free == 8 and tier.counts.landed == 0
+    assert taken(tier, KEYS[:2]).places == [0, 1]
+
+
+def test_what_is_here_or_on_its_way_is_not_taken_again() -> None:
+    tier = new_tier()
+    fill(tier, KEYS[:1])
+    first = taken(tier, KEYS[:3])
+    assert first.places == [1, 2] and first.keys == KEYS[1:3] and first.depths == [1, 2]
+    second = taken(tier, [KEYS[0], KEYS[2], KEYS[3], KEYS[3]])
+    assert second.places == [2], "one is here, one is on its way, one is named twice"
+    assert tier.counts.deduplicated == 4
+    for each in (first, second):
+        tier.land(each)
+    assert taken(tier, KEYS[:4]).reservation is None
+    tier.close()
+
+
+def test_a_full_tier_takes_the_first_blocks_and_counts_the_others() -> None:
+    tier = new_tier(num_slots=3)
+    fill(tier, KEYS[:1])
+    lease = leased(tier, KEYS[:1])
+    some = taken(tier, KEYS[10:14])
+    assert some.places == [0, 1] and tier.counts.skipped_full == 2
+    none = taken(tier, KEYS[20:22])
+    assert none.places == [] and none.reservation is None and tier.counts.skipped_full == 4
+    for each in (some, none):
+        tier.land(each)
+    lease.end()
+    tier.close()
+
+
+def test_room_for_one_request_alone_is_all_or_nothing_and_never_found() -> None:
+    tier = new_tier(num_slots=3)
+    private = tier.take_private(2, "retract")
+    assert private is not None and tier.take_private(2, "retract") is None
+    assert tier.counts.skipped_full == 2 and tier.num_keys == 0
+    lease = HostLease(tier, "request", list(private.slots), 20)
+    tier.keep(lease, private)
+    assert tier.num_leases == 1
+    lease.end()
+    assert tier.slots.free == 3
+    tier.close()
+
+
+def test_each_key_asked_for_is_pinned_where_it_is_here() -> None:
+    tier = new_tier()
+    fill(tier, [KEYS[0], KEYS[2]])
+    slots, pin = tier.pin_each(KEYS[:3], "retract")
+    assert pin is not None and slots[1] == ABSENT and sorted(pin.slots) == sorted([slots[0], slots[2]])
+    assert tier.pin_each(KEYS[5:6], "retract") == ([ABSENT], None)
+    pin.end()
+
+
+def test_lock_held_across_a_failed_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = new_tier()
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPool, "try_reserve", lambda self, num_slots, owner: None)
+        with pytest.raises(InvariantBroken, match="vanished"):
+            taken(tier, KEYS[:2])
+        with pytest.raises(InvariantBroken, match="vanished"):
+            tier.take_private(1, "retract")
+    done = threading.Thread(target=lambda: fill(tier, KEYS[:2]), daemon=True)
+    done.start()
+    done.join(10.0)
+    assert not done.is_alive() and tier.num_keys == 2, "nobody waits for a lock that somebody left locked"
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_that_is_not_ready_is_not_lent() -> None:
+    tier = new_tier(num_slots=150)
+    tier.withhold()
+    assert taken(tier, KEYS[:2]).reservation is None and tier.counts.skipped_full == 2
+    assert tier.take_private(1, "retract") is None
+    tier.ready(range(70))
+    first = taken(tier, KEYS[:2])
+    assert first.reservation is not None and max(first.reservation.slots) < 70
+    assert tier.slots.free == 62 and tier.slots.reserved == 88
+    tier.ready(range(70, 150))
+    assert tier.slots.free == 148
+    tier.land(first)
+    tier.close()
+
+
+def test_a_tier_whose_memory_never_became_ready_closes() -> None:
+    tier = new_tier(num_slots=100)
+    tier.withhold()
+    tier.close()
+    tier.ready(range(100))
+    tier.close()
+
+
+@pytest.mark.parametrize("out", ["lease", "taken", "private", "transfer"])
+def test_closing_with_something_out_raises(out: str) -> None:
+    tier = new_tier()
+    fill(tier, KEYS[:1])
+    if out == "lease":
+        leased(tier, KEYS[:1], "request-7")
+    elif out == "taken":
+        taken(tier, KEYS[5:6])
+    elif out == "private":
+        tier.take_private(1, "retract")
+    else:
+        tier.take_lease(leased(tier, KEYS[:1]))
+    with pytest.raises(Leaked):
+        tier.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- threads
+
+
+GUARDED = {"find_each", "pin", "hold", "seal", "try_reserve", "evict", "take_back", "commit", "counts", "check"}
+
+
+class LockedPool(BlockPool):
+    """Every use of it is under the tier's lock."""
+
+    lock: threading.Lock | None = None
+
+    def __getattribute__(self, name: str) -> object:
+        lock = object.__getattribute__(self, "lock")
+        if lock is not None and name in GUARDED:
+            assert lock.locked(), f"{name} of the pool is used without the lock"
+        return object.__getattribute__(self, name)
+
+
+def every_use_is_under_the_lock(tier: HostTier, pool: LockedPool) -> None:
+    pool.lock = tier._lock
+    fill(tier, KEYS[:3])
+    lease, other = leased(tier, KEYS[:2]), leased(tier, KEYS[:2])
+    kept = tier.take_lease(lease)
+    tier.end_handles(kept or ())
+    other.end()
+    tier.drop(taken(tier, KEYS[5:6]))
+    private = tier.take_private(1, "retract")
+    saved = HostLease(tier, "request", [], 0)
+    tier.keep(saved, *([private] if private is not None else []))
+    saved.deadline_s = 0.0
+    tier.expire()
+    _, pin = tier.pin_each(KEYS[:1], "retract")
+    tier.end_handles([pin] if pin is not None else [])
+    assert sum(tier.slots) == tier.num_slots
+    tier.check()
+    tier.reset()
+    tier.close()
+
+
+def test_every_use_of_the_pool_is_under_the_lock() -> None:
+    pool = LockedPool(8, "host")
+    every_use_is_under_the_lock(HostTier(pool, BLOCK, LEASE_S, Clock()), pool)
+
+
+@pytest.mark.parametrize("method", ["lease", "take", "land", "drop", "end_lease", "end_handles", "take_private", "pin_each", "reset"])
+def test_a_method_that_forgets_the_lock_is_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = getattr(HostTier, method)
+
+    def faulty(self: HostTier, *args: object) -> object:
+        lock, self._lock = self._lock, contextlib.nullcontext()  # type: ignore[assignment]
+        try:
+            return honest(self, *args)
+        finally:
+            self._lock = lock
+
+    monkeypatch.setattr(HostTier, method, faulty)
+    with pytest.raises(AssertionError, match="without the lock"):
+        test_every_use_of_the_pool_is_under_the_lock()
+
+
+def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
+    tier = new_tier(num_slots=12)
+    failures: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def run(work: Callable[[int], None]) -> None:
+        try:
+            start.wait(30.0)
+            for turn in range(200):
+                work(turn)
+        except BaseException as error:
+            failures.append(error)
+
+    def lease(turn: int) -> None:
+        """Callers of `submit`."""
+        keys = [KEYS[(turn + i) % 20] for i in range(6)]
+        lease = tier.lease(keys, "request")
+        if lease is not None:
+            with tier._lock:
+                there = tier._pool.find_each(keys)
+            assert all(slot in (ABSENT, found) for slot, found in zip(lease.slots, there, strict=True)), "a leased block has moved"
+            lease.end()
+
+    def write(turn: int) -> None:
+        """The launcher takes, the engine's thread lands; here one after the other."""
+        taken = tier.take([KEYS[(3 * turn + i) % 20] for i in range(4)], range(4), "demote")
+        (tier.land if turn % 5 else tier.drop)(taken)
+
+    def look(turn: int) -> None:
+        assert sum(tier.slots) == tier.num_slots
+        tier.check()
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in (lease, lease, write, look)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads) and failures == []
+    tier.check()
+    assert tier.num_leases == 0 and tier.counts.landed > 0
+    tier.close()

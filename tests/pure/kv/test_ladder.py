@@ -1,0 +1,437 @@
+"""Blocks on their way to the host: what is in flight, what becomes visible when, what is given back on every path; and faults that turn
+these tests red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from ladder_rig import KEYS, LAYOUT, Rig, leased
+
+from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, PenstockError
+from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.ladder import Demotion, Ladder
+from penstock.kv.transfer.mover import Mover, Transfer
+
+BOTH = (("device", "host"), ("host", "device"))
+
+
+# -------------------------------------------------------------------------------------------------------------- demote
+
+
+def test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2])
+    rig.ladder.offer(hold, 0, KEYS[:2], None)
+    rig.ladder.submit_saves()
+    assert rig.ladder.num_in_flight == 1 and rig.in_host(KEYS[:2]) == [None, None]
+    for lane in ("launch save", "save"):
+        assert rig.lane(lane).step()
+        rig.settle()
+        assert rig.in_host(KEYS[:2]) == [None, None]
+    rig.land()
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and rig.ladder.num_in_flight == 0
+    hold.end()
+    rig.close()
+
+
+def test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:1])
+    rig.ladder.offer(hold, 0, KEYS[:1], rig.step())
+    rig.ladder.submit_saves()
+    assert rig.lane("launch save").step()
+    assert not rig.lane("save").step(), "the copy waits on its lane"
+    assert rig.compute.step() and rig.lane("save").step()
+    rig.land()
+    hold.end()
+    rig.close()
+
+
+def test_the_blocks_of_an_ended_table_stay_until_they_have_been_read() -> None:
+    rig = Rig(num_device=2)
+    hold = rig.computed(KEYS[:2])
+    rig.ladder.offer(hold, 0, KEYS[:2], None)
+    rig.ladder.submit_saves()
+    hold.end()
+    assert rig.pool.counts.pinned == 2 and rig.pool.try_reserve(1, "other") is None
+    rig.land()
+    assert rig.pool.counts.idle == 2 and rig.in_host(KEYS[:2]) == KEYS[:2]
+    rig.close()
+
+
+def test_what_was_offered_by_several_requests_goes_as_one_transfer_and_each_key_once() -> None:
+    rig = Rig()
+    one, two = rig.computed(KEYS[:2], "one"), rig.computed(KEYS[2:4], "two")
+    for hold, keys in ((one, KEYS[:2]), (two, [KEYS[0], KEYS[3]])):  # the second has computed the first block as well
+        rig.ladder.offer(hold, 0, keys, None)
+    rig.ladder.submit_saves()
+    rig.ladder.submit_saves()
+    assert rig.ladder.num_in_flight == 1
+    rig.land()
+    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, KEYS[3]] and rig.host.counts.deduplicated == 1
+    for hold in (one, two):
+        hold.end()
+    rig.close()
+
+
+def test_a_save_that_finds_the_host_full_is_skipped_and_counted() -> None:
+    rig = Rig(num_host=2)
+    rig.save(KEYS[:2], "first").end()
+    lease = leased(rig, KEYS[:2])
+    rig.save(KEYS[2:4], "second").end()
+    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.ladder.traffic().skipped == {"full": 2}
+    assert rig.ladder.num_in_flight == 0 and rig.ladder.counts.failures == {}
+    lease.end()
+    rig.close()
+
+
+def test_a_long_demotion_lands_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder_module, "_PART_BLOCKS", 2)
+    rig = Rig()
+    hold = rig.computed(KEYS[:5])
+    rig.ladder.offer(hold, 0, KEYS[:5], None)
+    rig.ladder.submit_saves()
+    rig.lane("launch save").step()
+    landed = []
+    while rig.ladder.num_in_flight:
+        assert rig.lane("save").step()
+        rig.settle()
+        landed.append(rig.host.num_keys)
+    assert sorted(set(landed)) == [0, 2, 4, 5] and rig.in_host(KEYS[:5]) == KEYS[:5]
+    hold.end()
+    rig.close()
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder_module, "_PART_BLOCKS", 2)
+    rig = Rig()
+    hold = rig.computed(KEYS[:5])
+    rig.ladder.offer(hold, 0, KEYS[:5], None)
+    rig.ladder.submit_saves()
+    rig.lane("launch save").step()
+    for _ in range(2 * failing):
+        rig.lane("save").step()
+    rig.saves.fail_next = 1
+    rig.land()
+    assert rig.in_host(KEYS[:5]) == [*KEYS[: 2 * failing], *[None] * (5 - 2 * failing)]
+    assert rig.ladder.traffic().failures == {("host", "copy"): 1} and rig.host.slots.reserved == 0
+    rig.ladder.offer(hold, 0, KEYS[:5], None)  # and it can be tried again
+    rig.ladder.submit_saves()
+    rig.land()
+    assert rig.in_host(KEYS[:5]) == KEYS[:5]
+    hold.end()
+    rig.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- settle
+
+
+def test_transfers_settle_in_the_order_of_their_submission() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:3])
+    saves: list[Transfer] = []
+    for block in range(3):
+        rig.ladder.offer(hold, block, [KEYS[block]], None)
+        rig.ladder.submit_saves()
+        newest = rig.ladder.newest_save()
+        assert newest is not None
+        saves.append(newest)
+    order: list[list[bool]] = []
+    while rig.ladder.num_in_flight:
+        assert rig.lane("launch save").step() or rig.lane("save").step()
+        rig.settle()
+        order.append([save.settled for save in saves])
+    assert order == sorted(order) and [True, False, False] in order and [True, True, False] in order
+    assert rig.ladder.newest_save() is None
+    hold.end()
+    rig.close()
+
+
+def test_metrics_that_read_zero() -> None:
+    rig = Rig()
+    rig.save(KEYS[:2]).end()
+    rig.pool.evict(8)
+    lease, other = leased(rig, KEYS[:2]), leased(rig, KEYS[:1])
+    hold = rig.hold(2)
+    rig.promote(hold, lease, 2)
+    flying = rig.ladder.traffic()
+    assert flying.in_flight == {("host", "device"): 1, ("device", "host"): 0} and flying.leases_open == 1
+    rig.land()
+    traffic = rig.ladder.traffic()
+    assert traffic.bytes == dict.fromkeys(BOTH, 2 * LAYOUT.block_bytes)
+    assert {pair: sum(histogram.counts) for pair, histogram in traffic.seconds.items()} == dict.fromkeys(BOTH, 1)
+    assert sum(traffic.in_flight.values()) == 0 and traffic.failures == {}
+    other.end()
+    hold.end()
+    rig.close()
+
+
+def test_worker_exception_deadlocks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(Demotion, "prepare", lambda self: (_ for _ in ()).throw(MemoryError("no room for a list")))
+        rig.ladder.offer(hold, 0, KEYS[:1], None)
+        rig.ladder.submit_saves()
+        rig.land()
+    assert rig.ladder.num_in_flight == 0 and rig.ladder.traffic().failures == {("host", "MemoryError"): 1}
+    rig.ladder.offer(hold, 0, KEYS[:2], None)
+    rig.ladder.submit_saves()
+    rig.land()
+    assert rig.in_host(KEYS[:2]) == KEYS[:2], "the launcher goes on"
+    hold.end()
+    rig.close()
+
+
+def test_a_defect_of_ours_on_the_launcher_is_not_taken_for_a_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:1])
+    monkeypatch.setattr(HostTier, "take", lambda *_: (_ for _ in ()).throw(InvariantBroken("books do not add up")))
+    rig.ladder.offer(hold, 0, KEYS[:1], None)
+    rig.ladder.submit_saves()
+    rig.lanes.run_all()
+    with pytest.raises(InvariantBroken, match="add up"):
+        rig.settle()
+
+
+def test_whoever_waits_is_woken_when_a_transfer_is_launched() -> None:
+    rig = Rig()
+    woken: list[int] = []
+    rig.ladder.call_when_launched(lambda: woken.append(rig.ladder.num_in_flight))
+    rig.save(KEYS[:1]).end()
+    lease, hold = leased(rig, KEYS[:1]), rig.hold(1)
+    rig.promote(hold, lease, 1)
+    rig.land()
+    assert woken == [1, 1]
+    hold.end()
+    rig.close()
+
+
+# ------------------------------------------------------------------------------------------------------- submit errors
+
+
+def test_a_demotion_that_cannot_be_submitted_lets_its_blocks_go() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2])
+    rig.ladder.offer(hold, 0, KEYS[:2], None)
+    rig.lane("launch save").refuses = LaneClosed("the launcher is closed")
+    with pytest.raises(LaneClosed):
+        rig.ladder.submit_saves()
+    assert rig.ladder.num_in_flight == 0
+    hold.end()
+    assert rig.pool.counts.idle == 2, "nothing is pinned"
+    rig.close()
+
+
+def test_a_save_that_cannot_be_submitted_lets_its_blocks_go() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:1], num_more=1)
+    rig.lane("launch save").refuses = LaneClosed("the launcher is closed")
+    with pytest.raises(LaneClosed):
+        rig.ladder.save(hold, 2, KEYS[:1], 6, None)
+    hold.end()
+    assert rig.pool.counts.pinned == 0 and rig.host.num_leases == 0
+    rig.close()
+
+
+def test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease() -> None:
+    rig = Rig()
+    rig.save(KEYS[:2]).end()
+    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
+    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
+    with pytest.raises(LaneClosed):
+        rig.promote(hold, lease, 2)
+    hold.end()
+    assert rig.pool.counts.pinned == 0 and rig.host.num_leases == 1 and lease.num_from(0) == 2
+    lease.end()
+    rig.close()
+
+
+@pytest.mark.parametrize("why", ["expired", "gap", "short"])
+def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothing(why: str) -> None:
+    rig = Rig()
+    rig.save(KEYS[:3]).end()
+    keys = {"expired": KEYS[:3], "gap": [KEYS[0], KEYS[9], KEYS[2]], "short": KEYS[:2]}[why]
+    lease, hold = leased(rig, keys), rig.hold(3)
+    if why == "expired":
+        rig.now_s = 1000.0
+        rig.host.expire()
+    with pytest.raises(InvariantBroken, match="does not have 3 blocks"):
+        rig.promote(hold, lease, 3)
+    assert rig.host.num_leases == (why != "expired")
+    hold.end()
+    lease.end()
+    rig.close()
+
+
+def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
+    """The copy lane takes the first group of layers and refuses the second: the first is under way, and both ends stay until it is over."""
+    rig = Rig(num_device=2)
+    rig.save(KEYS[:2]).end()
+    rig.pool.evict(2)
+    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
+    promotion = rig.promote(hold, lease, 2)
+    lane, submit = rig.lane("load"), rig.lane("load").submit
+
+    def once(*args: object, **kwargs: object) -> object:
+        ticket = submit(*args, **kwargs)  # type: ignore[arg-type]
+        lane.refuses = OSError("no more room on the lane")
+        return ticket
+
+    lane.submit = once  # type: ignore[method-assign, assignment]
+    rig.lane("launch load").step()
+    del lane.submit  # type: ignore[method-assign]
+    hold.end()
+    assert rig.settle() == [] and len(lane) == 1 and not promotion.settled
+    assert rig.pool.counts.pinned == 2 and rig.host.slots.pinned == 2
+    assert rig.land() == [promotion] and isinstance(promotion.error(), OSError)
+    assert rig.pool.counts.free == 2 and rig.host.slots.idle == 2
+    rig.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- drain
+
+
+def test_flush_between_submit_and_launch() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2])
+    rig.ladder.offer(hold, 0, KEYS[:1], None)
+    rig.ladder.submit_saves()
+    rig.ladder.offer(hold, 1, KEYS[1:2], None)  # this one was not even submitted
+    assert len(rig.lane("save")) == 0, "nothing is launched"
+    rig.ladder.drain(10.0)
+    rig.settle()
+    assert rig.in_host(KEYS[:2]) == KEYS[:2]
+    hold.end()
+    rig.close()
+
+
+def test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them() -> None:
+    rig = Rig()
+    first, second = rig.computed(KEYS[:1], "first"), rig.computed(KEYS[1:2], "second")
+    for hold, keys in ((first, KEYS[:1]), (second, KEYS[1:2])):
+        rig.ladder.offer(hold, 0, keys, rig.step() if hold is second else None)
+        rig.ladder.submit_saves()
+    compute = rig.compute.step
+    rig.compute.step = lambda: False  # type: ignore[method-assign]
+    rig.ladder.drain(10.0, first.slots)
+    rig.settle()
+    assert rig.in_host(KEYS[:2]) == [KEYS[0], None] and rig.ladder.num_in_flight == 1
+    with pytest.raises(DeadlineExceeded):
+        rig.ladder.drain(0.0, second.slots)
+    rig.compute.step = compute  # type: ignore[method-assign]
+    rig.land()
+    for hold in (first, second):
+        hold.end()
+    rig.close()
+
+
+def test_a_drain_that_cannot_end_says_so_and_gives_nothing_back() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:1])
+    rig.ladder.offer(hold, 0, KEYS[:1], rig.step())
+    rig.ladder.submit_saves()
+    hold.end()
+    rig.compute.step = lambda: False  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded):
+        rig.ladder.drain(0.0)
+    rig.settle()
+    assert rig.pool.counts.pinned == 1 and rig.host.slots.reserved == 1 and rig.in_host(KEYS[:1]) == [None]
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+Patch = pytest.MonkeyPatch
+
+
+def publishes_before_the_bytes(patch: Patch) -> None:
+    take = HostTier.take
+    land = HostTier.land
+
+    def faulty(self: HostTier, *args):
+        taken = take(self, *args)
+        land(self, taken)
+        return taken
+
+    patch.setattr(HostTier, "take", faulty)
+    patch.setattr(HostTier, "land", lambda self, taken: None)
+
+
+def copies_before_the_step_has_ended(patch: Patch) -> None:
+    offer = Ladder.offer
+    patch.setattr(Ladder, "offer", lambda self, hold, first, keys, fence: offer(self, hold, first, keys, None))
+
+
+def settles_whatever_is_over(patch: Patch) -> None:
+    """As if transfers could overtake each other: the newest that is launched counts as over."""
+
+    def faulty(self: Mover) -> list[Transfer]:
+        over = [self._flying.pop()] if self._flying and self._flying[0].arrivals is not None else []
+        for transfer in over:
+            transfer.settled = True
+        return over
+
+    patch.setattr(Mover, "settle", faulty)
+
+
+def keeps_no_source_of_a_refused_promotion(patch: Patch) -> None:
+    patch.setattr(HostTier, "keep", lambda self, lease, *handles: self.end_handles(handles))
+
+
+def ends_when_nothing_more_could_be_enqueued(patch: Patch) -> None:
+    """The fence behind what is on the lane is left out where the launch failed."""
+    launched = Transfer.launched
+    patch.setattr(Transfer, "launched", lambda self, end, arrivals: launched(self, None if self._error else end, arrivals))
+
+
+def drains_only_what_is_launched(patch: Patch) -> None:
+    def faulty(self: Mover, timeout_s: float, concerned=lambda transfer: True) -> None:
+        for transfer in self.in_flight():
+            if concerned(transfer) and transfer.arrivals is not None:
+                transfer.wait_over(float("inf"))
+
+    patch.setattr(Mover, "drain", faulty)
+
+
+def drains_everything_whoever_is_concerned(patch: Patch) -> None:
+    drain = Mover.drain
+    patch.setattr(Mover, "drain", lambda self, timeout_s, concerned=None: drain(self, timeout_s))
+
+
+def times_out_into_success(patch: Patch) -> None:
+    wait_over = Transfer.wait_over
+
+    def faulty(self: Transfer, deadline_s: float) -> None:
+        try:
+            wait_over(self, deadline_s)
+        except DeadlineExceeded:
+            self.launched(None, ())
+
+    patch.setattr(Transfer, "wait_over", faulty)
+
+
+def counts_nothing(patch: Patch) -> None:
+    patch.setattr(Ladder, "_book", lambda self, transfer, source, dest: None)
+
+
+RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
+    (publishes_before_the_bytes, test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed),
+    (copies_before_the_step_has_ended, test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them),
+    (settles_whatever_is_over, test_transfers_settle_in_the_order_of_their_submission),
+    (keeps_no_source_of_a_refused_promotion, test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease),
+    (ends_when_nothing_more_could_be_enqueued, test_mid_batch_submit_error_releases_buffers_in_flight),
+    (drains_only_what_is_launched, test_flush_between_submit_and_launch),
+    (drains_everything_whoever_is_concerned, test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them),
+    (times_out_into_success, test_a_drain_that_cannot_end_says_so_and_gives_nothing_back),
+    (counts_nothing, test_metrics_that_read_zero),
+]
+
+
+@pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
+def test_a_broken_ladder_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
+        test()

@@ -1,0 +1,292 @@
+"""Blocks that come back from the host, and requests whose own KV went there: what is protected until when, what it is worth; and faults that
+turn these tests red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from ladder_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
+
+from penstock.errors import PenstockError, TransferFailed
+from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers.host import HostLease, HostTier
+from penstock.kv.tiers.ladder import Ladder, SavedLease
+
+# -------------------------------------------------------------------------------------------------------------- promote
+
+
+def test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over() -> None:
+    rig = Rig(num_host=3)
+    rig.save(KEYS[:3]).end()
+    rig.pool.evict(8)
+    hold = rig.hold(2)
+    lease = leased(rig, [KEYS[0], KEYS[1], KEYS[2]])
+    promotion = rig.promote(hold, lease, 2)
+    assert rig.host.num_leases == 0 and rig.host.slots.pinned == 3, "all that the lease had"
+    rig.save(KEYS[5:6], "other").end()
+    assert rig.in_host(KEYS[5:6]) == [None], "the sources are not evicted for it"
+    assert promotion.settled or rig.land() == [promotion]
+    assert [rig.device.cells[slot] for slot in hold.slots] == [[KEYS[0]] * LAYERS, [KEYS[1]] * LAYERS]
+    assert rig.host.slots.idle == 3
+    hold.end()
+    rig.close()
+
+
+def test_a_promotion_comes_by_groups_of_layers_where_a_step_can_begin_on_the_first() -> None:
+    rig = Rig(overlap_tokens=8)
+    rig.save(KEYS[:2]).end()
+    rig.pool.evict(8)
+    hold = rig.hold(2)
+    promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2, num_next=8)
+    assert promotion.layered and promotion.arrivals is None
+    rig.lane("launch load").step()
+    assert promotion.arrivals is not None and [arrival.layers for arrival in promotion.arrivals] == [(0, 3), (3, 6)]
+    assert not promotion.nearly_landed()
+    for _ in range(2):
+        rig.lane("load").step()
+    assert promotion.nearly_landed() and [arrival.fence.passed() for arrival in promotion.arrivals] == [True, False]
+    assert [cell is KEYS[0] for cell in rig.device.cells[hold.slots[0]]] == [True] * 3 + [False] * 3
+    rig.land()
+    short = rig.hold(1, "short")
+    assert not rig.promote(short, leased(rig, KEYS[:1]), 1, num_next=7).layered
+    rig.land()
+    for each in (hold, short):
+        each.end()
+    rig.close()
+
+
+def test_groups_cover_every_layer_of_every_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for last_bytes in (1, LAYOUT.block_bytes, 3 * LAYOUT.block_bytes, 1 << 30):
+        monkeypatch.setattr(ladder_module, "_LAST_BYTES", last_bytes)
+        for num_blocks in range(1, 9):
+            for layered in (True, False):
+                groups = Rig().ladder._groups(num_blocks, layered)
+                covered = [
+                    (block, layer) for group in groups for block in range(num_blocks)[group.blocks] for layer in range(*group.layers)
+                ]
+                assert sorted(covered) == [(block, layer) for block in range(num_blocks) for layer in range(LAYERS)]
+
+
+def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
+    rig = Rig()
+    rig.save(KEYS[:2]).end()
+    rig.pool.evict(8)
+    hold = rig.hold(2)
+    promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2)
+    rig.loads.fail_next = 1
+    assert rig.land() == [promotion]
+    assert isinstance(promotion.error(), TransferFailed) and rig.ladder.traffic().failures == {("host", "copy"): 1}
+    assert rig.host.slots.idle == 2 and rig.host.num_leases == 0
+    hold.end()
+    assert rig.pool.counts.free == 8
+    rig.close()
+
+
+# ------------------------------------------------------------------------------------------------------ retract and resume
+
+
+def retracted(rig: Rig, num_keyed: int, num_more: int, num_tokens: int, keys: list[bytes] = KEYS) -> SavedLease:
+    hold = rig.computed(keys[:num_keyed], num_more=num_more)
+    lease = rig.ladder.save(hold, num_keyed + num_more, keys[:num_keyed], num_tokens, None)
+    hold.end()
+    return lease
+
+
+def test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_alone() -> None:
+    rig = Rig()
+    lease = retracted(rig, 2, 1, 2 * BLOCK + 3)
+    assert not lease.ready and lease.num_from(0) == 0 and rig.pool.counts.pinned == 3
+    rig.land()
+    assert lease.ready and lease.num_from(0) == 3 and lease.num_tokens == 2 * BLOCK + 3
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and rig.host.num_keys == 2 and rig.host.slots.reserved == 1
+    rig.pool.evict(8)
+    again = rig.hold(3)
+    rig.promote(again, lease, 3)
+    rig.land()
+    assert [rig.device.cells[slot][0] for slot in again.slots] == [KEYS[0], KEYS[1], "request 0"]
+    assert rig.host.slots.reserved == 0 and rig.host.num_leases == 0, "nobody else could use the tail"
+    again.end()
+    rig.close()
+
+
+def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> None:
+    rig = Rig(num_host=3)
+    rig.save(KEYS[:2], "before").end()
+    rig.pool.evict(8)
+    lease = retracted(rig, 2, 1, 9)
+    rig.land()
+    assert rig.ladder.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes
+    rig.save(KEYS[5:7], "other").end()
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
+    lease.end()
+    rig.close()
+
+
+def test_blocks_that_are_offered_and_then_retracted_are_copied_once() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2], num_more=1)
+    rig.ladder.offer(hold, 0, KEYS[:2], None)
+    lease = rig.ladder.save(hold, 3, KEYS[:2], 9, None)
+    hold.end()
+    rig.land()
+    assert rig.ladder.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes and lease.num_from(0) == 3
+    lease.end()
+    rig.close()
+
+
+def test_a_retraction_that_finds_the_host_full_keeps_what_there_was_room_for() -> None:
+    rig = Rig(num_host=3)
+    rig.save(KEYS[8:9], "other").end()
+    held = leased(rig, KEYS[8:9])
+    lease = retracted(rig, 1, 2, 2 * BLOCK + 1)
+    rig.land()
+    assert lease.ready and lease.num_from(0) == 1, "the tail is all or nothing"
+    assert rig.host.counts.skipped_full == 2
+    for each in (lease, held):
+        each.end()
+    rig.close()
+
+
+def test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there() -> None:
+    rig = Rig()
+    rig.save(KEYS[:1], "before").end()
+    rig.saves.fail_next = 1
+    lease = retracted(rig, 2, 1, 9, [KEYS[0], KEYS[1]])
+    rig.land()
+    assert lease.ready and [lease.num_from(block) for block in range(3)] == [1, 0, 0]
+    assert rig.in_host(KEYS[:2]) == [KEYS[0], None]
+    lease.end()
+    assert rig.host.slots.reserved == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_over(launched: bool) -> None:
+    rig = Rig()
+    lease = retracted(rig, 1, 1, 6)
+    if launched:
+        rig.lane("launch save").step()
+        rig.lane("save").step()
+    lease.end()
+    lease.end()
+    assert rig.pool.counts.pinned == 2, "the copy still reads"
+    rig.land()
+    assert rig.host.num_leases == 0 and rig.host.slots.reserved == 0 and rig.in_host(KEYS[:1]) == KEYS[:1]
+    rig.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- worth
+
+
+def rated(rig: Rig, bytes_per_s: float, tokens_per_s: float) -> None:
+    rig.ladder.link.add(1 << 20, (1 << 20) / bytes_per_s)
+    rig.ladder.prefill.add(1000, 500, 1000 / tokens_per_s)
+
+
+def test_a_hit_is_taken_where_fetching_is_faster_than_computing() -> None:
+    rig = Rig()
+    rig.save(KEYS[:4]).end()
+    lease = leased(rig, KEYS[:4])
+    assert rig.ladder.worth(lease, 0) == 4, "nothing is known yet"
+    bytes_per_token = LAYOUT.block_bytes / BLOCK
+    rated(rig, 1000 * bytes_per_token, 500)
+    assert [rig.ladder.worth(lease, depth) for depth in range(5)] == [4, 3, 2, 1, 0]
+    rig.ladder.link.bytes_per_s = 100 * bytes_per_token
+    assert rig.ladder.worth(lease, 0) == 0
+    lease.end()
+    rig.close()
+
+
+def test_what_is_ahead_on_the_lane_counts() -> None:
+    rig = Rig(num_host=16)
+    rig.save(KEYS[:4]).end()
+    rig.pool.evict(8)
+    rated(rig, 1000 * LAYOUT.block_bytes / BLOCK, 700)
+    one, two = leased(rig, KEYS[:4]), leased(rig, KEYS[:2])
+    assert rig.ladder.worth(two, 0) == 2
+    hold = rig.hold(4)
+    rig.promote(hold, one, 4)
+    assert rig.ladder.worth(two, 0) == 0
+    rig.land()
+    assert rig.ladder.worth(two, 0) == 2
+    two.end()
+    hold.end()
+    rig.close()
+
+
+def test_a_lane_that_is_late_is_not_worth_waiting_for_by_anybody() -> None:
+    rig = Rig(load_always=True)
+    rig.save(KEYS[:2]).end()
+    rig.pool.evict(8)
+    one, two, hold = leased(rig, KEYS[:2]), leased(rig, KEYS[:2]), rig.hold(2)
+    promotion = rig.promote(hold, one, 2)
+    assert rig.ladder.worth(two, 0) == 2
+    promotion.deadline_s = 0.0
+    assert promotion.overdue and rig.ladder.worth(two, 0) == 0
+    rig.land()
+    assert not promotion.overdue and rig.ladder.worth(two, 0) == 2
+    two.end()
+    hold.end()
+    rig.close()
+
+
+def test_what_a_request_saved_of_its_own_is_always_worth_it() -> None:
+    rig = Rig()
+    lease = retracted(rig, 1, 1, 6)
+    rig.land()
+    rated(rig, 1.0, 1e9)
+    assert rig.ladder.worth(lease, 0) == 2
+    other = leased(rig, KEYS[:1])
+    assert rig.ladder.worth(other, 0) == 0
+    for each in (lease, other):
+        each.end()
+    rig.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+Patch = pytest.MonkeyPatch
+
+
+def publishes_a_copy_that_failed(patch: Patch) -> None:
+    patch.setattr(HostTier, "drop", HostTier.land)
+
+
+def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
+    take_lease = HostTier.take_lease
+
+    def faulty(self: HostTier, lease: HostLease):
+        kept = take_lease(self, lease)
+        self.end_handles(kept or ())
+        return None if kept is None else []
+
+    patch.setattr(HostTier, "take_lease", faulty)
+
+
+def gives_the_tail_a_key(patch: Patch) -> None:
+    save = Ladder.save
+
+    def faulty(self: Ladder, hold, num_blocks, keys, num_tokens, fence):
+        return save(self, hold, num_blocks, [*keys, *KEYS[20 : 20 + num_blocks - len(keys)]], num_tokens, fence)
+
+    patch.setattr(Ladder, "save", faulty)
+
+
+def forgets_a_lease_given_up_under_way(patch: Patch) -> None:
+    patch.setattr(SavedLease, "end", HostLease.end)
+
+
+RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
+    (publishes_a_copy_that_failed, test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there),
+    (lets_go_of_the_sources_when_a_promotion_begins, test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over),
+    (gives_the_tail_a_key, test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_alone),
+    (forgets_a_lease_given_up_under_way, lambda: test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_over(True)),
+]
+
+
+@pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
+def test_a_broken_ladder_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
+        test()

@@ -1,0 +1,118 @@
+"""Load or recompute: the rates that are measured, and that a choice by them costs at most 5 % over computing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from penstock.kv.tiers import worth
+from penstock.kv.tiers.worth import LinkRate, PrefillRate, worth_loading
+
+DEEP = 32768
+BYTES_PER_TOKEN = 4096
+HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+
+
+def never_slower(data: st.DataObject) -> None:
+    """Any machine, any steps measured on it at two depths or more, any hit, any link from ten times as fast as computing to ten times as
+    slow."""
+    per_token = data.draw(st.floats(1e-6, 1e-3))
+    per_depth = data.draw(st.floats(0.0, 20.0)) * per_token / DEEP  # the deepest token is up to twenty times as dear
+    seen = data.draw(st.lists(st.tuples(st.integers(32, 8192), st.integers(0, DEEP)), min_size=2, max_size=20))
+    depths = [depth for _, depth in seen]
+    assume(max(depths) - min(depths) > 0.05 * max(depths))
+    num_tokens, depth = data.draw(st.tuples(st.integers(1, 2048), st.integers(0, DEEP)))
+    compute_s = num_tokens * (per_token + per_depth * depth)
+    load_s = compute_s * data.draw(st.floats(0.1, 10.0))
+    rate, link = measured(per_token, per_depth, seen), LinkRate()
+    link.add(1 << 20, load_s * (1 << 20) / (num_tokens * BYTES_PER_TOKEN))
+    loads = worth.worth_loading(link.seconds(num_tokens * BYTES_PER_TOKEN), rate.seconds(num_tokens, depth))
+    assert not loads or load_s <= 1.05 * compute_s, "it took longer than computing"
+    assert loads or load_s >= 0.95 * compute_s, "it would have been faster"
+
+
+def measured(per_token: float, per_depth: float, seen: list[tuple[int, int]]) -> PrefillRate:
+    rate = PrefillRate()
+    for num_tokens, depth in seen:
+        rate.add(num_tokens, depth, num_tokens * (per_token + per_depth * depth))
+    return rate
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_choice_by_measured_rates_is_never_slower_than_computing_by_more_than_five_percent(data: st.DataObject) -> None:
+    never_slower(data)
+
+
+def always_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "worth_loading", lambda load_s, compute_s: True)
+
+
+def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "worth_loading", lambda load_s, compute_s: False)
+
+
+def loads_for_a_tenth_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "worth_loading", lambda load_s, compute_s: load_s <= 1.1 * compute_s)
+
+
+def takes_no_notice_of_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = PrefillRate.add
+    monkeypatch.setattr(PrefillRate, "add", lambda self, num_tokens, depth, seconds: add(self, num_tokens, 0.0, seconds))
+
+
+@pytest.mark.parametrize("fault", [always_loads, never_loads, loads_for_a_tenth_more, takes_no_notice_of_depth])
+def test_a_choice_is_seen_to_be_wrong_that(fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        HASTY(given(data=st.data())(never_slower))()
+
+
+def test_late_tokens_are_known_to_be_dearer() -> None:
+    rate = measured(1e-5, 1e-8, [(512, 256), (512, 4096), (256, 9000)])
+    assert rate.seconds(100, 0) == pytest.approx(1e-3)
+    assert rate.seconds(100, 10000) == pytest.approx(11e-3)
+
+
+def test_what_was_never_measured_is_tried() -> None:
+    assert PrefillRate().seconds(16, 0) is None and LinkRate().seconds(16) is None
+    assert worth_loading(None, 1.0) and worth_loading(1.0, None) and worth_loading(1.0, 1.0) and not worth_loading(1.1, 1.0)
+
+
+def test_with_one_depth_seen_the_mean_is_the_guess() -> None:
+    rate = measured(1e-5, 1e-8, [(512, 1000)] * 5)
+    assert rate.seconds(100, 0) == rate.seconds(100, 5000) == pytest.approx(100 * 2e-5)
+
+
+def test_noise_never_makes_a_token_cost_less_than_nothing() -> None:
+    rate = PrefillRate()
+    for depth, seconds in ((0, 2.0), (1000, 1.0), (10, 2.1), (990, 0.9)):
+        rate.add(100, depth, seconds)
+    assert min(rate.seconds(100, depth) or 0.0 for depth in (0, 1000, 100000)) > 0.0
+
+
+def test_newer_measurements_count_more() -> None:
+    link, rate = LinkRate(), measured(1e-5, 0.0, [(512, 256), (512, 4096)])
+    link.add(1000, 1.0)
+    for _ in range(100):
+        link.add(2000, 1.0)
+        rate.add(512, 256, 512 * 2e-5)
+        rate.add(512, 4096, 512 * 2e-5)
+    assert link.bytes_per_s == pytest.approx(2000, rel=0.01)
+    assert rate.seconds(100, 1000) == pytest.approx(100 * 2e-5, rel=0.01)
+
+
+def test_a_transfer_whose_end_nobody_watched_says_nothing_about_the_link() -> None:
+    link = LinkRate()
+    link.add(1000, 10.0, unsure_s=9.0)
+    assert link.bytes_per_s is None
+    link.add(1000, 1.0, unsure_s=0.1)
+    link.add(1000, 10.0, unsure_s=9.0)
+    assert link.bytes_per_s == 1000
+
+
+def test_an_instant_transfer_divides_by_nothing() -> None:
+    link = LinkRate()
+    link.add(1000, 0.0)
+    assert link.seconds(1000) == pytest.approx(1e-6)
