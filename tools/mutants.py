@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ KINDS = {
 WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
 TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides
 COPIED = ("src", "tests", "pyproject.toml")
+_SCHEDULE = re.compile(r"schedule \{\d")  # of a sequencer, other than the default one
 _SAID_BY_A_TEST = {"AssertionError": "test", "Failed": "test"}  # any other exception is the product's own
 
 
@@ -100,7 +102,8 @@ class Outcome:
             return None
         if self.failures:
             first = self.failures[0]
-            how = "exploration" if "schedule {" in first["said"] else _SAID_BY_A_TEST.get(first["type"], first["type"])
+            explored = _SCHEDULE.search(first["said"]) is not None
+            how = "exploration" if explored else _SAID_BY_A_TEST.get(first["type"], first["type"])
             return f"{how} in {test_name(first)}"
         return "time-out" if self.timed_out else None
 

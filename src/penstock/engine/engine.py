@@ -264,6 +264,9 @@ class Engine:
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.note_prefill(*prefill)
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
+        while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
+            time.sleep(POLL_S)
+            self._settle()
         if result.error is not None:
             log.error("step %d failed", result.number, exc_info=result.error)
         self._outbox.publish(self._parts.scheduler.commit(result))

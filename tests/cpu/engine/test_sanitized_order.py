@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from cpu.engine.test_tiers import busy, forget, states, turn, until
 from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
+from penstock.kv.transfer.checked import Checks
+from penstock.kv.transfer.mover import Group
 from penstock.lanes.cpu import CpuLane
 from penstock.testing.driving import generate, run_all, settle_all, submit
 from penstock.testing.gates import GatedCopier, gates
@@ -99,6 +101,48 @@ def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
     run_all(engine)
     assert running is not None and running.loads
     assert returning.tokens == cold.tokens and returning.source == KvSource(computed=80)
+    settle_all(engine)
+    check_at_rest(engine)
+
+
+def test_a_step_that_ends_while_its_load_is_still_being_compared_is_no_trouble(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In checked mode what has come back is compared on the device, which may take longer than the step that waited for it."""
+    engine = make_engine(host_blocks=64)
+    ladder = engine.cache.ladder
+    assert ladder is not None and isinstance(ladder.promoter.checks, Checks)
+    cold = generate(engine, prompts(90), max_tokens=30)
+    forget(engine)
+    guard = ladder.promoter.checks._guard
+    digests = guard.digests
+
+    def slow(arena: str, slots: Sequence[int]) -> list[int]:
+        threading.Event().wait(SLOW_S)
+        return digests(arena, slots)
+
+    monkeypatch.setattr(guard, "digests", slow)
+    assert generate(engine, prompts(90), max_tokens=30).tokens == cold.tokens
+
+
+def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer, so that it writes into the first while the last is on its way."""
+    engine = make_engine(host_blocks=64)
+    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    monkeypatch.setattr(engine.cache.ladder, "_groups", lambda num_blocks, layered: each)
+    expected = generate(make_engine(), prompts(40), max_tokens=60).tokens
+    found = submit(engine, prompts(40), max_tokens=60)
+    until(engine, lambda: len(found.tokens) == 4)
+    load, _ = gates(engine)
+    load.hold()
+    scheduler = engine._parts.scheduler
+    scheduler._retract(scheduler._tracks[found.request_id])
+    until(engine, lambda: engine._running is not None and bool(engine._running.loads))
+    load.let()
+    run_all(engine)
+    assert found.tokens == expected and engine.stats().retractions == 1
     settle_all(engine)
     check_at_rest(engine)
 

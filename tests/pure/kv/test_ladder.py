@@ -4,6 +4,7 @@ these tests red."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from ladder_rig import KEYS, LAYOUT, Rig, leased
@@ -169,10 +170,14 @@ def test_metrics_that_read_zero() -> None:
     rig.close()
 
 
-def test_worker_exception_deadlocks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_exception_deadlocks_the_engine() -> None:
+    fails_on_the_launcher()
+
+
+def fails_on_the_launcher() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Demotion, "prepare", lambda self: (_ for _ in ()).throw(MemoryError("no room for a list")))
         rig.ladder.offer(hold, 0, KEYS[:1], None)
         rig.ladder.submit_saves()
@@ -234,61 +239,6 @@ def test_a_save_that_cannot_be_submitted_lets_its_blocks_go() -> None:
         rig.ladder.save(hold, 2, KEYS[:1], 6, None)
     hold.end()
     assert rig.pool.counts.pinned == 0 and rig.host.num_leases == 0
-    rig.close()
-
-
-def test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease() -> None:
-    rig = Rig()
-    rig.save(KEYS[:2]).end()
-    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
-    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
-    with pytest.raises(LaneClosed):
-        rig.promote(hold, lease, 2)
-    hold.end()
-    assert rig.pool.counts.pinned == 0 and rig.host.num_leases == 1 and lease.num_from(0) == 2
-    lease.end()
-    rig.close()
-
-
-@pytest.mark.parametrize("why", ["expired", "gap", "short"])
-def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothing(why: str) -> None:
-    rig = Rig()
-    rig.save(KEYS[:3]).end()
-    keys = {"expired": KEYS[:3], "gap": [KEYS[0], KEYS[9], KEYS[2]], "short": KEYS[:2]}[why]
-    lease, hold = leased(rig, keys), rig.hold(3)
-    if why == "expired":
-        rig.now_s = 1000.0
-        rig.host.expire()
-    with pytest.raises(InvariantBroken, match="does not have 3 blocks"):
-        rig.promote(hold, lease, 3)
-    assert rig.host.num_leases == (why != "expired")
-    hold.end()
-    lease.end()
-    rig.close()
-
-
-def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
-    """The copy lane takes the first group of layers and refuses the second: the first is under way, and both ends stay until it is over."""
-    rig = Rig(num_device=2)
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(2)
-    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
-    promotion = rig.promote(hold, lease, 2)
-    lane, submit = rig.lane("load"), rig.lane("load").submit
-
-    def once(*args: object, **kwargs: object) -> object:
-        ticket = submit(*args, **kwargs)  # type: ignore[arg-type]
-        lane.refuses = OSError("no more room on the lane")
-        return ticket
-
-    lane.submit = once  # type: ignore[method-assign, assignment]
-    rig.lane("launch load").step()
-    del lane.submit  # type: ignore[method-assign]
-    hold.end()
-    assert rig.settle() == [] and len(lane) == 1 and not promotion.settled
-    assert rig.pool.counts.pinned == 2 and rig.host.slots.pinned == 2
-    assert rig.land() == [promotion] and isinstance(promotion.error(), OSError)
-    assert rig.pool.counts.free == 2 and rig.host.slots.idle == 2
     rig.close()
 
 
@@ -377,16 +327,6 @@ def settles_whatever_is_over(patch: Patch) -> None:
     patch.setattr(Mover, "settle", faulty)
 
 
-def keeps_no_source_of_a_refused_promotion(patch: Patch) -> None:
-    patch.setattr(HostTier, "keep", lambda self, lease, *handles: self.end_handles(handles))
-
-
-def ends_when_nothing_more_could_be_enqueued(patch: Patch) -> None:
-    """The fence behind what is on the lane is left out where the launch failed."""
-    launched = Transfer.launched
-    patch.setattr(Transfer, "launched", lambda self, end, arrivals: launched(self, None if self._error else end, arrivals))
-
-
 def drains_only_what_is_launched(patch: Patch) -> None:
     def faulty(self: Mover, timeout_s: float, concerned=lambda transfer: True) -> None:
         for transfer in self.in_flight():
@@ -413,6 +353,16 @@ def times_out_into_success(patch: Patch) -> None:
     patch.setattr(Transfer, "wait_over", faulty)
 
 
+def loses_what_its_launcher_raised(patch: Patch) -> None:
+    def faulty(self: Mover, transfer: Transfer) -> None:
+        arrivals: list[Any] = []
+        if transfer.prepare():
+            self._enqueue(transfer, arrivals)
+        transfer.launched(self.lane.record() if transfer.num_blocks else None, arrivals)
+
+    patch.setattr(Mover, "_launch", faulty)
+
+
 def counts_nothing(patch: Patch) -> None:
     patch.setattr(Ladder, "_book", lambda self, transfer, source, dest: None)
 
@@ -421,11 +371,10 @@ RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (publishes_before_the_bytes, test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed),
     (copies_before_the_step_has_ended, test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them),
     (settles_whatever_is_over, test_transfers_settle_in_the_order_of_their_submission),
-    (keeps_no_source_of_a_refused_promotion, test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease),
-    (ends_when_nothing_more_could_be_enqueued, test_mid_batch_submit_error_releases_buffers_in_flight),
     (drains_only_what_is_launched, test_flush_between_submit_and_launch),
     (drains_everything_whoever_is_concerned, test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them),
     (times_out_into_success, test_a_drain_that_cannot_end_says_so_and_gives_nothing_back),
+    (loses_what_its_launcher_raised, fails_on_the_launcher),
     (counts_nothing, test_metrics_that_read_zero),
 ]
 

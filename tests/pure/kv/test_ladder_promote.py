@@ -1,5 +1,5 @@
-"""Blocks that come back from the host, and requests whose own KV went there: what is protected until when, what it is worth; and faults that
-turn these tests red."""
+"""Blocks that come back from the host, and requests whose own KV went there: what is protected until when, and what it is worth; and
+faults that turn these tests red."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 from ladder_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
 
-from penstock.errors import PenstockError, TransferFailed
+from penstock.errors import InvariantBroken, LaneClosed, PenstockError, TransferFailed
 from penstock.kv.tiers import ladder as ladder_module
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.ladder import Ladder, SavedLease
+from penstock.kv.transfer.mover import Transfer
 
 # -------------------------------------------------------------------------------------------------------------- promote
 
@@ -80,6 +81,61 @@ def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
     assert rig.host.slots.idle == 2 and rig.host.num_leases == 0
     hold.end()
     assert rig.pool.counts.free == 8
+    rig.close()
+
+
+def test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease() -> None:
+    rig = Rig()
+    rig.save(KEYS[:2]).end()
+    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
+    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
+    with pytest.raises(LaneClosed):
+        rig.promote(hold, lease, 2)
+    hold.end()
+    assert rig.pool.counts.pinned == 0 and rig.host.num_leases == 1 and lease.num_from(0) == 2
+    lease.end()
+    rig.close()
+
+
+@pytest.mark.parametrize("why", ["expired", "gap", "short"])
+def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothing(why: str) -> None:
+    rig = Rig()
+    rig.save(KEYS[:3]).end()
+    keys = {"expired": KEYS[:3], "gap": [KEYS[0], KEYS[9], KEYS[2]], "short": KEYS[:2]}[why]
+    lease, hold = leased(rig, keys), rig.hold(3)
+    if why == "expired":
+        rig.now_s = 1000.0
+        rig.host.expire()
+    with pytest.raises(InvariantBroken, match="does not have 3 blocks"):
+        rig.promote(hold, lease, 3)
+    assert rig.host.num_leases == (why != "expired")
+    hold.end()
+    lease.end()
+    rig.close()
+
+
+def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
+    """The copy lane takes the first group of layers and refuses the second: the first is under way, and both ends stay until it is over."""
+    rig = Rig(num_device=2)
+    rig.save(KEYS[:2]).end()
+    rig.pool.evict(2)
+    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
+    promotion = rig.promote(hold, lease, 2)
+    lane, submit = rig.lane("load"), rig.lane("load").submit
+
+    def once(*args: object, **kwargs: object) -> object:
+        ticket = submit(*args, **kwargs)  # type: ignore[arg-type]
+        lane.refuses = OSError("no more room on the lane")
+        return ticket
+
+    lane.submit = once  # type: ignore[method-assign, assignment]
+    rig.lane("launch load").step()
+    del lane.submit  # type: ignore[method-assign]
+    hold.end()
+    assert rig.settle() == [] and len(lane) == 1 and not promotion.settled
+    assert rig.pool.counts.pinned == 2 and rig.host.slots.pinned == 2
+    assert rig.land() == [promotion] and isinstance(promotion.error(), OSError)
+    assert rig.pool.counts.free == 2 and rig.host.slots.idle == 2
     rig.close()
 
 
@@ -249,6 +305,16 @@ def test_what_a_request_saved_of_its_own_is_always_worth_it() -> None:
 Patch = pytest.MonkeyPatch
 
 
+def keeps_no_source_of_a_refused_promotion(patch: Patch) -> None:
+    patch.setattr(HostTier, "keep", lambda self, lease, *handles: self.end_handles(handles))
+
+
+def ends_when_nothing_more_could_be_enqueued(patch: Patch) -> None:
+    """The fence behind what is on the lane is left out where the launch failed."""
+    launched = Transfer.launched
+    patch.setattr(Transfer, "launched", lambda self, end, arrivals: launched(self, None if self._error else end, arrivals))
+
+
 def publishes_a_copy_that_failed(patch: Patch) -> None:
     patch.setattr(HostTier, "drop", HostTier.land)
 
@@ -278,6 +344,8 @@ def forgets_a_lease_given_up_under_way(patch: Patch) -> None:
 
 
 RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
+    (keeps_no_source_of_a_refused_promotion, test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease),
+    (ends_when_nothing_more_could_be_enqueued, test_mid_batch_submit_error_releases_buffers_in_flight),
     (publishes_a_copy_that_failed, test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there),
     (lets_go_of_the_sources_when_a_promotion_begins, test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over),
     (gives_the_tail_a_key, test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_alone),

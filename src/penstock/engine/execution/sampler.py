@@ -12,6 +12,7 @@ from penstock.contract import Start
 from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan, needs_counts
 
 _MASK32 = 0xFFFFFFFF
+_LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
 
 Noise = Callable[[Tensor, int], Tensor]
 
@@ -101,7 +102,9 @@ class Sampler:
             logits = self._penalise(logits, rows, presence, frequency, repetition)
         random = temperature >= 1e-5
         scores = logits / torch.where(random, temperature, 1.0)
-        noise = self._noise(params[NUM_FLOATS + 1 :], logits.shape[-1]) * random
+        # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be NaN, and win.
+        noise = self._noise(params[NUM_FLOATS + 1 :], logits.shape[-1]).clamp(min=_LEAST_NOISE)
+        noise = torch.where(random, noise, 0.0)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if not plan.filters:
             return torch.where(scores >= floor, scores + noise, -torch.inf).argmax(dim=-1)

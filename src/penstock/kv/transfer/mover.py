@@ -233,9 +233,9 @@ class Mover:
             accesses = (Access(self._source, source[blocks], layers, Mode.READ), Access(self._dest, dest[blocks], layers, Mode.WRITE))
             last = self.lane.submit(self._copy(transfer, group), accesses, label=transfer.label, after=last)
             transfer.enqueued(last)
+            if self.checks is not None and group is transfer.groups[-1]:  # before the last arrival: who waits for that finds all of it over
+                self.checks.after(transfer, self.lane, self._dest)
             arrivals.append(Arrival(layers, self.lane.record()))
-        if self.checks is not None:
-            self.checks.after(transfer, self.lane, self._dest)
 
     def _copy(self, transfer: Transfer, group: Group) -> Callable[[], None]:
         def copy() -> None:

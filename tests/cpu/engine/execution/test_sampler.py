@@ -166,3 +166,37 @@ def test_logprobs_and_ranks_match_a_plain_log_softmax() -> None:
     order = expected.argsort(-1, descending=True)
     assert found.ranks.tolist() == [(order[i] == tokens[i]).nonzero().item() + 1 for i in range(5)]
     assert found.top_ids.tolist() == order[:, :4].tolist()
+
+
+def keys_whose_noise_is_infinite_at(token: int) -> torch.Tensor:
+    """Draw keys for which the mixing ends in the largest word at `token`: its steps are undone one by one."""
+    mask = 0xFFFFFFFF
+    x = mask
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 2**32) & mask
+    x ^= (x >> 15) ^ (x >> 30)
+    x = x * pow(0x7FEB352D, -1, 2**32) & mask
+    x ^= x >> 16
+    first = 12345
+    mixed = token ^ first
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = (mixed ^ (mixed >> shift)) * factor & mask
+    mixed ^= mixed >> 16
+    return torch.tensor([[first], [mixed ^ x]], dtype=torch.int64).to(torch.int32)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+def test_a_greedy_row_beside_random_ones_is_never_chosen_by_its_noise(filters: dict[str, float]) -> None:
+    unlikely, likely = 3, 7
+    logits = torch.zeros(2, VOCAB)
+    logits[:, likely] = 9.0
+    rows, sampler = Rows(2), Sampler(2, VOCAB, DEVICE)
+    for row, sampling in enumerate(({"temperature": 0.0}, {"temperature": 1.0, **filters})):
+        rows.start(Start(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=1, **sampling)), ()))
+    plan = rows.sample_plan(np.array([0, 1], np.int32), np.array([5, 5], np.int32))
+    assert plan.params is not None
+    keys = keys_whose_noise_is_infinite_at(unlikely)
+    assert gumbel_noise(keys, VOCAB)[0, unlikely] == -torch.inf, "the one draw in millions"
+    params = torch.from_numpy(plan.params)
+    params[-2:, :1] = keys
+    assert sampler.sample(logits, torch.tensor([0, 1], dtype=torch.int32), plan, params).tokens[0] == likely

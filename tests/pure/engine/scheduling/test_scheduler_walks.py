@@ -12,7 +12,7 @@ from tier_faults import WALKED, Fault, ends_requests_whose_load_failed
 
 from penstock.kv.tiers import ladder
 
-NUM_WALKS = 80
+NUM_WALKS = 150
 WANTED = (
     "promotion",
     "step over a load",
@@ -49,12 +49,12 @@ def test_the_scheduler_keeps_its_promises_over_a_host_tier_in_any_order_of_event
 @pytest.mark.parametrize("fault", WALKED, ids=lambda fault: fault.__name__)
 def test_a_walk_notices_a_defect_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    for seed in range(3 * NUM_WALKS):
+    for seed in range(2 * NUM_WALKS):
         try:
             walk(*choose(seed))
         except Exception:
             return
-    pytest.fail(f"{3 * NUM_WALKS} walks went well with a defect that {fault.__name__}")
+    pytest.fail(f"{2 * NUM_WALKS} walks went well with a defect that {fault.__name__}")
 
 
 def test_a_walk_that_fails_is_told_by_as_few_events_as_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,335 @@
+"""The cache over a host tier: what it matches, waits for and gives keys to, whatever becomes of the tables; and faults that turn these
+tests red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ladder_rig import BLOCK, LAYERS, Rig
+
+from penstock.contract import Adapter, Match, Prefix
+from penstock.errors import InvariantBroken, Leaked, PenstockError
+from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.cache import KvCache
+from penstock.kv.tiers.host import HostLease
+from penstock.kv.tiers.ladder import Promotion
+
+SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
+PROMPT = list(range(10))  # two full blocks and a half
+
+
+class Cached(Rig):
+    """A rig with a cache, whose blocks hold the tokens that they stand for."""
+
+    def __init__(self, prefix_cache: bool = True, **rig: int) -> None:
+        super().__init__(**rig)
+        self.cache = KvCache(self.pool, SCOPE, prefix_cache, self.ladder)
+
+    def prefix(self, tokens: list[int] = PROMPT) -> Prefix:
+        prefix = self.cache.prefix_of(tokens)
+        assert prefix is not None
+        return prefix
+
+    def run(self, owner: str, tokens: list[int] = PROMPT) -> BlockTable:
+        """A request that has computed all of `tokens`."""
+        table = self.cache.open(owner, self.prefix(tokens), 0)
+        assert self.cache.try_extend(table, -(-len(tokens) // BLOCK))
+        for at, slot in enumerate(table.hold.slots):
+            self.device.cells[slot] = [tuple(tokens[at * BLOCK : (at + 1) * BLOCK])] * LAYERS
+        self.cache.seal(table, tokens, len(tokens), None)
+        self.cache.submit_saves()
+        return table
+
+    def remembered(self, tokens: list[int] = PROMPT) -> None:
+        """In the host tier, and no longer on the device."""
+        self.cache.release(self.run("earlier", tokens), None)
+        self.finish()
+        self.cache.reset(["device"])
+
+    def loading(self, owner: str = "request", tokens: list[int] = PROMPT) -> tuple[BlockTable, Promotion]:
+        prefix = self.prefix(tokens)
+        match = self.cache.match(prefix.keys, lease := self.cache.lease(owner, prefix))
+        assert lease is not None
+        table = self.cache.open(owner, prefix, match.num_blocks)
+        return table, self.cache.promote(table, lease, match.num_colder, 1)
+
+    def finish(self) -> bool:
+        self.lanes.run_all()
+        return self.cache.settle()
+
+    def content(self, tokens: list[int] = PROMPT) -> list[object]:
+        """What lies on the device under the keys of `tokens`."""
+        return [self.device.cells[slot][0] for slot in self.pool.find(self.prefix(tokens).keys)]
+
+    def end(self) -> None:
+        self.cache.check()
+        self.cache.close()
+
+
+BLOCKS = [tuple(PROMPT[:4]), tuple(PROMPT[4:8])]
+
+
+def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_its_keys() -> None:
+    rig = Cached()
+    rig.remembered()
+    assert rig.cache.match(rig.prefix().keys) == Match(0, 0, False, 0), "without a lease nobody says how long it stays there"
+    table, _ = rig.loading()
+    assert rig.cache.stats().num_keys == 0 and rig.cache.num_in_flight == 1
+    assert rig.finish()
+    assert rig.content() == BLOCKS and table.num_keyed == 2 and rig.cache.stats().promoted_total == 2
+    assert rig.cache.match(rig.prefix().keys) == Match(2, 0, False, 0)
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_a_prefix_is_pending_while_it_is_promoted_also_when_its_request_has_gone() -> None:
+    rig = Cached()
+    rig.remembered()
+    table, promotion = rig.loading()
+    lease = rig.cache.lease("second", rig.prefix())
+    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
+    rig.cache.release(table, None)
+    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
+    assert rig.cache.num_settling == 2
+    promotion.deadline_s = 0.0
+    assert not rig.cache.match(rig.prefix().keys, lease).pending, "it is late: nobody waits for it"
+    assert rig.cache.num_settling == 0
+    rig.finish()
+    assert rig.content() == BLOCKS, "what came all the same is there for others"
+    assert lease is not None
+    lease.end()
+    rig.end()
+
+
+def test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute() -> None:
+    rig = Cached()
+    rig.remembered()
+    table, promotion = rig.loading()
+    rig.loads.fail_next = 1
+    rig.finish()
+    assert promotion.error() is not None and rig.cache.stats().num_keys == 0 and table.num_keyed == 0
+    assert rig.cache.match(rig.prefix().keys).pending, "the table announces them still: it is going to compute them"
+    rig.cache.seal(table, PROMPT, 8, None)
+    assert rig.cache.match(rig.prefix().keys).num_blocks == 2
+    rig.cache.release(table, None)
+    rig.finish()
+    rig.end()
+
+
+def test_a_table_that_computes_after_a_failed_promotion_waits_for_those_before_it() -> None:
+    rig = Cached(num_device=3)
+    rig.remembered()
+    fence = rig.step()
+    earlier = rig.cache.open("earlier", None, 0)
+    assert rig.cache.try_extend(earlier, 3)
+    rig.cache.release(earlier, fence)
+    table, promotion = rig.loading()
+    assert promotion.after == (fence,) and table.take_after() == ()
+    promotion.prepare = lambda: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
+    rig.lane("launch load").step()
+    rig.cache.settle()
+    assert promotion.settled and table.take_after() == (fence,)
+    rig.cache.release(table, None)
+    rig.lanes.run_all()
+    rig.end()
+
+
+def test_what_lands_twice_is_kept_once() -> None:
+    rig = Cached()
+    rig.remembered()
+    table, promotion = rig.loading()
+    promotion.deadline_s = 0.0
+    other = rig.run("other")  # it waits for nobody and computes the same
+    rig.finish()
+    assert rig.cache.stats().duplicate_seals_total == 2 and rig.content() == BLOCKS
+    for each in (table, other):
+        rig.cache.release(each, None)
+    assert rig.cache.stats().slots["device"].idle == 2
+    rig.end()
+
+
+def test_nothing_is_sealed_behind_blocks_that_have_not_come() -> None:
+    rig = Cached()
+    rig.remembered()
+    table, _ = rig.loading()
+    assert rig.cache.try_extend(table, 1)
+    with pytest.raises(InvariantBroken, match="still on their way"):
+        rig.cache.seal(table, [*PROMPT, 10, 11], 12, None)
+    rig.finish()
+    rig.cache.seal(table, [*PROMPT, 10, 11], 12, None)
+    assert table.num_keyed == 3
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_a_promotion_without_room_or_tier_is_refused() -> None:
+    rig = Cached(num_device=3)
+    rig.remembered()
+    table = rig.cache.open("request", rig.prefix(), 0)
+    lease = rig.cache.lease("request", rig.prefix())
+    assert lease is not None and rig.cache.try_extend(rig.cache.open("greedy", None, 0), 2)
+    with pytest.raises(InvariantBroken, match="without room"):
+        rig.cache.promote(table, lease, 2, 1)
+    assert lease.num_from(0) == 2
+    alone = KvCache(Rig().pool, SCOPE)
+    with pytest.raises(InvariantBroken, match="no colder tier"):
+        alone.promote(alone.open("request", None, 0), lease, 2, 1)
+    lease.end()
+
+
+def test_retracting_while_blocks_are_on_their_way_saves_nothing_of_them() -> None:
+    rig = Cached()
+    rig.remembered()
+    table, _ = rig.loading()
+    assert rig.cache.retract(table, 8, None) is None
+    rig.finish()
+    assert rig.content() == BLOCKS
+    rig.end()
+
+
+def test_a_full_match_is_retracted_to_its_end() -> None:
+    """Its last token is to be computed once more, and is there: nobody may take its block for half empty."""
+    rig = Cached()
+    tokens = PROMPT[:8]
+    rig.cache.release(rig.run("earlier", tokens), None)
+    table = rig.cache.open("request", rig.prefix(tokens), 2)
+    lease = rig.cache.retract(table, 7, None)
+    assert lease is not None and lease.num_tokens == 8
+    rig.finish()
+    assert lease.num_from(0) == 2
+    lease.end()
+    rig.end()
+
+
+def test_a_half_saved_block_comes_back_without_a_key() -> None:
+    rig = Cached()
+    table = rig.cache.open("request", rig.prefix(), 0)
+    assert rig.cache.try_extend(table, 2)
+    rig.cache.seal(table, PROMPT, 4, None)
+    lease = rig.cache.retract(table, 6, None)
+    assert lease is not None and isinstance(lease, HostLease)
+    rig.finish()
+    rig.cache.reset(["device"])
+    again = rig.cache.open("request", rig.prefix(), 0)
+    rig.cache.promote(again, lease, 2, 1)
+    rig.finish()
+    assert again.num_keyed == 1 and rig.cache.match(rig.prefix().keys) == Match(1, 0, True, 0)
+    rig.cache.release(again, None)
+    rig.end()
+
+
+def test_without_a_device_cache_nothing_stays_and_everything_is_in_the_host_tier() -> None:
+    rig = Cached(prefix_cache=False)
+    rig.cache.release(rig.run("earlier"), None)
+    assert rig.cache.stats().slots["device"].pinned == 2, "while the save reads them"
+    rig.finish()
+    assert rig.cache.stats().slots["device"].free == 8 and rig.cache.stats().num_keys == 0
+    table, _ = rig.loading()
+    assert rig.cache.match(rig.prefix().keys, rig.cache.lease("second", rig.prefix())).num_colder == 2, "also while another loads it"
+    rig.cache.release(table, None)
+    rig.finish()
+    assert rig.cache.stats().slots["device"].free == 8
+
+
+def test_reset_forgets_one_tier_or_both() -> None:
+    rig = Cached()
+    rig.cache.release(rig.run("earlier"), None)
+    rig.finish()
+    assert rig.cache.tiers == ("device", "host")
+    assert rig.cache.reset(["host"]) == {"host": 2} and rig.cache.match(rig.prefix().keys).num_blocks == 2
+    assert rig.cache.reset() == {"device": 2, "host": 0}
+    rig.end()
+
+
+def test_adapter_reloaded_under_the_same_name_hits_stale_kv() -> None:
+    rig = Cached()
+    rig.remembered()
+    old, new = (rig.cache.prefix_of(PROMPT, adapter=Adapter("sql", digest)) for digest in ("old", "new"))
+    plain, salted = rig.prefix(), rig.cache.prefix_of(PROMPT, salt="sql")
+    assert old is not None and new is not None and salted is not None
+    keys = [key for prefix in (old, new, plain, salted) for key in prefix.keys]
+    assert len(set(keys)) == len(keys) == 8
+    assert rig.cache.lease("request", new) is None and rig.cache.lease("request", salted) is None
+    rig.end()
+
+
+def test_closing_waits_for_what_is_on_its_way() -> None:
+    rig = Cached()
+    rig.cache.release(rig.run("earlier"), None)
+    assert rig.cache.num_in_flight == 1
+    rig.end()
+    assert rig.host.num_keys == 2
+
+
+@pytest.mark.parametrize("left", ["table", "lease"])
+def test_closing_with_something_left_raises(left: str) -> None:
+    rig = Cached()
+    rig.remembered()
+    if left == "table":
+        rig.loading()
+    else:
+        rig.cache.lease("request", rig.prefix())
+    with pytest.raises(Leaked):
+        rig.cache.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+Patch = pytest.MonkeyPatch
+
+
+def knows_adapters_by_name(patch: Patch) -> None:
+    prefix_of = KvCache.prefix_of
+
+    def faulty(self: KvCache, tokens: Any, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
+        return prefix_of(self, tokens, salt, None if adapter is None else adapter._replace(digest=adapter.name))
+
+    patch.setattr(KvCache, "prefix_of", faulty)
+
+
+def keys_the_half_saved(patch: Patch) -> None:
+    promote = KvCache.promote
+
+    def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> Promotion:
+        first = table.num_slots
+        promotion = promote(self, table, lease, num_blocks, num_next)
+        promotion.keys = table.prefix.keys[first : first + num_blocks]
+        return promotion
+
+    patch.setattr(KvCache, "promote", faulty)
+
+
+def gives_keys_to_what_failed(patch: Patch) -> None:
+    patch.setattr(Promotion, "error", lambda self: None)
+
+
+def forgets_what_the_copy_was_to_wait_for(patch: Patch) -> None:
+    patch.setattr(BlockTable, "add_after", lambda self, fences: None)
+
+
+def waits_for_what_is_late(patch: Patch) -> None:
+    patch.setattr(Promotion, "overdue", False)
+
+
+def loses_what_nobody_waits_for(patch: Patch) -> None:
+    patch.setattr(KvCache, "_land", lambda self, promotion, own: None)
+
+
+RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
+    (knows_adapters_by_name, test_adapter_reloaded_under_the_same_name_hits_stale_kv),
+    (keys_the_half_saved, test_a_half_saved_block_comes_back_without_a_key),
+    (gives_keys_to_what_failed, test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute),
+    (forgets_what_the_copy_was_to_wait_for, test_a_table_that_computes_after_a_failed_promotion_waits_for_those_before_it),
+    (waits_for_what_is_late, test_a_prefix_is_pending_while_it_is_promoted_also_when_its_request_has_gone),
+    (loses_what_nobody_waits_for, test_retracting_while_blocks_are_on_their_way_saves_nothing_of_them),
+]
+
+
+@pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
+def test_a_broken_cache_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
+        test()
