@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -58,6 +60,23 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
     sanitizer = sanitizer or _sanitizer(config)
     device = _device(config)
+    if device.type == "cuda":
+        return _build(config, device, progress, sanitizer)
+    # On a thread that ends: OpenMP keeps a team for every thread that ever computed, and with more of them than cores it puts its workers
+    # to sleep between any two operations of the compute lane's.
+    made: Future[Engine] = Future()
+
+    def build_apart() -> None:
+        try:
+            made.set_result(_build(config, device, progress, sanitizer))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=build_apart, name="build", daemon=True).start()
+    return made.result()
+
+
+def _build(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None) -> Engine:
     dtype = _dtype(config, device)
     loaded = load_model(config.source, device, dtype, _layer_ops(device), progress)
     model = loaded.model
