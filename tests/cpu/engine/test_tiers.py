@@ -17,6 +17,7 @@ from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packer
 from penstock.engine.scheduling.track import State
 from penstock.errors import DeadlineExceeded
+from penstock.kv.blocks.slots import SlotState
 from penstock.kv.transfer.mover import Group, Transfer
 from penstock.sanitizer.report import Kind
 from penstock.testing.driving import Collected, generate, run_all, settle_all, submit
@@ -308,7 +309,11 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_
     second = generate(engine, prompts(80), max_tokens=6)
     assert second.tokens == expected, "nobody else waits for the one that is stuck"
     assert returning.tokens == expected and returning.source == KvSource(computed=80)
-    assert engine.stats().kv_blocks["device"]["pinned"] == 5, "a deadline ends a wait, never an ownership"
+    ladder = engine.cache.ladder
+    stuck = None if ladder is None else ladder.promoter.first()
+    assert stuck is not None
+    states_now = [engine.cache._pool._book.state[slot] for slot in stuck.dest_slots.tolist()]
+    assert states_now == [SlotState.PINNED] * 5, "a deadline ends a wait, never an ownership"
     load.let()
     run_all(engine)
     settle_all(engine)
