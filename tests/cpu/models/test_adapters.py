@@ -226,7 +226,7 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a regular expression of alphas": ({"alpha_pattern": {".*q_proj": 4}}, "alpha_pattern takes names"),
     "a pattern that is none": ({"rank_pattern": [4]}, "rank_pattern must be an object"),
     "rslora of no kind": ({"use_rslora": "yes"}, "use_rslora must be true or false"),
-    "another rank than the tensors'": ({"r": 8}, r"misshapen tensors: .*q_proj\.lora_A\.weight is \[4, \d+\], expected \[8, \d+\]"),
+    "another rank than the tensors'": ({"r": 8}, r"misshapen tensors: .*_proj\.lora_A\.weight is \[4, \d+\], expected \[8, \d+\]"),
     "targets without tensors": ({"exclude_modules": None, "target_modules": ["q_proj"]}, "not targeted: .*k_proj"),
     "excluded tensors": ({"exclude_modules": ["q_proj"]}, "not targeted: .*q_proj"),
 }
