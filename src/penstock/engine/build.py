@@ -53,6 +53,7 @@ _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
 _LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
 _CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
+_CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 
 
@@ -214,8 +215,9 @@ def _ladder(
     # A device cache evicts by recency; what stays in the larger tier behind it is a choice.
     order = make_order(config.offload.eviction, host_arena.num_slots, layout.block_tokens)
     host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, sanitizer, order), layout.block_tokens, config.offload.lease_s)
-    host.withhold()
-    memory = HostMemory(host_arena, host.ready, at_once=device.type == "cpu")
+    if device.type == "cuda":  # elsewhere every slot can be used at once
+        host.withhold()
+    memory = HostMemory(host_arena, host.ready)
 
     def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
         lane, launcher = _lane(name, device, sanitizer, priority), CpuLane(f"launch-{name}", sanitizer, around=torch.inference_mode)
@@ -225,7 +227,7 @@ def _ladder(
         return made
 
     movers = mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
-    overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else 0
+    overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
     limits = LadderLimits(overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, memory)
     return Ladder(pool, host, movers, layout, limits)
 

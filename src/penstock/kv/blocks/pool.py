@@ -36,7 +36,8 @@ class BlockPool:
         self._book = SlotBook(num_slots, name, observer)
         self._index = KeyIndex(num_slots)
         # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
-        self._free = deque(range(num_slots))
+        self._free: deque[int] = deque()  # those that were used before, longest ago first
+        self._fresh = deque(range(num_slots))  # free and never used: their memory may be yet to be found, so they come last
         self._idle: EvictionOrder = LruOrder() if eviction is None else eviction
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
@@ -76,10 +77,10 @@ class BlockPool:
             raise InvariantBroken(f"{owner!r} asked pool {self.name!r} for {num_slots} slots")
         if num_slots > self.num_available:
             return None
-        free, holds = self._free, self._book.holds
-        if num_slots > len(free):
-            self.evict(num_slots - len(free))
-        slots = sorted(free.popleft() for _ in range(num_slots))  # neighbours are copied as one
+        free, fresh, holds = self._free, self._fresh, self._book.holds
+        if num_slots > len(free) + len(fresh):
+            self.evict(num_slots - len(free) - len(fresh))
+        slots = sorted((free or fresh).popleft() for _ in range(num_slots))  # neighbours are copied as one
         self._book.move(slots, SlotEvent.RESERVE, SlotState.RESERVED, owner)
         for slot in slots:
             holds[slot] += 1
@@ -228,7 +229,7 @@ class BlockPool:
         in_state = {state: [slot for slot, found in enumerate(self._book.state) if found is state] for state in SlotState}
         if self.counts != SlotCounts(*(len(in_state[state]) for state in SlotState)):
             raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
-        if sorted(self._free) != in_state[SlotState.FREE] or sorted(self._idle) != in_state[SlotState.IDLE]:
+        if sorted([*self._free, *self._fresh]) != in_state[SlotState.FREE] or sorted(self._idle) != in_state[SlotState.IDLE]:
             raise InvariantBroken(f"pool {self.name!r}: the orders of free and idle slots do not hold exactly those")
         self._index.check()
 

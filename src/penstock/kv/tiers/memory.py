@@ -21,25 +21,20 @@ class Arena(Protocol):
 
 
 class HostMemory:
-    """One arena being prepared. `at_once`: before the constructor returns, where there is nothing to do but say so."""
+    """One arena being prepared."""
 
-    def __init__(self, arena: Arena, ready: Callable[[range], None], at_once: bool) -> None:
+    def __init__(self, arena: Arena, ready: Callable[[range], None]) -> None:
         self._arena = arena
         self._ready = ready
         self._stop = threading.Event()
         self._told = 0  # tenths that have been logged
-        self._thread: threading.Thread | None = None
-        if at_once:
-            self._prepare()
-        else:
-            self._thread = threading.Thread(target=self._prepare, name="host-memory", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._prepare, name="host-memory", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Idempotent. No copy may be in flight."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S)
         self._arena.close()
 
     def _prepare(self) -> None:

@@ -1,0 +1,1 @@
+"""Blocks in files on a local disk."""

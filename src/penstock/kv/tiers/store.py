@@ -1,0 +1,72 @@
+"""What a cold tier keeps its blocks in: a disk, or a store that several engines share. Owns the words that all of them speak; adding one
+is a file with a `BlockStore` in it, and a line where its kind is named."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Outcome(enum.Enum):
+    """What became of one block of a read or a write."""
+
+    DONE = "done"
+    MISSING = "missing"  # read: not there, or not any more
+    CORRUPT = "corrupt"  # read: there, and not what was written; it has been removed
+    FULL = "full"  # write: no room, and nothing that may be evicted
+    FAILED = "failed"  # this block alone could not be read or written
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Whose blocks these are: engines with equal spaces share them, others never meet."""
+
+    digest: bytes  # 32 bytes: of everything but salt and adapter that decides what a block's bytes mean; those two are in the keys
+    block_bytes: int
+    memory: memoryview  # all host slots, one behind the other: where blocks are read into and written from, for stores that register it
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What is in a store, as far as it knows; in blocks."""
+
+    num_used: int
+    num_slots: int | None = None  # None: somebody else decides
+
+
+class BlockStore(Protocol):
+    """Blocks by key, in a place that outlives the process.
+
+    Calls block and come from several lanes at once; each ends within the time that the store was built with. They raise `StoreFailed`
+    where the place as a whole does not answer or cannot be used: what is wrong with single blocks is an outcome. Bytes that `read` calls
+    DONE were checked: key, space, length and checksum. After any other outcome the buffer holds anything.
+    """
+
+    name: str  # of its tier: "ssd" or "remote"
+    local: bool  # `find` answers from memory: any thread may call it, and it never blocks
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """How many of the first `keys` are there, up to the first that is not. A guess where it must be: the truth shows on reading."""
+
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+        """Each block into its buffer of `Space.block_bytes`."""
+
+    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        """Each block under its key; one that is there already counts as DONE. `depths`: places in their prompts, for eviction."""
+
+    def persist(self) -> None:
+        """Everything that `write` has returned DONE for survives a crash of process and machine from now on, as far as the store can say."""
+
+    def probe(self) -> None:
+        """Return if the place can be used again, raise `StoreFailed` if not. A cheap exchange that changes nothing."""
+
+    def reset(self) -> int:
+        """Forget every block of this space; returns how many, as far as it is known."""
+
+    def usage(self) -> StoreUsage:
+        """Never blocks."""
+
+    def close(self) -> None:
+        """Idempotent. No call is under way."""
