@@ -15,6 +15,8 @@ LoadFormat = Literal["auto", "dummy"]
 SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["lru", "s3fifo", "tinylfu", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = ("lru", "s3fifo", "tinylfu", "cost")
+AdmissionName = Literal["always", "reuse", "evict"]
+ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
 
@@ -68,6 +70,11 @@ class OffloadConfig:
     lease_s: float = 120.0  # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
     load_always: bool = False  # also where computing seems faster: for measuring a tier
     load_deadline_s: float = 30.0  # a promotion that takes longer is no longer waited for; the request computes instead
+    ssd_dir: str | None = None  # where blocks outlive the process; None: nowhere
+    ssd_gib: float = 16.0  # GiB of disk at most, all files together
+    ssd_admission: AdmissionName = "always"  # what is written there: every block, those used twice, or those about to leave host memory
+    remote: str | None = field(default=None, repr=False)  # URL of a store that several engines share; may contain a password
+    remote_timeout_s: float = 1.0  # for one exchange with it; longer means that it is down
 
     def __post_init__(self) -> None:
         _need(self.host_gib is None or 0 < self.host_gib < math.inf, f"--kv-offload-host-gib must be positive, got {self.host_gib}")
@@ -75,6 +82,12 @@ class OffloadConfig:
         _need(self.enabled or self.host_gib is None, "--kv-offload-host-gib needs --kv-offload")
         _need(self.enabled or self.eviction == EVICTIONS[0], "--eviction needs --kv-offload: it chooses what a full tier forgets")
         _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
+        _need(self.ssd_dir is None or bool(self.ssd_dir), "--kv-offload-ssd-dir is empty")
+        _need(self.ssd_dir is None or self.enabled, "--kv-offload-ssd-dir needs --kv-offload")
+        _need(self.remote is None or self.enabled, "--kv-offload-remote needs --kv-offload")
+        _need(0 < self.ssd_gib < math.inf, f"--kv-offload-ssd-gib must be positive, got {self.ssd_gib}")
+        _need(self.ssd_admission in ADMISSIONS, f"--kv-offload-ssd-admission must be one of {', '.join(ADMISSIONS)}, got {self.ssd_admission!r}")
+        _need(0 < self.remote_timeout_s <= 60, f"--kv-offload-remote-timeout-s must be above 0 and at most 60, got {self.remote_timeout_s}")
 
 
 @dataclass(frozen=True, slots=True)

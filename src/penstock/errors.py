@@ -47,6 +47,10 @@ class TransferFailed(PenstockError):
     """A copy between tiers did not arrive; whoever wanted it computes instead."""
 
 
+class StoreFailed(PenstockError):
+    """A disk or shared store as a whole did not answer, or cannot be used now; everything in it counts as missing meanwhile."""
+
+
 class LaneClosed(PenstockError):
     """Work was submitted to a lane after `close`."""
 
