@@ -208,6 +208,10 @@ class Load(Protocol):
     def nearly_landed(self) -> bool:
         """At most its last arrival is still on its way."""
 
+    @property
+    def num_landed(self) -> int:
+        """How many of its blocks, from the first on, have come: what may be used even where the rest has failed."""
+
 
 class Lease(Protocol):
     """Copies of a request's blocks in colder tiers, protected until it ends: it is promoted from, or given up. Ends exactly once;
@@ -215,7 +219,7 @@ class Lease(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether its copies are all there: those of a retraction are saved first."""
+        """Whether it is known what it covers: a retraction's copies are saved first, and a store far away takes time to answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -227,6 +231,9 @@ class Lease(Protocol):
 
     def num_from(self, block: int) -> int:
         """How many consecutive blocks it has from number `block` on."""
+
+    def runs_from(self, block: int) -> Sequence[tuple[str, int]]:
+        """The same by tier: whose they are, and how many, in order."""
 
     def end(self) -> None:
         """Give it up."""
@@ -337,6 +344,8 @@ class Traffic:
     failures: dict[tuple[str, str], int]  # by (tier, reason)
     skipped: dict[str, int]  # saves that were not made, by reason
     leases_open: int
+    checksum_failures: dict[str, int] = field(default_factory=dict)  # by tier
+    usable: dict[str, bool] = field(default_factory=dict)  # by cold tier: False while it is fenced off
 
 
 # ------------------------------------------------------------------------------------------------- scheduler <-> kv

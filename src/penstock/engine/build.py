@@ -29,9 +29,14 @@ from penstock.kv.memory.arena import DeviceArena, free_bytes
 from penstock.kv.memory.guard import ArenaGuard
 from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.tiers.memory import HostMemory
+from penstock.kv.tiers.remote import open_store as open_remote
+from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.kv.tiers.store import BlockStore, Space
 from penstock.kv.transfer.checked import Checks
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Mover
@@ -53,6 +58,9 @@ _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
 _LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
 _CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
+_COLD_READERS = 4  # lanes that read from one cold tier at once: a disk wants several requests in its queue
+_COLD_WRITERS = 2
+_WRITE_QUEUE_BYTES = 512 << 20
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 
@@ -90,8 +98,11 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     pool = BlockPool(num_blocks, arena.name, sanitizer)
     host_arena = HostArena(layout, _num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
+    scope = _scope(model, layout)
     ladder = None if host_arena is None else _ladder(config, pool, (arena, host_arena), sanitizer, guard)
-    cache = KvCache(pool, _scope(model, layout), config.kv.prefix_cache, ladder)
+    if ladder is not None and host_arena is not None:
+        _put_behind(ladder, config, host_arena, scope, sanitizer)
+    cache = KvCache(pool, scope, config.kv.prefix_cache, ladder)
     budget = Budget(config.engine.max_batch, min(_prefill_chunk(config, device), max_model_len), config.engine.overcommit)
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -230,6 +241,30 @@ def _ladder(
     overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
     limits = LadderLimits(overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, memory)
     return Ladder(pool, host, movers, layout, limits)
+
+
+def _put_behind(ladder: Ladder, config: Config, arena: HostArena, scope: Scope, sanitizer: Sanitizer | None) -> None:
+    """The tiers behind host memory, hottest first: adding one is a line here and a file with its store."""
+    offload, block_bytes = config.offload, arena.layout.block_bytes
+    space = Space(scope.digest(), block_bytes, arena.bytes)
+    stores: list[BlockStore] = []
+    if offload.ssd_dir is not None:
+        stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
+    if offload.remote is not None:
+        stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))
+    if stores:
+        limits = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, arena.num_bytes // 4))
+        tiers = [
+            ColdTier(store, _cold_lanes(store, sanitizer), arena.view, (arena.name, arena.layout.num_layers), limits) for store in stores
+        ]
+        ladder.put_behind(Behind(ladder.host, tiers, block_bytes, offload.ssd_admission if offload.ssd_dir is not None else "always"))
+
+
+def _cold_lanes(store: BlockStore, sanitizer: Sanitizer | None) -> ColdLanes:
+    def lanes(what: str, num: int) -> list[Lane]:
+        return [CpuLane(f"{store.name}-{what}-{number}", sanitizer) for number in range(num)]
+
+    return ColdLanes(lanes("read", _COLD_READERS), lanes("write", _COLD_WRITERS), None if store.local else lanes("ask", 1)[0])
 
 
 def _num_host_blocks(config: Config, arena: DeviceArena) -> int:

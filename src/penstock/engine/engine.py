@@ -27,8 +27,10 @@ from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from penstock.kv.cache import KvCache, Settling
+from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena
+from penstock.kv.tiers.behind import Persisting
+from penstock.kv.transfer.mover import Settling
 from penstock.lanes.lane import Lane
 from penstock.models.tokenizer import TextCodec
 from penstock.observe import EngineObserver, Unwatched
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FlushLevel = Literal["captured", "visible", "persisted"]
 POLL_S = 20e-6  # between two looks at transfers, while there is nothing else to do
+POLL_BEHIND_S = 1e-3  # the same for tiers behind host memory, which wake the engine when something is over: only their deadlines do not
 RESET_DEADLINE_S = 60.0  # for the engine thread to come round; a step takes seconds at most
 
 
@@ -137,16 +140,27 @@ class Engine:
         return self._parts.cache.tiers
 
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
-        """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine thread has done it."""
+        """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine thread has done it, and
+        until disks and stores have."""
         done: Future[dict[str, int]] = Future()
         self._inbox.put(lambda: done.set_result(self._parts.cache.reset(tiers)), only_open=True)
-        return done.result(timeout=RESET_DEADLINE_S)
+        forgotten = done.result(timeout=RESET_DEADLINE_S)
+        for name, tier in self._parts.cache.cold_tiers.items():
+            if name in tiers:
+                forgotten[name] = tier.reset()
+                self._inbox.put(lambda name=name: self._parts.cache.forgotten(name))  # type: ignore[misc]
+        return forgotten
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
-        """Block until what was sealed before this call has been read from device memory (captured) or can be found in the host tier
-        (visible). Raises DeadlineExceeded."""
+        """Block until what was sealed before this call has been read from device memory (captured), can be found in the host tier
+        (visible), or is in the first tier behind it to stay (persisted). Raises DeadlineExceeded, and StoreFailed where not all of it
+        could be persisted."""
+        cache = self._parts.cache
+        if level == "persisted" and not cache.cold_tiers:
+            raise InvalidRequest("nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level")
         done: Future[None] = Future()
-        self._inbox.put(lambda: self._flushes.append((self._parts.cache.newest_save(), done)), only_open=True)
+        save = cache.persist if level == "persisted" else cache.newest_save
+        self._inbox.put(lambda: self._flushes.append((save(), done)), only_open=True)
         try:
             done.result(timeout=timeout_s)
         except TimeoutError:
@@ -158,7 +172,7 @@ class Engine:
             requests=scheduler.num_by_state(),
             prompt_tokens=dict(scheduler.counts.prompt_tokens),
             generated_tokens=scheduler.counts.generated_tokens,
-            kv_blocks={tier: slots._asdict() for tier, slots in cache.slots.items()},
+            kv_blocks={**{tier: slots._asdict() for tier, slots in cache.slots.items()}, **cache.behind},
             retractions=scheduler.counts.retractions,
             blocked_s=dict(self._blocked_s),
             ttft=self._outbox.ttft.copy(),
@@ -179,11 +193,12 @@ class Engine:
 
     def wait_work(self, timeout_s: float) -> None:
         """Block until somebody asks for something or a transfer has got further."""
-        if not self._parts.cache.num_in_flight:
+        cache = self._parts.cache
+        if not cache.num_in_flight and not cache.num_behind:
             self._inbox.wait(timeout_s)
             return
         started = time.monotonic()
-        self._inbox.wait(min(timeout_s, POLL_S))
+        self._inbox.wait(min(timeout_s, POLL_S if cache.num_in_flight else POLL_BEHIND_S))
         if self._parts.scheduler.num_by_state()["loading"]:
             self._load_exposed_s += time.monotonic() - started
 
@@ -217,7 +232,7 @@ class Engine:
 
     def is_transferring(self) -> bool:
         """Whether KV is on its way between tiers."""
-        return self._parts.cache.num_in_flight > 0
+        return self._parts.cache.num_in_flight + self._parts.cache.num_behind > 0
 
     def check(self) -> None:
         """Recount; raises InvariantBroken where the books do not add up. For the engine thread, or for anybody after `close`."""
@@ -286,7 +301,8 @@ class Engine:
     def _end_flushes(self) -> None:
         for save, done in self._flushes:
             if (save is None or save.settled) and not done.done():
-                done.set_result(None)
+                error = save.error if isinstance(save, Persisting) else None
+                done.set_result(None) if error is None else done.set_exception(error)
         self._flushes = [(save, done) for save, done in self._flushes if not done.done()]
 
     def _add(self, request: Request, listener: Listener, lease: Lease | None) -> None:

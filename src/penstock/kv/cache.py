@@ -10,9 +10,9 @@ All calls come from the engine thread and none blocks but `drain` and `close`; `
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table, Traffic
 from penstock.errors import InvariantBroken
@@ -21,17 +21,16 @@ from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.ladder import Ladder, Promotion
+from penstock.kv.tiers.behind import Persisting
+from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.host import HOST, HostLease
+from penstock.kv.tiers.ladder import Ladder
+from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.transfer.mover import Settling
 from penstock.observe import EngineObserver
 
 _CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
-
-
-class Settling(Protocol):
-    """Something under way, as far as it concerns who waits for it."""
-
-    settled: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class CacheStats:
     """Counts at one moment, in blocks; the totals never fall."""
 
     slots: dict[str, SlotCounts]  # by tier
+    behind: dict[str, dict[str, int]]  # by tier behind host memory: used, and free where that is known
     num_tables: int
     num_keys: int
     num_pending: int  # keys that open tables have announced and not sealed
@@ -64,7 +64,8 @@ class KvCache:
         self._pending: dict[bytes, int] = {}  # how many open tables announce the key
         self._tables: set[BlockTable] = set()  # those that are open
         self._promoting: dict[Promotion, BlockTable] = {}  # in flight
-        self._arriving: dict[bytes, Promotion] = {}  # by key, also where nobody waits for them any more
+        self._hauls: dict[Haul, BlockTable] = {}  # not over
+        self._arriving: dict[bytes, Promotion | Haul] = {}  # by key, also where nobody waits for them any more
         self._num_hits = 0
         self._num_misses = 0
         self._num_promoted = 0
@@ -86,7 +87,12 @@ class KvCache:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        return ("device",) if self.ladder is None else ("device", "host")
+        return ("device",) if self.ladder is None else ("device", "host", *self.cold_tiers)
+
+    @property
+    def cold_tiers(self) -> dict[str, ColdTier]:
+        """Those behind the host tier, hottest first."""
+        return {} if self.ladder is None else self.ladder.cold_tiers
 
     @property
     def num_settling(self) -> int:
@@ -96,8 +102,13 @@ class KvCache:
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers that have not been seen to be over."""
+        """Transfers between device and host memory that have not been seen to be over."""
         return 0 if self.ladder is None else self.ladder.num_in_flight
+
+    @property
+    def num_behind(self) -> int:
+        """Reads, writes and questions of tiers behind the host tier that are not over. Whoever waits for them is woken."""
+        return 0 if self.ladder is None or self.ladder.behind is None else self.ladder.behind.num_in_flight
 
     def prefix_of(self, tokens: Tokens, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         """What KV of `tokens` may be shared under; None where nothing is shared."""
@@ -113,7 +124,7 @@ class KvCache:
         if self.ladder is None:
             return None
         num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
-        return self.ladder.host.lease(prefix.keys, owner, num) if num < len(prefix.keys) else None
+        return self.ladder.lease(prefix.keys, owner, num) if num < len(prefix.keys) else None
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`, generated ones included."""
@@ -139,6 +150,7 @@ class KvCache:
         pool = self._pool
         return CacheStats(
             slots={"device": pool.counts, **({} if self.ladder is None else {"host": self.ladder.host.slots})},
+            behind={name: tier.usage().as_dict() for name, tier in self.cold_tiers.items()},
             num_tables=len(self._tables),
             num_keys=pool.num_keys,
             num_pending=len(self._pending),
@@ -159,6 +171,12 @@ class KvCache:
             return None
         self.ladder.submit_saves()
         return self.ladder.newest_save()
+
+    def persist(self) -> Persisting | None:
+        """Have everything sealed so far written to the first tier behind host memory, and made safe there; None: there is no such tier."""
+        if self.ladder is None or self.ladder.behind is None:
+            return None
+        return self.ladder.behind.persist(self.newest_save())
 
     def note_prefill(self, num_tokens: int, depth: float, seconds: float) -> None:
         """What computing took, for whoever weighs it against fetching."""
@@ -197,7 +215,7 @@ class KvCache:
         own.add_after(reservation.after)
         return True
 
-    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion:
+    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion | Haul:
         """Draw slots for the next `num_blocks` blocks of `table` and have them filled from `lease`, which ends with the load."""
         own = self._own(table)
         if self.ladder is None or not isinstance(lease, HostLease):
@@ -207,13 +225,28 @@ class KvCache:
         if reservation is None:
             raise InvariantBroken(f"{own.owner!r} promotes {num_blocks} blocks without room for them")
         reservation.commit(own.hold)
-        pin = self._pool.pin_run(own.hold, first, num_blocks, own.owner)
         num_whole = min(first + num_blocks, lease.num_tokens // self.block_tokens)  # a tail that was saved half full gets no key
         keys = () if own.prefix is None else own.prefix.keys[first:num_whole]
+        tier, num_same = lease.runs_from(first)[0]
+        if tier != HOST or num_same < num_blocks:
+            return self._haul(own, first, lease, keys, reservation.after)
+        pin = self._pool.pin_run(own.hold, first, num_blocks, own.owner)
         promotion = self.ladder.promote(pin, reservation.after, lease, keys, num_next)
         self._promoting[promotion] = own
         self._arriving.update(dict.fromkeys(promotion.keys, promotion))
         return promotion
+
+    def _haul(self, own: BlockTable, first: int, lease: HostLease, keys: Sequence[bytes], after: tuple[Fence, ...]) -> Haul:
+        if self.ladder is None:
+            raise InvariantBroken(f"{own.owner!r} promotes, and there is no colder tier")
+        haul = self.ladder.haul(own.hold, first, lease, keys, after)
+        self._hauls[haul] = own
+        self._arriving.update(dict.fromkeys(keys, haul))
+        self._note_parts(haul, own)
+        return haul
+
+    def _is_loading(self, own: BlockTable) -> bool:
+        return own in self._promoting.values() or any(one is own and not haul.settled for haul, one in self._hauls.items())
 
     def seal(self, table: Table, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
         """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it."""
@@ -221,7 +254,7 @@ class KvCache:
         num_full = num_computed // own.block_tokens
         if own.prefix is None or num_full <= own.num_keyed:
             return
-        if own in self._promoting.values():
+        if self._is_loading(own):
             raise InvariantBroken(f"{own.owner!r} seals blocks while some before them are still on their way")
         first = own.num_keyed
         keys = own.next_keys(tokens, num_full)
@@ -236,7 +269,7 @@ class KvCache:
         num_tokens = max(num_tokens, own.num_keyed * own.block_tokens)  # a full match is there to its end, though its last token is due
         num_blocks = -(-num_tokens // own.block_tokens)
         # What is still being promoted into the table is in the colder tier, whose lease has ended: it is matched again.
-        if self.ladder is not None and num_tokens and own not in self._promoting.values():
+        if self.ladder is not None and num_tokens and not self._is_loading(own):
             lease = self.ladder.save(own.hold, num_blocks, own.sealed_keys, num_tokens, fence)
         self.release(table, fence)
         return lease
@@ -270,9 +303,7 @@ class KvCache:
         before = self.ladder.num_in_flight
         for promotion in self.ladder.settle():
             own = self._promoting.pop(promotion)
-            for key in promotion.keys:
-                if self._arriving.get(key) is promotion:
-                    del self._arriving[key]
+            self._no_longer_arriving(promotion)
             if promotion.error() is None:
                 self._land(promotion, own)
                 self._num_promoted += promotion.num_blocks
@@ -280,16 +311,37 @@ class KvCache:
                 own.add_after(tuple(promotion.after))
             for pin in promotion.pins:
                 pin.end()
-        return self.ladder.num_in_flight != before
+        changed = self.ladder.settle_behind()
+        for haul, own in list(self._hauls.items()):
+            self._note_parts(haul, own)
+        return changed or self.ladder.num_in_flight != before
+
+    def _note_parts(self, haul: Haul, own: BlockTable) -> None:
+        """What it has sent is under way; where it has ended short, the slots behind are computed, after their earlier users."""
+        for part in haul.parts:
+            if not part.settled:
+                self._promoting[part] = own
+        if haul.settled and not haul.told:
+            haul.told = True
+            if own in self._tables and haul.limit < len(haul.keys):
+                own.add_after(haul.after)
+        if haul.over:
+            del self._hauls[haul]
+            self._no_longer_arriving(haul)
+
+    def _no_longer_arriving(self, load: Promotion | Haul) -> None:
+        for key in load.keys:
+            if self._arriving.get(key) is load:
+                del self._arriving[key]
 
     def _land(self, promotion: Promotion, own: BlockTable) -> None:
-        """The bytes are there: they get their keys. The table may have ended meanwhile; then they stay as idle blocks."""
-        if own in self._tables:
+        """The bytes are there: they get their keys. The table may have ended meanwhile; then they stay as idle blocks. So they do where
+        what belongs before them has not come: the table computes it, and goes on from there."""
+        if own in self._tables and own.num_keyed == promotion.first:
             self._give_keys(own, own.num_keyed, promotion.keys)
-        elif self._prefix_cache:
+        elif own not in self._tables and self._prefix_cache:
             slots = promotion.pins[0].slots[: len(promotion.keys)]
-            first = own.num_keyed
-            self._pool.seal(slots, promotion.keys, range(first, first + len(slots)))
+            self._pool.seal(slots, promotion.keys, range(promotion.first, promotion.first + len(slots)))
 
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
         """Protect `slots` for a transfer, whatever becomes of the tables that hold them."""
@@ -305,6 +357,11 @@ class KvCache:
         if "host" in tiers and self.ladder is not None:
             forgotten["host"] = self.ladder.host.reset()
         return forgotten
+
+    def forgotten(self, tier: str) -> None:
+        """A tier behind the host tier has been emptied."""
+        if self.ladder is not None and self.ladder.behind is not None:
+            self.ladder.behind.forgotten(tier)
 
     def check(self) -> None:
         """Recount; raises where the books do not add up."""
@@ -323,9 +380,14 @@ class KvCache:
 
     def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
         """Block until no transfer is in flight that touches one of the device's `slots` (None: any), launched or not, and settle."""
-        if self.ladder is not None:
-            self.ladder.drain(timeout_s, slots)
+        if self.ladder is None:
+            return
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.ladder.drain(max(0.0, deadline_s - time.monotonic()), slots)
             self.settle()
+            if slots is not None or not (self.num_in_flight or self.num_behind):  # what has landed may have set off a write
+                return
 
     def close(self, timeout_s: float | None = None) -> None:
         """Idempotent. Transfers end first; raises Leaked while a table, pin or lease is out."""

@@ -81,6 +81,7 @@ class Rig:
 
     def promote(self, hold: Hold, lease: HostLease, num: int, num_next: int = 1) -> Promotion:
         first = hold.num_slots - num
+        self.device.spoil(hold.slots[first:], (0, LAYERS))  # they may be those that had the same blocks before
         return self.ladder.promote(self.pool.pin_run(hold, first, num, hold.owner), (), lease, (), num_next)
 
     def in_host(self, keys: list[bytes]) -> list[object]:

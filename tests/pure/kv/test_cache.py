@@ -316,9 +316,10 @@ def test_the_fence_of_a_released_table_reaches_the_table_that_draws_its_slots():
 
 def test_a_table_keeps_no_fence_that_has_passed():
     cache, compute = new_cache(num_slots=2), FakeLane("compute")
-    for owner in ("a", "b"):
-        table = cache.open(owner, None, 0)
+    tables = [cache.open(owner, None, 0) for owner in ("a", "b")]
+    for table in tables:
         cache.try_extend(table, 1)
+    for table in tables:
         cache.release(table, compute.record())
     table = cache.open("c", None, 0)
     cache.try_extend(table, 1)

@@ -45,9 +45,12 @@ class Cached(Rig):
 
     def remembered(self, tokens: list[int] = PROMPT) -> None:
         """In the host tier, and no longer on the device."""
-        self.cache.release(self.run("earlier", tokens), None)
+        table = self.run("earlier", tokens)
+        slots = list(table.hold.slots)
+        self.cache.release(table, None)
         self.finish()
         self.cache.reset(["device"])
+        self.device.spoil(slots, (0, LAYERS))  # the next to be drawn
 
     def loading(self, owner: str = "request", tokens: list[int] = PROMPT) -> tuple[BlockTable, Promotion]:
         prefix = self.prefix(tokens)

@@ -10,7 +10,7 @@ import pytest
 from ladder_rig import KEYS, LAYOUT, Rig, leased
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, PenstockError
-from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers import saves
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Demotion, Ladder
 from penstock.kv.transfer.mover import Mover, Transfer
@@ -89,7 +89,7 @@ def test_a_save_that_finds_the_host_full_is_skipped_and_counted() -> None:
 
 
 def test_a_long_demotion_lands_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder_module, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
     rig = Rig()
     hold = rig.computed(KEYS[:5])
     rig.ladder.offer(hold, 0, KEYS[:5], None)
@@ -107,7 +107,7 @@ def test_a_long_demotion_lands_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("failing", range(3))
 def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder_module, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
     rig = Rig()
     hold = rig.computed(KEYS[:5])
     rig.ladder.offer(hold, 0, KEYS[:5], None)

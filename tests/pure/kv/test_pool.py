@@ -174,6 +174,51 @@ def test_free_slots_go_before_idle_ones():
     assert pool.num_evicted == 1
 
 
+def test_free_slots_that_were_used_before_go_first_the_longest_unused_of_them_first():
+    pool = BlockPool(6, "device")
+    one, two = draw(pool, 1), draw(pool, 2)
+    two.end()  # slots 1 and 2
+    one.end()  # slot 0
+    assert list(draw(pool, 1).slots) == [1]
+    assert list(draw(pool, 3).slots) == [0, 2, 3], "and those that never were when there are no others"
+    pool.check()
+
+
+def test_a_slot_that_was_never_used_goes_before_a_block_that_is_of_use():
+    pool = BlockPool(4, "device")
+    idle(pool, KEYS[:2])
+    assert list(draw(pool, 2).slots) == [2, 3] and pool.num_evicted == 0
+
+
+def test_requests_one_after_the_other_stay_in_the_slots_of_the_first():
+    """Memory of a slot that was never used is yet to be found."""
+    pool = BlockPool(64, "device")
+    seen: set[int] = set()
+    for number in range(50):
+        hold = draw(pool, 1 + number % 4)
+        seen.update(hold.slots)
+        pool.seal(hold.slots[:1], KEYS[number % 32 :][:1])
+        hold.end()
+        pool.evict(1)
+    assert seen == {0, 1, 2, 3}
+
+
+def test_taking_free_slots_in_the_order_in_which_they_came_to_be_free_would_be_noticed(monkeypatch):
+    make = BlockPool.__init__
+
+    def one_queue(self, *args):
+        make(self, *args)
+        self._free, self._fresh = self._fresh, self._free
+
+    monkeypatch.setattr(BlockPool, "__init__", one_queue)
+    for test in (
+        test_free_slots_that_were_used_before_go_first_the_longest_unused_of_them_first,
+        test_requests_one_after_the_other_stay_in_the_slots_of_the_first,
+    ):
+        with pytest.raises(AssertionError):
+            test()
+
+
 def test_a_held_or_pinned_block_cannot_be_evicted():
     pool = BlockPool(6, "device")
     idle(pool, KEYS[:4])

@@ -1,7 +1,8 @@
 """The pool against a naive model, in any order of calls; and faults that this must notice.
 
 The model keeps per slot the sets of those who hold and pin it, and predicts every slot that is handed out, so the orders of
-free and idle slots are checked as well.
+free and idle slots are checked as well: of the free, those that were used before come first, the longest unused of them
+first, and those that never were come last.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.heard = Heard()
         self.pool = BlockPool(NUM_SLOTS, "device", self.heard, make_order(self.policy, NUM_SLOTS))
         self.slots = [Naive() for _ in range(NUM_SLOTS)]
-        self.free = list(range(NUM_SLOTS))
+        self.free = list(range(NUM_SLOTS))  # in the order in which they came to be free
+        self.used: set[int] = set()  # slots that were handed out once
         self.idle: list[int] = []
         self.lanes = {name: FakeLane(name) for name in LANES}
         self.fences: dict[str, list[FakeFence]] = {name: [lane.record()] for name, lane in self.lanes.items()}
@@ -89,6 +91,9 @@ class PoolMachine(RuleBasedStateMachine):
     def victims(self, num: int) -> list[int]:
         return self.idle[:num]
 
+    def next_free(self) -> list[int]:
+        return sorted(self.free, key=lambda slot: slot not in self.used)  # keeps the order among those of a kind
+
     def model_end(self, handle: Handle, slots: list[int], fence: FakeFence | None) -> None:
         for run, _, pinned in [entry for entry in self.runs if entry[1] is handle]:
             for slot in pinned:
@@ -114,7 +119,9 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert reservation is not None
         self.model_evict(max(0, num - len(self.free)))
-        expected, self.free = sorted(self.free[:num]), self.free[num:]
+        expected = sorted(self.next_free()[:num])
+        self.free = [slot for slot in self.free if slot not in expected]
+        self.used.update(expected)
         assert list(reservation.slots) == expected
         self.check_fences(reservation)
         for slot in expected:
@@ -324,6 +331,37 @@ TestPoolAgainstItsModel = PoolMachine.TestCase
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
+def takes_free_slots_in_the_order_in_which_they_came_to_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = BlockPool.__init__
+
+    def faulty(self: BlockPool, *args, **named):
+        make(self, *args, **named)
+        self._free, self._fresh = self._fresh, self._free  # one queue: what is given back goes behind what never was used
+
+    monkeypatch.setattr(BlockPool, "__init__", faulty)
+
+
+def takes_slots_that_were_never_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = BlockPool.try_reserve
+
+    def faulty(self: BlockPool, num_slots, owner):
+        self._free.extendleft(reversed(self._fresh))
+        self._fresh.clear()
+        return reserve(self, num_slots, owner)
+
+    monkeypatch.setattr(BlockPool, "try_reserve", faulty)
+
+
+def takes_the_slot_that_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = BlockPool.try_reserve
+
+    def faulty(self: BlockPool, num_slots, owner):
+        self._free.reverse()
+        return reserve(self, num_slots, owner)
+
+    monkeypatch.setattr(BlockPool, "try_reserve", faulty)
+
+
 def forgets_to_count_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     move = SlotBook.move
 
@@ -414,6 +452,9 @@ def lets_a_handle_end_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    takes_free_slots_in_the_order_in_which_they_came_to_be_free,
+    takes_slots_that_were_never_used_first,
+    takes_the_slot_that_was_used_last,
     forgets_to_count_a_share,
     credits_a_released_slot_twice,
     publishes_a_duplicate_over_the_living,

@@ -102,9 +102,12 @@ class World:
         table, fence = self.compute_blocks(name, num_blocks)
         fence.wait_passed()
         self.cache.seal(table, self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
+        slots = list(table.hold.slots)
         self.cache.release(table, fence)
         self.cache.drain(1.0)
         self.cache.reset(("device",))
+        for slot in slots:  # the next to be drawn
+            self.device[slot] = ["stale"] * LAYERS
 
     def promote(self, name: str, num_blocks: int) -> tuple[BlockTable, Transfer]:
         prefix = self.prefix(name, num_blocks)
@@ -171,8 +174,6 @@ def reuse_slots_while_they_are_demoted(sequencer: Sequencer) -> None:
 def read_what_is_being_promoted(sequencer: Sequencer, captured: bool = False) -> None:
     world = World(sequencer)
     world.bring_to_host("a", 2)
-    for slot in range(world.num_slots):
-        world.device[slot] = ["stale"] * LAYERS
     table, load = world.promote("a", 2)
     seen: list[object] = []
     fence = (world.replay_blocks if captured else world.read_blocks)(table, 2, seen, Arriving([load]))

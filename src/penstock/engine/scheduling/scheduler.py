@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -178,10 +178,11 @@ class Scheduler:
         self._starts.append(Start(track.row, track.request, tuple(track.tokens[track.num_prompt :])))
 
     def _compute_instead(self, track: Track) -> None:
-        """Nothing arrived, and the copy is over: the slots meant for it are computed like any others."""
+        """Not all of it arrived, and the copies are over: slots behind what did are computed like any others."""
+        num_landed = 0 if track.load is None else track.load.num_landed
         track.load, track.computes = None, True
-        track.num_cached = track.num_resident
-        track.num_planned = track.num_committed = min(track.num_resident, len(track.tokens) - 1)
+        track.num_cached = track.num_resident + num_landed * self._ledger.block_tokens
+        track.num_planned = track.num_committed = min(track.num_cached, len(track.tokens) - 1)
         track.note_sources()
         self._wait_for_earlier_users(track)
 
@@ -262,6 +263,8 @@ class Scheduler:
         track.num_resident = match.num_blocks * block
         track.num_cached = num_all * block if track.lease is None else min(num_all * block, max(track.lease.num_tokens, track.num_resident))
         track.num_planned = track.num_committed = min(track.num_cached, len(track.tokens) - 1)
+        runs = () if track.lease is None else track.lease.runs_from(match.num_blocks)
+        track.loading = tuple((tier, num * block) for tier, num in runs)
         track.note_sources()
         self._running[track.request.id] = track
         if match.num_colder and track.lease is not None:
@@ -411,8 +414,10 @@ class Scheduler:
     def _first_news(self, track: Track) -> tuple[tuple[TokenLogprob | None, ...] | None, KvSource]:
         """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's KV came from."""
         track.started = True
-        computed = track.num_prompt - track.num_device - track.num_host
-        source = KvSource(device=track.num_device, host=track.num_host, computed=computed)
+        tokens = Counter(device=track.num_device)
+        for tier, num in track.colder:
+            tokens[tier] += num
+        source = KvSource(**tokens, computed=track.num_prompt - tokens.total())
         for tier, num_tokens in asdict(source).items():
             self.counts.prompt_tokens[tier] += num_tokens
         return None if track.prompt_logprobs is None else tuple(track.prompt_logprobs), source

@@ -17,6 +17,8 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
+Runs = tuple[tuple[str, int], ...]  # (tier, tokens)
+
 _LEGAL = {
     State.WAITING: {State.LOADING, State.RUNNING, State.ENDED},
     State.LOADING: {State.RUNNING, State.WAITING, State.RETRACTED, State.ENDED},
@@ -43,7 +45,8 @@ class Track:
     num_in_flight: int = 0  # tokens being sampled, not yet known
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
     num_device: int = 0  # prompt tokens found in device memory when it first ran
-    num_host: int = 0  # prompt tokens promoted from host memory when it first ran
+    colder: Runs = ()  # prompt tokens promoted when it first ran, by tier, in order
+    loading: Runs = ()  # tokens that its load brings, by tier, in order
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
     lease: Lease | None = None  # what colder tiers keep for it until it is admitted
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
@@ -88,10 +91,10 @@ class Track:
         """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were not found."""
         if not self.ran:
             self.num_device = min(self.num_resident, self.num_planned)
-            self.num_host = self.num_planned - self.num_device
+            self.colder = _first(self.loading, self.num_planned - self.num_device)
         elif not self.started:
             self.num_device = min(self.num_device, self.num_planned)
-            self.num_host = min(self.num_host, self.num_planned - self.num_device)
+            self.colder = _first(self.colder, self.num_planned - self.num_device)
 
     def end_lease(self) -> None:
         """Idempotent."""
@@ -103,3 +106,14 @@ class Track:
         if self.table is None:
             raise InvariantBroken(f"request {self.request.id} has no table in state {self.state.value}")
         return self.table
+
+
+def _first(runs: Runs, num_tokens: int) -> Runs:
+    """The first `num_tokens` of them."""
+    taken: list[tuple[str, int]] = []
+    for tier, num in runs:
+        num = min(num, num_tokens)
+        if num > 0:
+            taken.append((tier, num))
+        num_tokens -= num
+    return tuple(taken)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import islice
 
 from penstock.contract import Fence
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
@@ -64,6 +65,14 @@ class BlockPool:
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key; -1 where it is not here."""
         return self._index.find_each(keys)
+
+    def keys(self) -> list[bytes]:
+        """Of every sealed block."""
+        return [key for key in self._index.key_of if key is not None]
+
+    def coldest(self, num: int) -> list[bytes]:
+        """Keys of idle blocks that are forgotten soon, roughly in order."""
+        return [key for slot in islice(self._idle, num) if (key := self._index.key_of[slot]) is not None]
 
     def num_idle_of(self, slots: Sequence[int]) -> int:
         return len(self._book.those_in(SlotState.IDLE, slots))
@@ -210,6 +219,20 @@ class BlockPool:
             for slot, key in zip(slots, keys, strict=True):
                 self._observer.evicted(self.name, slot, key)
         return len(slots)
+
+    def forget(self, slots: Sequence[int]) -> int:
+        """These blocks are not to be found any more, those of `slots` that have a key. One that somebody holds or pins stays where it is
+        until he is done, and is free then. Returns how many."""
+        sealed = [slot for slot in slots if self._index.key_of[slot] is not None]
+        idle = self._book.those_in(SlotState.IDLE, sealed)
+        self._idle.remove(idle)
+        self._book.move(idle, SlotEvent.EVICT, SlotState.FREE, self.name)
+        keys = self._index.forget(sealed)
+        self._free.extend(idle)
+        if self._observer is not None:
+            for slot, key in zip(sealed, keys, strict=True):
+                self._observer.evicted(self.name, slot, key)
+        return len(sealed)
 
     # ------------------------------------------------------------------------------------------------------------- end
 

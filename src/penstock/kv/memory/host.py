@@ -58,6 +58,16 @@ class HostArena:
     def num_bytes(self) -> int:
         return self.num_slots * self.layout.block_bytes
 
+    @property
+    def bytes(self) -> memoryview:
+        """All slots, one behind the other."""
+        return memoryview(self._memory)
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot."""
+        size = self.layout.block_bytes
+        return memoryview(self._memory)[slot * size : (slot + 1) * size]
+
     def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
         """Make the memory usable, piece by piece and in order; `ready` gets each piece's slots, `progress` bytes done and in all.
 

@@ -6,19 +6,23 @@ and ends transfers. Every method takes the lock for bookkeeping only, never acro
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
+from penstock.kv.tiers.cold import Finding
 from penstock.observe import EngineObserver
 
 ABSENT = -1
+HOST = "host"
 _EXPIRY_S = 1.0  # between two looks for leases that have expired
 _PIECE = 64  # slots that become ready together
 
@@ -33,23 +37,49 @@ class HostCounts:
     leases_expired: int = 0
 
 
+class Part(NamedTuple):
+    """Blocks of a lease that are not in host memory, and that another tier was asked for."""
+
+    tier: str
+    blocks: Sequence[int]  # numbers, in order
+    finding: Finding  # how many of the first it has
+
+
 class HostLease:
     """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`."""
 
     def __init__(self, tier: HostTier, owner: str, slots: list[int], num_tokens: int) -> None:
-        self.ready = True
+        self.saving = False  # it is a retraction's, and not all there yet
         self.expired = False
         self.owner = owner
         self.slots = slots
         self.num_tokens = num_tokens
         self.deadline_s = float("inf")
+        self.parts: Sequence[Part] = ()
         self._tier = tier
 
+    @property
+    def ready(self) -> bool:
+        return not self.saving and all(part.finding.ready for part in self.parts)
+
     def num_from(self, block: int) -> int:
+        if self.parts:
+            return sum(num for _, num in self.runs_from(block))
         try:
             return self.slots.index(ABSENT, block) - block
         except ValueError:
             return max(0, len(self.slots) - block)
+
+    def runs_from(self, block: int) -> list[tuple[str, int]]:
+        if not self.parts:
+            num_blocks = self.num_from(block)
+            return [(HOST, num_blocks)] if num_blocks else []
+        places: list[str | None] = [None if slot == ABSENT else HOST for slot in self.slots]
+        for part in self.parts:
+            for number in part.blocks[: part.finding.num if part.finding.ready else 0]:
+                places[number] = part.tier
+        run = itertools.takewhile(lambda place: place is not None, places[block:])
+        return [(place, len(list(same))) for place, same in itertools.groupby(run) if place is not None]
 
     def end(self) -> None:
         self._tier.end_lease(self)
@@ -101,16 +131,16 @@ class HostTier:
 
     # --------------------------------------------------------------------------------------------------------------- leases
 
-    def lease(self, keys: Sequence[bytes], owner: str, first: int = 0) -> HostLease | None:
-        """Protect every block of `keys` from number `first` on that is here; None where none is."""
+    def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
+        """Protect every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
         with self._lock:
             slots = [ABSENT] * first + self._pool.find_each(keys[first:])
             here = [slot for slot in slots if slot != ABSENT]
-            if not here:
+            if not here and not even_empty:
                 return None
             lease = HostLease(self, owner, slots, len(slots) * self._block_tokens)
             lease.deadline_s = self._clock() + self._lease_s
-            self._leases[lease] = [self._pool.pin(here, f"lease of {owner}")]
+            self._leases[lease] = [self._pool.pin(here, f"lease of {owner}")] if here else []
             self._pool.note_hits(here)
             return lease
 
@@ -143,7 +173,7 @@ class HostTier:
         with self._lock:
             for lease in [lease for lease in self._leases if lease.deadline_s < now]:
                 self._end_handles(self._leases.pop(lease))
-                lease.slots, lease.expired = [], True
+                lease.slots, lease.parts, lease.expired = [], (), True
                 self.counts.leases_expired += 1
 
     @staticmethod
@@ -196,6 +226,21 @@ class HostTier:
             self.counts.landed += self._pool.seal(slots, taken.keys, taken.depths)
             hold.end()
 
+    def land_some(self, taken: Taken, places: Sequence[int], owner: str) -> Pin | None:
+        """As `land`, for those at `places` of its keys alone: the others did not arrive. They stay protected by the pin."""
+        with self._lock:
+            self._arriving.difference_update(taken.keys)
+            if taken.reservation is None:
+                return None
+            slots = [taken.reservation.slots[place] for place in places]
+            hold = self._pool.hold(taken.reservation.owner)
+            taken.reservation.commit(hold)
+            keys, depths = [taken.keys[place] for place in places], [taken.depths[place] for place in places]
+            self.counts.landed += self._pool.seal(slots, keys, depths)
+            pin = self._pool.pin(slots, owner) if slots else None
+            hold.end()
+            return pin
+
     def drop(self, taken: Taken) -> None:
         """The bytes did not arrive: nothing is published."""
         with self._lock:
@@ -209,6 +254,16 @@ class HostTier:
             slots = self._pool.find_each(keys)
             here = [slot for slot in slots if slot != ABSENT]
             return slots, self._pool.pin(here, owner) if here else None
+
+    def coldest(self, num: int) -> list[bytes]:
+        """Keys of blocks that are evicted soon, roughly the first first."""
+        with self._lock:
+            return self._pool.coldest(num)
+
+    def keys(self) -> list[bytes]:
+        """Of every block that is here."""
+        with self._lock:
+            return self._pool.keys()
 
     def _reserve(self, num_slots: int, owner: str) -> Reservation:
         reservation = self._pool.try_reserve(num_slots, owner)

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
-
-import numpy as np
 
 from penstock.contract import Fence, Histogram, Lease, Traffic
-from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.blocks.handles import Handle, Hold, Reservation, RunPin
+from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
+from penstock.kv.blocks.handles import Hold, RunPin
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Taken
+from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
 from penstock.kv.tiers.memory import HostMemory
-from penstock.kv.tiers.worth import LinkRate, PrefillRate, worth_loading
-from penstock.kv.transfer.mover import Group, Mover, Slots, Transfer
+from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.saves import Demotion, Offer, Retraction, SavedLease
+from penstock.kv.tiers.worth import LinkRate, Piece, PrefillRate, choose
+from penstock.kv.transfer.mover import Group, Mover, Transfer
 
 log = logging.getLogger(__name__)
 
 TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
-_PART_BLOCKS = 64  # that a demotion lands with in one turn
+_PATIENCE_S = 1.0  # with a store that is asked what it has, at most
 _LAST_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
 
 
@@ -43,125 +45,20 @@ class TrafficCounts:
     seconds: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # from submit to settled
 
 
-class _Offer(NamedTuple):
-    """A run of blocks to be demoted."""
-
-    pin: RunPin
-    keys: Sequence[bytes]
-    depth: int  # of the first
-    fence: Fence | None
-
-
-class Demotion(Transfer):
-    """Sealed blocks on their way to the host, those that are not there yet. It lands in parts: no turn of the engine pays for all."""
-
-    def __init__(self, host: HostTier, offers: Sequence[_Offer], num_layers: int) -> None:
-        fences = {id(offer.fence): offer.fence for offer in offers if offer.fence is not None}
-        super().__init__(f"demote of {offers[0].pin.owner}", (), tuple(fences.values()))
-        self.pins = [offer.pin for offer in offers]
-        self.parts: deque[Taken] = deque()  # by group, those that have not landed
-        self._host = host
-        self._offers = offers
-        self._layers = (0, num_layers)
-
-    def prepare(self) -> bool:
-        keys = [key for offer in self._offers for key in offer.keys]
-        depths = [offer.depth + i for offer in self._offers for i in range(len(offer.keys))]
-        slots = np.concatenate([offer.pin.array for offer in self._offers]).astype(np.int64)
-        for first in range(0, len(keys), _PART_BLOCKS):
-            part = slice(first, first + _PART_BLOCKS)
-            self._take(keys[part], depths[part], slots[part])
-        return bool(self.parts)
-
-    def _take(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
-        taken = self._host.take(keys, depths, self.label)
-        if taken.reservation is not None:
-            self.parts.append(taken)
-            self.keys = (*self.keys, *taken.keys)
-            self.groups = (*self.groups, Group(self._layers, slice(self.num_blocks, self.num_blocks + len(taken.keys))))
-            self.source_slots = np.concatenate((self.source_slots, slots[taken.places]))
-            self.dest_slots = np.concatenate((self.dest_slots, np.array(taken.reservation.slots, np.int64)))
-            self.after = (*self.after, *taken.reservation.after)
-
-    def land_arrived(self) -> None:
-        """What has come is found from now on; what has come to nothing is not."""
-        for error in self.take_arrived():
-            (self._host.land if error is None else self._host.drop)(self.parts.popleft())
-
-
-class SavedLease(HostLease):
-    """What a retracted request comes back with: its blocks with a key, and the unfinished rest for itself alone."""
-
-    def __init__(self, tier: HostTier, owner: str, num_tokens: int) -> None:
-        super().__init__(tier, owner, [], num_tokens)
-        self.ready = False
-        self.given_up = False
-
-    def end(self) -> None:
-        self.given_up = True  # while it is being saved the transfer has its slots; they are given back when that is over
-        super().end()
-
-
-class Retraction(Transfer):
-    """All of a request's KV on its way to the host, as far as it is not there."""
-
-    def __init__(self, host: HostTier, pin: RunPin, keys: Sequence[bytes], lease: SavedLease, groups: Sequence[Group]) -> None:
-        super().__init__(f"retract of {pin.owner}", groups)
-        self.pins = [pin]
-        self.lease = lease
-        self.wanted = keys  # of its first blocks
-        self.private: Reservation | None = None
-        self.taken = Taken([], [], [])
-        self.kept: Handle | None = None  # pin on what was there already
-        self._host = host
-
-    def prepare(self) -> bool:
-        slots = self.pins[0].array.astype(np.int64)
-        num_keyed = len(self.wanted)
-        _, self.kept = self._host.pin_each(self.wanted, self.label)
-        self.taken = taken = self._host.take(self.wanted, range(num_keyed), self.label)
-        self.private = self._host.take_private(len(slots) - num_keyed, self.label) if len(slots) > num_keyed else None
-        places, dests = list(taken.places), list(taken.reservation.slots if taken.reservation else ())
-        after = list(taken.reservation.after if taken.reservation else ())
-        if self.private is not None:
-            places += range(num_keyed, len(slots))
-            dests += self.private.slots
-            after += self.private.after
-        self.source_slots, self.dest_slots = slots[places], np.array(dests, np.int64)
-        self.keys = taken.keys
-        self.after = (*self.after, *after)
-        return bool(places)
-
-
-class Promotion(Transfer):
-    """Blocks on their way into the slots of a table."""
-
-    def __init__(self, pin: RunPin, sources: Sequence[int], kept: Sequence[Handle], groups: Sequence[Group], layered: bool) -> None:
-        super().__init__(f"promote of {pin.owner}", groups)
-        self.pins = [pin]
-        self.kept = kept  # the protection of the sources
-        self.source_slots = np.array(sources, np.int64)
-        self.dest_slots = pin.array.astype(np.int64)
-        self._layered = layered
-
-    @property
-    def layered(self) -> bool:
-        return self._layered
-
-
 class Ladder:
-    """Device pool on one side, the host tier on the other, a mover each way."""
+    """Device pool on one side, the host tier on the other, a mover each way; and what lies behind the host tier, where there is some."""
 
     def __init__(self, pool: BlockPool, host: HostTier, movers: tuple[Mover, Mover], layout: BlockLayout, limits: LadderLimits) -> None:
         self.host = host
+        self.behind: Behind | None = None
         self.counts = TrafficCounts()
         self.prefill = PrefillRate()
-        self.link = LinkRate()
+        self.link = LinkRate(clock=time.monotonic)
         self._pool = pool
         self.promoter, self.demoter = movers
         self._layout = layout
         self._limits = limits
-        self._offers: list[_Offer] = []
+        self._offers: list[Offer] = []
         self._whole = [Group((0, layout.num_layers))]
 
     @property
@@ -172,10 +69,20 @@ class Ladder:
     def block_bytes(self) -> int:
         return self._layout.block_bytes
 
+    @property
+    def cold_tiers(self) -> dict[str, ColdTier]:
+        """Those behind the host tier, hottest first."""
+        return {} if self.behind is None else self.behind.tiers
+
+    def put_behind(self, behind: Behind) -> None:
+        """Called once, before the ladder is used."""
+        self.behind = behind
+        behind.send = self._send_part
+
     def traffic(self) -> Traffic:
         """A snapshot; for any thread."""
         counts = self.counts
-        return Traffic(
+        traffic = Traffic(
             bytes=dict(counts.bytes),
             seconds={pair: histogram.copy() for pair, histogram in list(counts.seconds.items())},
             in_flight={("host", "device"): len(self.promoter), ("device", "host"): len(self.demoter)},
@@ -183,15 +90,20 @@ class Ladder:
             skipped={"full": self.host.counts.skipped_full},
             leases_open=self.host.num_leases,
         )
+        for tier in self.cold_tiers.values():
+            tier.report(traffic)
+        return traffic
 
     def call_when_launched(self, wake: Callable[[], None]) -> None:
         self.promoter.wake = self.demoter.wake = wake
+        for tier in self.cold_tiers.values():
+            tier.wake = wake
 
     # ------------------------------------------------------------------------------------------------------------- demote
 
     def offer(self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None) -> None:
         """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit_saves` sends them off."""
-        self._offers.append(_Offer(self._pool.pin_run(hold, first, len(keys), hold.owner), keys, first, fence))
+        self._offers.append(Offer(self._pool.pin_run(hold, first, len(keys), hold.owner), keys, first, fence))
 
     def submit_saves(self) -> None:
         """Send everything offered since the last call, as one transfer."""
@@ -220,18 +132,42 @@ class Ladder:
 
     # ------------------------------------------------------------------------------------------------------------ promote
 
+    def lease(self, keys: Sequence[bytes], owner: str, first: int) -> HostLease | None:
+        """Protect what colder tiers have of `keys` from number `first` on; None where that is nothing. For any thread: a store far away
+        is asked, not waited for, and only for as long as computing would take."""
+        behind = self.behind
+        lease = self.host.lease(keys, owner, first, behind is not None)
+        if lease is None or behind is None:
+            return lease
+        missing = [number for number in range(first, len(keys)) if lease.slots[number] == ABSENT]
+        if missing:
+            tokens = self._layout.block_tokens
+            compute_s = self.prefill.seconds(len(missing) * tokens, (missing[0] + len(missing) / 2) * tokens)
+            lease.parts = behind.find(keys, missing, min(_PATIENCE_S, _PATIENCE_S if compute_s is None else compute_s))
+        if lease.parts or len(missing) < len(keys) - first:
+            return lease
+        lease.end()
+        return None
+
     def worth(self, lease: Lease, depth: int) -> int:
-        """How many blocks of `lease` behind `depth` others are fetched rather than computed: all that follow without a gap, or none."""
-        num_blocks = lease.num_from(depth)
+        """How many blocks of `lease` behind `depth` others are fetched rather than computed: up to where another tier begins, or all
+        that follow without a gap."""
         if self.promoter.is_late():
             return 0  # whatever is wrong with the tier, nobody else waits for it
         if self._limits.load_always or isinstance(lease, SavedLease):
-            return num_blocks
-        block = self._layout.block_bytes
-        tokens = self._layout.block_tokens
-        load_s = self.link.seconds((num_blocks + self.promoter.num_blocks) * block)
-        compute_s = self.prefill.seconds(num_blocks * tokens, (depth + num_blocks / 2) * tokens)
-        return num_blocks if worth_loading(load_s, compute_s) else 0
+            return lease.num_from(depth)
+        block, tokens = self._layout.block_bytes, self._layout.block_tokens
+        pieces: list[Piece] = []
+        for tier, num_blocks in lease.runs_from(depth):
+            cold = self.cold_tiers.get(tier)
+            if cold is None:
+                load_s = self.link.seconds((num_blocks + self.promoter.num_blocks) * block)
+            elif cold.usable:
+                load_s = cold.rate.seconds(num_blocks * block + cold.queued_read_bytes)
+            else:
+                break
+            pieces.append(Piece(num_blocks, load_s))
+        return choose(pieces, lambda first, num: self.prefill.seconds(num * tokens, (depth + first + num / 2) * tokens))
 
     def promote(self, pin: RunPin, after: Sequence[Fence], lease: HostLease, keys: Sequence[bytes], num_next: int) -> Promotion:
         """Fill the slots of `pin` with the same blocks of `lease`, of which the first have `keys`; they may be written after `after`. If
@@ -253,7 +189,27 @@ class Ladder:
             self.host.keep(lease, *kept)
             pin.end()
             raise
+        self.link.note_try()
+        if self.behind is not None:
+            self.behind.used(keys)
         return promotion
+
+    def haul(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], after: Sequence[Fence]) -> Haul:
+        """As `promote`, where some of the blocks are colder than host memory: they are read while others are promoted."""
+        if self.behind is None:
+            raise InvariantBroken(f"{hold.owner!r} wants blocks from behind host memory, and there is nothing")
+        return self.behind.haul(hold, first, lease, keys, after, time.monotonic() + self._limits.load_deadline_s)
+
+    def _send_part(self, haul: Haul, first: int, end: int) -> Promotion | None:
+        pin = self._pool.pin_run(haul.hold, haul.first + first, end - first, haul.hold.owner)
+        part = Promotion(pin, haul.sources[first:end], (), self._whole, layered=False)
+        part.after, part.keys, part.deadline_s = haul.after, haul.keys[first:end], haul.deadline_s
+        try:
+            self.promoter.submit(part)
+        except LaneClosed:
+            pin.end()
+            return None
+        return part
 
     def _groups(self, num_blocks: int, layered: bool) -> list[Group]:
         """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of them apart: a step may be
@@ -274,7 +230,7 @@ class Ladder:
         destination is still pinned then, and `end` unpins it."""
         self.host.expire()
         if isinstance(first := self.demoter.first(), Demotion):
-            first.land_arrived()
+            self._land(first)
         for transfer in self.demoter.settle():
             if isinstance(transfer, Demotion):
                 self._end_demotion(transfer)
@@ -290,8 +246,18 @@ class Ladder:
                 self.link.add(promotion.num_blocks * self._layout.block_bytes, *seconds)
         return promotions
 
+    def settle_behind(self) -> bool:
+        """The same for what lies behind the host tier; says whether anything has changed. After the promotions of its parts have
+        been taken in."""
+        return self.behind is not None and self.behind.settle()
+
+    def _land(self, transfer: Demotion) -> None:
+        for taken in transfer.land_arrived():
+            if self.behind is not None:
+                self.behind.landed(taken.keys, taken.depths)
+
     def _end_demotion(self, transfer: Demotion) -> None:
-        transfer.land_arrived()
+        self._land(transfer)
         while transfer.parts:  # never enqueued
             self.host.drop(transfer.parts.popleft())
         for pin in transfer.pins:
@@ -300,11 +266,13 @@ class Ladder:
     def _end_retraction(self, transfer: Retraction) -> None:
         lease, landed = transfer.lease, transfer.error() is None
         (self.host.land if landed else self.host.drop)(transfer.taken)
+        if landed and self.behind is not None:
+            self.behind.landed(transfer.taken.keys, transfer.taken.depths)
         slots, pin = self.host.pin_each(transfer.wanted, transfer.label)
         private = transfer.private
         self.host.keep(lease, *(handle for handle in (transfer.kept, pin, private) if handle is not None))
         lease.slots = [*slots, *(private.slots if private is not None and landed else ())]
-        lease.ready = True
+        lease.saving = False
         if lease.given_up:
             self.host.end_lease(lease)
         for run in transfer.pins:
@@ -342,11 +310,16 @@ class Ladder:
         deadline_s = time.monotonic() + timeout_s
         for mover in (self.demoter, self.promoter):
             mover.drain(max(0.0, deadline_s - time.monotonic()), concerned)
+        if slots is None:
+            for tier in self.cold_tiers.values():
+                tier.drain(max(0.0, deadline_s - time.monotonic()))
 
     def close(self, timeout_s: float | None) -> None:
         """After `drain` and `settle`."""
         self.demoter.close(timeout_s)
         self.promoter.close(timeout_s)
+        for tier in self.cold_tiers.values():
+            tier.close(timeout_s)
         self.host.close()
         if self._limits.memory is not None:
             self._limits.memory.close()

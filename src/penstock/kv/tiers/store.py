@@ -35,6 +35,10 @@ class StoreUsage:
     num_used: int
     num_slots: int | None = None  # None: somebody else decides
 
+    def as_dict(self) -> dict[str, int]:
+        free = {} if self.num_slots is None else {"free": self.num_slots - self.num_used}
+        return {"used": self.num_used, **free}
+
 
 class BlockStore(Protocol):
     """Blocks by key, in a place that outlives the process.

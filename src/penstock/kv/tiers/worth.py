@@ -7,11 +7,16 @@ nothing.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _FORGET = 0.95  # weight of what was known before, at each measurement
 _MIN_S = 1e-6
 _UNSURE = 0.25  # of a transfer's time at most, for it to count
+STALE_S = 30.0  # a rate that was measured longer ago may have changed
+HOPE = 4.0  # how much faster it may have become
 
 
 @dataclass(slots=True)
@@ -42,9 +47,20 @@ class PrefillRate:
 
 @dataclass(slots=True)
 class LinkRate:
-    """Bytes per second of a tier, as its transfers had it."""
+    """Bytes per second of a tier, as its transfers had it.
+
+    With a clock it knows how old that is. A tier that was slow once is not asked, hence not measured: without a second try it would be
+    slow for ever. So a stale rate counts as `HOPE` times faster, for the first who comes; and what he meets replaces it.
+    """
 
     bytes_per_s: float | None = None
+    clock: Callable[[], float] | None = None  # None: it never gets stale
+    _measured_s: float = -math.inf
+    _tried: bool = False  # somebody is finding out
+
+    @property
+    def stale(self) -> bool:
+        return self.bytes_per_s is not None and self.clock is not None and self.clock() - self._measured_s > STALE_S
 
     def add(self, num_bytes: int, seconds: float, unsure_s: float = 0.0) -> None:
         """`unsure_s`: how long nobody looked before it was seen to be over. An engine with long steps looks rarely, and what that says
@@ -52,12 +68,55 @@ class LinkRate:
         if unsure_s > _UNSURE * seconds:
             return
         rate = num_bytes / max(seconds, _MIN_S)
-        self.bytes_per_s = rate if self.bytes_per_s is None else _FORGET * self.bytes_per_s + (1.0 - _FORGET) * rate
+        known = None if self.stale or self._tried else self.bytes_per_s
+        self.bytes_per_s = rate if known is None else _FORGET * known + (1.0 - _FORGET) * rate
+        self._note_time()
+        self._tried = False
 
     def seconds(self, num_bytes: int) -> float | None:
-        return None if self.bytes_per_s is None else num_bytes / self.bytes_per_s
+        """None: nothing was measured."""
+        if self.bytes_per_s is None:
+            return None
+        return num_bytes / (self.bytes_per_s * (HOPE if self.stale else 1.0))
+
+    def note_try(self) -> None:
+        """Something is being loaded at this rate: nobody else need find out."""
+        if self.stale:
+            self._tried = True
+            self._note_time()
+
+    def _note_time(self) -> None:
+        if self.clock is not None:
+            self._measured_s = self.clock()
 
 
 def worth_loading(load_s: float | None, compute_s: float | None) -> bool:
     """What was never measured is tried: it is measured by that."""
     return load_s is None or compute_s is None or load_s <= compute_s
+
+
+class Piece(NamedTuple):
+    """Consecutive blocks of a hit that one tier has."""
+
+    num_blocks: int
+    load_s: float | None  # None: never measured
+
+
+def choose(pieces: Sequence[Piece], compute: Callable[[int, int], float | None]) -> int:
+    """How many of the first blocks to load, so that loading them and computing the others takes the least time. It ends where a piece
+    does. `compute(first, num)`: seconds for `num` blocks from number `first` of the hit on, None where nothing was measured.
+
+    A time that is not known is found out: loading then counts as free, computing as endless. Between equals more is loaded."""
+    num_blocks = sum(piece.num_blocks for piece in pieces)
+    chosen, first, load_s, best_s = 0, 0, 0.0, _endless(compute(0, num_blocks))
+    for piece in pieces:
+        first += piece.num_blocks
+        load_s += piece.load_s or 0.0
+        rest_s = load_s + (_endless(compute(first, num_blocks - first)) if first < num_blocks else 0.0)
+        if rest_s <= best_s:
+            chosen, best_s = first, rest_s
+    return chosen
+
+
+def _endless(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

@@ -33,6 +33,12 @@ class Group(NamedTuple):
     blocks: slice = slice(None)
 
 
+class Settling(Protocol):
+    """Something under way, as far as it concerns who waits for it."""
+
+    settled: bool
+
+
 class Copier(Protocol):
     """Copies blocks from one arena to another; called as an op of the transfer's lane."""
 
@@ -86,6 +92,10 @@ class Transfer:
     def nearly_landed(self) -> bool:
         arrivals = self.arrivals
         return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())
+
+    @property
+    def num_landed(self) -> int:
+        return self.num_blocks if self.settled and self.error() is None else 0
 
     def take_arrived(self) -> Iterator[BaseException | None]:
         """For each group that is over and was not yet given out, in order: what went wrong with it."""

@@ -10,7 +10,7 @@ from scheduler_tiers import LAYOUT
 from scheduler_walks import choose, walk, walk_and_shorten
 from tier_faults import WALKED, Fault, ends_requests_whose_load_failed
 
-from penstock.kv.tiers import ladder
+from penstock.kv.tiers import ladder, saves
 
 NUM_WALKS = 150
 WANTED = (
@@ -35,7 +35,7 @@ WANTED = (
 
 @pytest.fixture(autouse=True)
 def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
     monkeypatch.setattr(ladder, "_LAST_BYTES", LAYOUT.block_bytes)
 
 

@@ -145,9 +145,9 @@ def goes_on_without_the_step_that_failed(patch: Patch) -> None:
 def reports_what_never_came(patch: Patch) -> None:
     def make(compute: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Scheduler, track: Track) -> None:
-            num_host = track.num_host
+            colder = track.colder
             compute(self, track)
-            track.num_host = num_host
+            track.colder = colder
 
         return faulty
 

@@ -23,7 +23,9 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     repeats the URL, which may have a password in it."""
     scheme = urlsplit(url).scheme
     if scheme not in KINDS:
-        raise ConfigError(f"--kv-offload-remote knows {', '.join(f'{kind}://' for kind in KINDS)}, not {scheme or 'a URL without a scheme'}")
+        raise ConfigError(
+            f"--kv-offload-remote knows {', '.join(f'{kind}://' for kind in KINDS)}, not {scheme or 'a URL without a scheme'}"
+        )
     module = importlib.import_module(f"penstock.kv.tiers.remote.{KINDS[scheme]}")
     make: Callable[[str, Space, float], BlockStore] = module.open_store
     return make(url, space, timeout_s)

@@ -1,0 +1,268 @@
+"""Everything behind the host tier: cold tiers, hottest first. Owns what is read up from them and written down to them; the bytes
+themselves move on the tiers' lanes. The engine thread is its only caller, apart from `find`.
+
+Writes go down from host memory: to the first tier as its admission says, to those behind it always. A block that the first tier does not
+have is dirty; `persist` writes whatever is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.config import AdmissionName
+from penstock.contract import Fence
+from penstock.errors import InvariantBroken, StoreFailed
+from penstock.kv.blocks.handles import Hold
+from penstock.kv.tiers.cold import ColdTier, Writing
+from penstock.kv.tiers.haul import Haul, Staged
+from penstock.kv.tiers.host import ABSENT, HOST, HostLease, HostTier, Part
+from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.store import Outcome
+from penstock.kv.transfer.mover import Settling
+
+log = logging.getLogger(__name__)
+
+_PART_BYTES = 16 << 20  # that a haul promotes at once: enough for the link, little enough to begin soon
+_CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where blocks are written when they are about to leave
+_CLEAN_BLOCKS = 64  # that are written together for it
+
+
+@dataclass(slots=True)
+class Persisting:
+    """Everything sealed so far on its way into the first cold tier. Settled when it is safe there, or when it is known that it will not
+    be."""
+
+    saved: Settling | None  # what must be in host memory first
+    keys: Sequence[bytes] = ()  # that were to be written
+    sync: Writing | None = None
+    settled: bool = False
+    error: BaseException | None = None
+
+
+class Behind:
+    """`send` has a part of a haul copied to the device: (haul, blocks from, to) -> the promotion, or None where it could not be."""
+
+    def __init__(self, host: HostTier, tiers: Sequence[ColdTier], block_bytes: int, admission: AdmissionName = "always") -> None:
+        self.tiers = {tier.name: tier for tier in tiers}
+        self.send: Callable[[Haul, int, int], Promotion | None] = lambda haul, first, end: None
+        self._first = tiers[0]
+        self._host = host
+        self._admission = admission
+        self._part_blocks = max(1, _PART_BYTES // block_bytes)
+        self._hauls: list[Haul] = []  # not over
+        self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first tier was not seen to have
+        self._writing: set[bytes] = set()  # of those: on their way
+        self._persisting: list[Persisting] = []
+
+    # ------------------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def num_in_flight(self) -> int:
+        """Reads and writes that are not over, and questions that are not answered."""
+        return sum(tier.num_reading + tier.num_writing + tier.num_asking for tier in self.tiers.values()) + len(self._persisting)
+
+    @property
+    def num_hauls(self) -> int:
+        return len(self._hauls)
+
+    def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float) -> list[Part]:
+        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have. For any thread."""
+        parts: list[Part] = []
+        for tier in self.tiers.values():
+            if not missing or not tier.usable:
+                continue
+            finding = tier.find([keys[number] for number in missing], patience_s)
+            parts.append(Part(tier.name, missing, finding))
+            if not finding.ready:
+                break  # nobody behind it is asked before it has answered
+            missing = missing[finding.num :]
+        return [part for part in parts if part.finding.num or not part.finding.ready]
+
+    # -------------------------------------------------------------------------------------------------------------- read up
+
+    def haul(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], after: Sequence[Fence], deadline_s: float) -> Haul:
+        """Bring blocks `first..` of `lease`, which have `keys`, into the same blocks of `hold`."""
+        kept = self._host.take_lease(lease)
+        if kept is None:
+            raise InvariantBroken(f"the lease of {lease.owner!r} has expired")
+        haul = Haul(hold, first, keys, after, deadline_s)
+        haul.kept += kept
+        self._hauls.append(haul)
+        block = 0
+        for tier, num_blocks in lease.runs_from(first):
+            end = min(block + num_blocks, len(keys))
+            if tier == HOST:
+                for place in range(block, end):
+                    haul.came(place, lease.slots[first + place])
+            elif not self._stage(haul, self.tiers[tier], range(block, end)):
+                break
+            block = end
+        haul.cut(block)
+        self._advance(haul)
+        return haul
+
+    def _stage(self, haul: Haul, tier: ColdTier, blocks: range) -> bool:
+        """Take room for `blocks` and have them read; False: not for all of them, and the haul ends before the first without."""
+        for start in range(blocks.start, blocks.stop, tier.group_blocks):
+            group = range(start, min(start + tier.group_blocks, blocks.stop))
+            keys = [haul.keys[block] for block in group]
+            slots, pin = self._host.pin_each(keys, haul.label)  # some may have come since the match
+            if pin is not None:
+                haul.kept.append(pin)
+            for block, slot in zip(group, slots, strict=True):
+                if slot != ABSENT:
+                    haul.came(block, slot)
+            absent = [block for block, slot in zip(group, slots, strict=True) if slot == ABSENT]
+            if absent and not self._read(haul, tier, absent):
+                return False
+        return True
+
+    def _read(self, haul: Haul, tier: ColdTier, blocks: Sequence[int]) -> bool:
+        keys = [haul.keys[block] for block in blocks]
+        taken = self._host.take(keys, [haul.first + block for block in blocks], haul.label)
+        if taken.reservation is None or taken.keys != keys:  # no room, or somebody else's read of the same block is under way
+            self._host.drop(taken)
+            haul.cut(blocks[0])
+            return False
+        try:
+            reading = tier.read(keys, taken.reservation.slots, taken.reservation.after, haul.label)
+        except BaseException:
+            self._host.drop(taken)
+            raise
+        haul.staged.append(Staged(blocks, taken, tier, reading))
+        return True
+
+    def advance(self) -> None:
+        """Take in what was read, send on what is ready, forget hauls that are over."""
+        for haul in self._hauls:
+            self._advance(haul)
+        for haul in [haul for haul in self._hauls if haul.over]:
+            self._host.end_handles(haul.kept)
+            self._hauls.remove(haul)
+
+    def _advance(self, haul: Haul) -> None:
+        while haul.staged and haul.staged[0].reading.over:
+            self._take_in(haul, haul.staged.popleft())
+        if any(part.settled and part.error() is not None for part in haul.parts):
+            haul.cut(haul.num_sent)
+        num_ready = haul.num_ready
+        if num_ready > haul.num_sent and (num_ready - haul.num_sent >= self._part_blocks or num_ready == haul.limit):
+            part = None if haul.hold.ended else self.send(haul, haul.num_sent, num_ready)
+            if part is None:
+                haul.cut(haul.num_sent)
+            else:
+                haul.parts.append(part)
+                haul.num_sent = num_ready
+        elif haul.hold.ended:
+            haul.cut(haul.num_sent)
+
+    def _take_in(self, haul: Haul, staged: Staged) -> None:
+        outcomes = [outcome for group in staged.reading.take_arrived() for outcome in group.outcomes]
+        done = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
+        slots = () if staged.taken.reservation is None else staged.taken.reservation.slots
+        pin = self._host.land_some(staged.taken, done, haul.label)
+        if pin is not None:
+            haul.kept.append(pin)
+        for place in done:
+            haul.came(staged.blocks[place], slots[place])
+        lost = [block for block, outcome in zip(staged.blocks, outcomes, strict=True) if outcome is not Outcome.DONE]
+        if lost:
+            haul.cut(lost[0])
+        keys, depths = [staged.taken.keys[place] for place in done], [staged.taken.depths[place] for place in done]
+        self.landed(keys, depths, staged.tier.name)
+
+    # ----------------------------------------------------------------------------------------------------------- write down
+
+    def landed(self, keys: Sequence[bytes], depths: Sequence[int], source: str = "device") -> None:
+        """Blocks have landed in host memory, out of `source`: what is written of them now is written."""
+        if source != self._first.name:
+            self._dirty.update(zip(keys, depths, strict=True))
+            if self._admission == "always":
+                self._write(self._first, keys, depths)
+        for tier in list(self.tiers.values())[1:]:
+            if tier.name != source:
+                self._write(tier, keys, depths)
+        if len(self._dirty) > 2 * self._host.num_slots:
+            self._forget_evicted()
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Blocks in host memory were asked for again."""
+        if self._admission == "reuse":
+            self._write_dirty([key for key in keys if key in self._dirty])
+
+    def _clean(self) -> None:
+        """Write what is about to leave host memory, a little at a time."""
+        counts = self._host.slots
+        if self._admission == "evict" and not self._writing and counts.free * _CLEAN_SHARE < self._host.num_slots:
+            coldest = self._host.coldest(max(_CLEAN_BLOCKS, self._host.num_slots // _CLEAN_SHARE))
+            self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS])
+
+    def _write_dirty(self, keys: Sequence[bytes], must: bool = False) -> Writing | None:
+        wanted = [key for key in keys if key not in self._writing]
+        return self._write(self._first, wanted, [self._dirty[key] for key in wanted], must) if wanted else None
+
+    def _write(self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int], must: bool = False) -> Writing | None:
+        slots, pin = self._host.pin_each(keys, f"write to {tier.name}")
+        if pin is None:
+            return None
+        places = [place for place, slot in enumerate(slots) if slot != ABSENT]
+        kept = [keys[place] for place in places]
+        writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, (), must)
+        if writing is None:
+            self._host.end_handles([pin])
+        elif tier is self._first:
+            self._writing.update(kept)
+        return writing
+
+    # ------------------------------------------------------------------------------------------------------------- persist
+
+    def persist(self, saved: Settling | None) -> Persisting:
+        """Have everything that is in host memory once `saved` is settled written to the first tier, and made safe there."""
+        persisting = Persisting(saved)
+        self._persisting.append(persisting)
+        return persisting
+
+    def _advance_persisting(self, one: Persisting) -> None:
+        if one.saved is not None and not one.saved.settled:
+            return
+        if one.sync is None:
+            self._forget_evicted()
+            one.keys = list(self._dirty)
+            for start in range(0, len(one.keys), _CLEAN_BLOCKS):
+                self._write_dirty(one.keys[start : start + _CLEAN_BLOCKS], must=True)
+            one.sync = self._first.persist()
+        if one.sync.settled:
+            num_lost = sum(key in self._dirty for key in one.keys)
+            lost = StoreFailed(f"{num_lost} of {len(one.keys)} blocks could not be written to the {self._first.name} tier")
+            one.error = one.sync.error or (lost if num_lost else None)
+            one.settled = True
+
+    def _forget_evicted(self) -> None:
+        here = set(self._host.keys())
+        self._dirty = {key: depth for key, depth in self._dirty.items() if key in here or key in self._writing}
+
+    # -------------------------------------------------------------------------------------------------------------- settle
+
+    def settle(self) -> bool:
+        """Take in what is over; says whether there was anything."""
+        before = self.num_in_flight
+        for tier in self.tiers.values():
+            for writing in tier.settle():
+                self._host.end_handles([writing.handle] if writing.handle is not None else [])
+                if tier is self._first:
+                    self._writing.difference_update(writing.keys)
+                    for key in writing.done_keys:
+                        self._dirty.pop(key, None)
+        self.advance()
+        self._clean()
+        for one in self._persisting:
+            self._advance_persisting(one)
+        self._persisting = [one for one in self._persisting if not one.settled]
+        return self.num_in_flight != before
+
+    def forgotten(self, tier: str) -> None:
+        """`tier` has been emptied: what host memory has is no longer there as well."""
+        if tier == self._first.name:
+            self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}

@@ -1,0 +1,118 @@
+"""Blocks on their way from several tiers into the slots of one table. Owns how far it has come and the host slots on the way; who
+reads, copies and decides is elsewhere.
+
+    host slots taken  ->  blocks read into them, group by group  ->  promoted in parts, the first while later ones are being read
+
+Room for all of it is taken before the first byte moves: nothing here waits for room while it holds some.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.contract import Arrival, Fence
+from penstock.errors import TransferFailed
+from penstock.kv.blocks.handles import Handle, Hold
+from penstock.kv.tiers.cold import ColdTier, Reading
+from penstock.kv.tiers.host import ABSENT, Taken
+from penstock.kv.tiers.promotion import Promotion
+
+
+class Staged(NamedTuple):
+    """Blocks that are read together: room for them in the host tier."""
+
+    blocks: Sequence[int]  # of the haul
+    taken: Taken
+    tier: ColdTier
+    reading: Reading
+
+
+class Haul:
+    """Implements `contract.Load`. It may end short: then the blocks before the first that did not come are there all the same.
+
+    The table may end before it; then nothing more is promoted, and what is being read still lands in host memory.
+    """
+
+    def __init__(self, hold: Hold, first: int, keys: Sequence[bytes], after: Sequence[Fence], deadline_s: float) -> None:
+        self.hold = hold
+        self.first = first  # block of the table that it begins with
+        self.keys = keys
+        self.after = tuple(after)  # earlier users of the table's slots
+        self.deadline_s = deadline_s
+        self.sources = [ABSENT] * len(keys)  # host slots
+        self.staged: deque[Staged] = deque()  # not over, in order
+        self.kept: list[Handle] = []  # protection of the sources
+        self.parts: list[Promotion] = []
+        self.limit = len(keys)  # blocks from here on do not come
+        self.num_sent = 0  # blocks handed to parts
+        self.told = False  # its table knows that it ended short
+        self._here = [False] * len(keys)  # in host memory
+        self._num_ready = 0
+
+    # -------------------------------------------------------------------------------------------------- contract.Load
+
+    @property
+    def arrivals(self) -> tuple[Arrival, ...] | None:
+        if self.num_sent < len(self.keys):
+            return None
+        arrivals = [part.arrivals for part in self.parts if not part.settled]
+        return None if None in arrivals else tuple(arrival for some in arrivals for arrival in some or ())
+
+    @property
+    def settled(self) -> bool:
+        """As far as its request is concerned: reads behind what did not come may go on."""
+        return self.num_sent == self.limit and all(part.settled for part in self.parts)
+
+    @property
+    def overdue(self) -> bool:
+        return not self.settled and time.monotonic() > self.deadline_s
+
+    @property
+    def layered(self) -> bool:
+        return False
+
+    def error(self) -> BaseException | None:
+        if self.limit < len(self.keys):
+            return TransferFailed(f"{self.limit} of {len(self.keys)} blocks came for {self.hold.owner}")
+        return next((error for part in self.parts if (error := part.error()) is not None), None)
+
+    def nearly_landed(self) -> bool:
+        return self.arrivals is not None and all(part.settled or part.nearly_landed() for part in self.parts)
+
+    @property
+    def num_landed(self) -> int:
+        num = 0
+        for part in self.parts:
+            if part.error() is not None or not part.settled:
+                break
+            num += part.num_blocks
+        return num
+
+    # -------------------------------------------------------------------------------------------------- for whoever runs it
+
+    @property
+    def label(self) -> str:
+        return f"haul of {self.hold.owner}"
+
+    @property
+    def over(self) -> bool:
+        """Nothing of it touches a slot any more."""
+        return not self.staged and self.settled
+
+    @property
+    def num_ready(self) -> int:
+        """Leading blocks that are in host memory."""
+        while self._num_ready < self.limit and self._here[self._num_ready]:
+            self._num_ready += 1
+        return self._num_ready
+
+    def came(self, block: int, slot: int) -> None:
+        """`block` is in host memory."""
+        self.sources[block], self._here[block] = slot, True
+
+    def cut(self, limit: int) -> None:
+        """Blocks from `limit` on do not come, or are not wanted; what was sent already is not called back."""
+        self.limit = max(self.num_sent, min(self.limit, limit))

@@ -1,0 +1,224 @@
+"""Which block lies in which slot of the segments, and who needs it to stay. Owns the pool of slots and its lock; moves no bytes.
+
+Lanes that read and write, callers that ask and the scan of a start meet here. Every method takes the lock for bookkeeping only. A slot that
+is being written has no key; one that is being read is pinned.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import InvariantBroken
+from penstock.kv.blocks.handles import Pin, Reservation
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.tiers.ssd.format import SlotHead
+from penstock.kv.tiers.store import Outcome
+
+ABSENT = -1
+_PIECE = 1000  # blocks whose recency is restored under one hold of the lock
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Blocks of one call that nobody else writes at the same time, and the slots for them. Lands exactly once."""
+
+    outcomes: list[Outcome]  # of all blocks of the call; of those to be written, that of a failure
+    places: list[int] = field(default_factory=list)  # indices of those to be written
+    slots: list[int] = field(default_factory=list)  # by place
+    sequence: int = 0  # of the last place; those before it have the next ones, so that the end of a prefix counts as older
+    reservation: Reservation | None = None
+    others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
+    landed: set[bytes] = field(default_factory=set)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def wait_others(self) -> list[Outcome]:
+        """All outcomes; blocks until those who write the same blocks have ended. The claim has landed, so nobody waits for the other in
+        a circle."""
+        for place, key, other in self.others:
+            other.over.wait()
+            self.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
+        return self.outcomes
+
+
+class SlotIndex:
+    """A pool of slots that several threads share. `generation` says which generation the file of a slot has now."""
+
+    def __init__(self, pool: BlockPool, generation: Callable[[int], bytes]) -> None:
+        self._pool = pool
+        self._generation = generation
+        self._lock = threading.Lock()
+        self._writing: dict[bytes, Claim] = {}
+        self._sequence = 0
+        self._recent: dict[bytes, None] | None = None  # while a scan runs: blocks used since it began, the latest last
+
+    # ------------------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def num_keys(self) -> int:
+        return self._pool.num_keys
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.counts.free
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            slots = self._pool.find(keys)
+            self._pool.note_hits(slots)
+            return len(slots)
+
+    # -------------------------------------------------------------------------------------------------------------- reading
+
+    def pin_each(self, keys: Sequence[bytes]) -> tuple[list[int], Pin | None]:
+        """The slot of each key, ABSENT where it is not here, and a pin on those that are."""
+        with self._lock:
+            slots = self._pool.find_each(keys)
+            here = dict.fromkeys(slot for slot in slots if slot != ABSENT)
+            self._note_use(key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT)
+            return slots, self._pool.pin(list(here), "read") if here else None
+
+    def unpin(self, pin: Pin) -> None:
+        with self._lock:
+            pin.end()
+
+    def forget(self, key: bytes, slot: int) -> None:
+        """The block in `slot` is not what it was written as. It may have been forgotten, or written elsewhere, in the meantime."""
+        with self._lock:
+            if self._pool.find_each([key]) == [slot]:
+                self._pool.forget([slot])
+
+    # -------------------------------------------------------------------------------------------------------------- writing
+
+    def claim(self, keys: Sequence[bytes]) -> Claim:
+        """Slots for those of `keys` that are neither here nor being written: as many as fit, the first ones first."""
+        with self._lock:
+            claim = Claim([Outcome.DONE] * len(keys))
+            new: list[int] = []
+            for place, (key, slot) in enumerate(zip(keys, self._pool.find_each(keys), strict=True)):
+                if slot != ABSENT:
+                    continue
+                if (other := self._writing.get(key)) is not None:
+                    claim.others.append((place, key, other))
+                elif len(new) < self._pool.num_available:
+                    new.append(place)
+                    self._writing[key] = claim
+                else:
+                    claim.outcomes[place] = Outcome.FULL
+            claim.places = new
+            if new:
+                claim.reservation = self._reserve(len(new), "write")
+                claim.slots = list(claim.reservation.slots)
+                claim.sequence = self._next_sequence(len(new))
+                for place in new:
+                    claim.outcomes[place] = Outcome.FAILED
+            return claim
+
+    def land(self, claim: Claim, keys: Sequence[bytes], depths: Sequence[int], written: Mapping[int, bytes]) -> None:
+        """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with the generation that it was
+        written in: they can be found from now on, unless everything was forgotten meanwhile."""
+        with self._lock:
+            for place in claim.places:
+                self._writing.pop(keys[place], None)
+            if claim.reservation is not None:
+                hold = self._pool.hold("write")
+                claim.reservation.commit(hold)
+                pairs = list(zip(claim.places, claim.slots, strict=True))
+                good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
+                self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
+                hold.end()
+                self._note_use(keys[place] for place, _ in good)
+            for place in written:
+                claim.outcomes[place] = Outcome.DONE
+                claim.landed.add(keys[place])
+            claim.over.set()
+
+    def _next_sequence(self, num: int) -> int:
+        """The first of `num` numbers: times, so that a human can read them, but never twice the same."""
+        first = max(self._sequence + 1, time.time_ns())
+        self._sequence = first + num - 1
+        return first
+
+    def _reserve(self, num_slots: int, owner: str) -> Reservation:
+        reservation = self._pool.try_reserve(num_slots, owner)
+        if reservation is None:
+            raise InvariantBroken(f"SSD slots vanished under the lock: {num_slots} were available")
+        return reservation
+
+    # ------------------------------------------------------------------------------------------------- slots that come later
+
+    def withhold(self, num_slots: int) -> Reservation:
+        """The next slots by number are not to be used yet. Called for all of them in order, before the index is used."""
+        return self._reserve(num_slots, "not ready yet")
+
+    def release(self, withheld: Reservation) -> None:
+        """They can be used, and hold nothing."""
+        with self._lock:
+            withheld.rollback()
+
+    def begin_scan(self) -> None:
+        self._recent = {}
+
+    def publish(self, withheld: Reservation, heads: Mapping[int, SlotHead], found: dict[bytes, int]) -> None:
+        """They hold the blocks with these heads, by slot. `found` has the sequences of all blocks that the scan has published; of two
+        with one key the newer stays, and what was written since the start is newer than both."""
+        with self._lock:
+            hold = self._pool.hold("scan")
+            withheld.commit(hold)
+            newest = sorted(heads.items(), key=lambda item: item[1].envelope.sequence, reverse=True)
+            for slot, head in newest:
+                key, sequence = head.envelope.key, head.envelope.sequence
+                if head.generation != self._generation(slot):
+                    continue
+                (older,) = self._pool.find_each([key])
+                if older != ABSENT and found.get(key, sequence) < sequence:
+                    self._pool.forget([older])
+                    older = ABSENT
+                if older == ABSENT:
+                    self._pool.seal([slot], [key], [head.depth])
+                    found[key] = sequence
+                self._sequence = max(self._sequence, sequence)
+            hold.end()
+
+    def end_scan(self, found: Mapping[bytes, int]) -> None:
+        """Blocks count as used in the order in which they were written, before all that was used since the start."""
+        oldest = sorted(found, key=found.__getitem__)
+        for first in range(0, len(oldest), _PIECE):
+            with self._lock:
+                recent = self._recent or {}
+                self._use_again([key for key in oldest[first : first + _PIECE] if key not in recent])
+        with self._lock:
+            self._use_again(list(self._recent or ()))
+            self._recent = None
+
+    def _use_again(self, keys: Sequence[bytes]) -> None:
+        """Pinned and let go, they are the latest used; of a pin's slots the last is the first to go."""
+        slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
+        self._pool.pin(slots[::-1], "scan").end()
+
+    def _note_use(self, keys: Iterable[bytes]) -> None:
+        if self._recent is not None:
+            for key in keys:
+                self._recent.pop(key, None)
+                self._recent[key] = None
+
+    # ------------------------------------------------------------------------------------------------------------------ end
+
+    def reset(self, renew: Callable[[], None]) -> int:
+        """Forget every block, and give the files new generations by `renew`. What is being read stays until that is over; what is being
+        written is not published."""
+        with self._lock:
+            renew()
+            num = self._pool.evict(self._pool.num_slots)
+            return num + self._pool.forget(self._pool.find_each(self._pool.keys()))
+
+    def check(self) -> None:
+        with self._lock:
+            self._pool.check()
+
+    def close(self) -> None:
+        """Idempotent. Raises Leaked while somebody reads or writes."""
+        with self._lock:
+            self._pool.close()
