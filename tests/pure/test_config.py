@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ServerConfig
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, ServerConfig, place_of
 from penstock.errors import ConfigError, UserError
 
 GOOD: list[tuple[type, dict[str, Any]]] = [
@@ -23,6 +23,10 @@ GOOD: list[tuple[type, dict[str, Any]]] = [
     (EngineConfig, {"prefill_chunk": 0}),
     (EngineConfig, {"overcommit": 1.0}),
     (EngineConfig, {"overcommit": 64.0}),
+    (OffloadConfig, {"host_gib": 0.001, "eviction": "cost"}),
+    (OffloadConfig, {"ssd_dir": "kv", "ssd_gib": 0.001, "ssd_admission": "evict"}),
+    (OffloadConfig, {"remote": "valkey://localhost", "remote_timeout_s": 60.0}),
+    (OffloadConfig, {"enabled": False}),
     (ServerConfig, {"port": 0}),
     (ServerConfig, {"port": 65535}),
     (ServerConfig, {"max_body_bytes": 1024, "max_concurrent": 1, "shutdown_s": 0.0}),
@@ -47,6 +51,16 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (EngineConfig, {"overcommit": 0.99}, "--overcommit"),
     (EngineConfig, {"overcommit": 65.0}, "--overcommit"),
     (EngineConfig, {"overcommit": math.nan}, "--overcommit"),
+    (OffloadConfig, {"ssd_dir": ""}, "--kv-offload-ssd-dir"),
+    (OffloadConfig, {"ssd_gib": 0.0}, "--kv-offload-ssd-gib"),
+    (OffloadConfig, {"ssd_gib": math.nan}, "--kv-offload-ssd-gib"),
+    (OffloadConfig, {"ssd_gib": math.inf}, "--kv-offload-ssd-gib"),
+    (OffloadConfig, {"ssd_admission": "never"}, "--kv-offload-ssd-admission"),
+    (OffloadConfig, {"remote_timeout_s": 0.0}, "--kv-offload-remote-timeout-s"),
+    (OffloadConfig, {"remote_timeout_s": 61.0}, "--kv-offload-remote-timeout-s"),
+    (OffloadConfig, {"remote_timeout_s": math.nan}, "--kv-offload-remote-timeout-s"),
+    (OffloadConfig, {"enabled": False, "ssd_dir": "kv"}, "--kv-offload-ssd-dir needs --kv-offload"),
+    (OffloadConfig, {"enabled": False, "remote": "s3://bucket"}, "--kv-offload-remote needs --kv-offload"),
     (ServerConfig, {"port": -1}, "--port"),
     (ServerConfig, {"port": 65536}, "--port"),
     (ServerConfig, {"max_body_bytes": 1023}, "--max-body-bytes"),
@@ -72,9 +86,49 @@ def test_a_value_that_cannot_work_is_refused_and_names_its_flag(make: type, valu
         assert str(next(iter(values.values()))) in str(refused.value), "the message says what came"
 
 
-@pytest.mark.parametrize("make", [ModelSource, KvConfig, EngineConfig, ServerConfig, Config])
+@pytest.mark.parametrize("make", [ModelSource, KvConfig, EngineConfig, OffloadConfig, ServerConfig, Config])
 def test_the_defaults_are_valid_and_frozen(make: type) -> None:
     made = make()
     first = dataclasses.fields(made)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, first, None)
+
+
+# ------------------------------------------------------------------------------------------------- URLs with passwords in them
+
+SHOWN = {
+    "valkey://localhost": "valkey://localhost",
+    "valkey://:pa55word@kv.example:6379/0": "valkey://kv.example:6379",
+    "valkeys://user:pa55word@[::1]:6379": "valkeys://[::1]:6379",
+    "valkey://user:pa55word@a:1,b:2": "valkey://a:1,b:2",
+    "valkey://user:pa55word@a:1,user:pa55word@b:2": "valkey://b:2",
+    "valkey://host/?password=pa55word": "valkey://host",
+    "s3://key:pa55word@bucket/folder": "s3://bucket",
+    "mooncake://host:50051#pa55word": "mooncake://host:50051",
+    # which part is the host cannot be told
+    "valkey://user:pa55/word@host": "valkey://...",
+    "valkey://user:pa55?word@host": "valkey://...",
+    "valkey://pa55#word@host": "valkey://...",
+    "valkey://:pa55word": "valkey://...",
+    "valkey://user:pa55word": "valkey://...",
+    "valkey://": "valkey://...",
+    "user:pa55word@host": "...",
+    "pa55 word://host": "...",
+    "": "...",
+}
+
+
+@pytest.mark.parametrize("url", SHOWN)
+def test_of_a_url_scheme_and_host_are_shown_and_never_a_password(url: str) -> None:
+    assert place_of(url) == SHOWN[url]
+    assert "pa55" not in place_of(url)
+
+
+def test_a_config_is_shown_in_full_without_its_secret() -> None:
+    config = Config(offload=OffloadConfig(remote="valkey://:pa55word@host:1"))
+    shown = config.shown()
+    assert shown["offload"]["remote"] == "valkey://host:1"
+    assert "pa55" not in repr(config) + str(config) + repr(shown)
+    shown["offload"]["remote"] = config.offload.remote
+    assert shown == dataclasses.asdict(config), "nothing else is left out"
+    assert Config().shown() == dataclasses.asdict(Config())

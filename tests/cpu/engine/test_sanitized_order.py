@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cpu.engine.test_engine import check_at_rest
-from cpu.engine.test_tiers import busy, forget, states, turn, until
+from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
 from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
@@ -56,15 +56,28 @@ def replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return labels
 
 
+@pytest.mark.parametrize(("num_more", "layered"), [(10, False), (63, False), (64, True)])
+def test_a_short_step_waits_for_all_of_its_load_and_a_long_one_begins_with_its_first_layers(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, num_more: int, layered: bool
+) -> None:
+    engine = make_engine(host_blocks=64)
+    generate(engine, prompts(80), max_tokens=1)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    plans = launched_plans(engine, monkeypatch, load)
+    submit(engine, [*prompts(80), *prompts(num_more, seed=1)], max_tokens=1)
+    until(engine, lambda: bool(plans))
+    assert [one.layered for one in plans[0].loads] == [layered]
+    run_all(engine)
+
+
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_step_launched_over_a_load_waits_for_it(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
     engine = make_engine(host_blocks=64)
-    ladder = engine.cache.ladder
-    assert ladder is not None
-    if captured:  # as for short steps on a GPU: a replay behind the whole load
-        monkeypatch.setattr(ladder, "_limits", dataclasses.replace(ladder._limits, overlap_tokens=1 << 30))
+    overlap_from(engine, 1 << 30 if captured else 0)  # a replay behind the whole load, or layer by layer
     cold = generate(engine, prompts(80), max_tokens=4)
     forget(engine)
     load, _ = gates(engine)
@@ -80,14 +93,9 @@ def test_a_step_launched_over_a_load_waits_for_it(
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
-) -> None:
+def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(make_engine: MakeEngine, prompts: Prompts, captured: bool) -> None:
     engine = make_engine(host_blocks=64)
-    ladder = engine.cache.ladder
-    assert ladder is not None
-    if captured:
-        monkeypatch.setattr(ladder, "_limits", dataclasses.replace(ladder._limits, overlap_tokens=1 << 30))
+    overlap_from(engine, 1 << 30 if captured else 0)
     cold = generate(engine, prompts(80), max_tokens=4)
     forget(engine)
     engine._parts.arena.tensor[: engine.cache.num_blocks].fill_(float("nan"))  # what did not arrive cannot be right by chance
@@ -130,6 +138,7 @@ def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it
 ) -> None:
     """Layer by layer, so that it writes into the first while the last is on its way."""
     engine = make_engine(host_blocks=64)
+    overlap_from(engine, 0)
     each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
     monkeypatch.setattr(engine.cache.ladder, "_groups", lambda num_blocks, layered: each)
     expected = generate(make_engine(), prompts(40), max_tokens=60).tokens

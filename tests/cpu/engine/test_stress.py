@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cpu.engine.test_engine import check_at_rest
+from cpu.engine.test_tiers import overlap_from
 from penstock.contract import FinishReason
 from penstock.engine import build
 from penstock.engine.engine import Engine
@@ -78,6 +79,8 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
         overcommit=rng.choice((1.0, 4.0)),
         prefill_chunk=rng.choice((16, 64)),
     )
+    if engine.cache.ladder is not None and seed % 3:
+        overlap_from(engine, 0)  # every step layer by layer over its loads; the others wait for all of them, but for the longest
     num_cancelled = 0
     for (prompt, sampling), found in crowd(engine, rng, asked):
         expected = generate(alone, prompt, **dict(sampling))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,13 @@ Prompts = Callable[..., list[int]]
 def forget(engine: Engine, tier: str = "device") -> None:
     settle_all(engine)
     engine.cache.reset((tier,))
+
+
+def overlap_from(engine: Engine, num_tokens: int) -> None:
+    """Steps over at least so many tokens start on the first layers of their loads; shorter ones wait for all of it."""
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    ladder._limits = dataclasses.replace(ladder._limits, overlap_tokens=num_tokens)
 
 
 def states(engine: Engine) -> dict[str, int]:
@@ -284,8 +292,12 @@ def test_a_promotion_that_fails_is_computed_instead(make_engine: MakeEngine, pro
     check_at_rest(engine)
 
 
-def test_a_step_launched_over_a_promotion_that_then_fails_is_computed_again(make_engine: MakeEngine, prompts: Prompts) -> None:
+@pytest.mark.parametrize("overlap_tokens", [0, 1 << 30], ids=["layer by layer", "behind all of it"])
+def test_a_step_launched_over_a_promotion_that_then_fails_is_computed_again(
+    make_engine: MakeEngine, prompts: Prompts, overlap_tokens: int
+) -> None:
     engine = make_engine(host_blocks=64)
+    overlap_from(engine, overlap_tokens)
     expected = generate(engine, prompts(90), max_tokens=6).tokens
     forget(engine)
     load, _ = gates(engine)
@@ -373,6 +385,7 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     engine = make_engine(host_blocks=64)
     if engine._parts.arena.device.type == "cuda":
         pytest.skip("ops run when they are launched here: order on the device is shown by test_overlap_cuda")
+    overlap_from(engine, 0)
     ladder = engine.cache.ladder
     assert ladder is not None
     each = [Group((i, i + 1)) for i in range(engine._parts.arena.layout.num_layers)]
@@ -399,11 +412,13 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     assert order[:3] == ["copy 0", "layer 0", "copy 1"], order[:8]
 
 
+@pytest.mark.parametrize("overlap_tokens", [0, 1 << 30], ids=["layer by layer", "behind all of it"])
 def test_a_step_that_does_not_wait_for_its_load_is_reported(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, overlap_tokens: int
 ) -> None:
     """The fault behind the tests above: with the waits gone, the sanitizer says which edge is missing."""
     engine = make_engine(host_blocks=64)
+    overlap_from(engine, overlap_tokens)
     sanitizer = engine._parts.sanitizer
     assert sanitizer is not None
     generate(engine, prompts(90), max_tokens=1)

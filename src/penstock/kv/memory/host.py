@@ -76,7 +76,7 @@ class HostArena:
         """
         if self._device.type == "cpu":
             ready(range(self.num_slots))  # it can be used all the same, only slower
-            self._find_ahead(progress, stop)
+            self._find_ahead(stop)
             return
         step = piece_slots(self.layout)
         for first in range(0, self.num_slots, step):
@@ -86,17 +86,12 @@ class HostArena:
             ready(slots)
             progress(slots.stop * self.layout.block_bytes, self.num_bytes)
 
-    def _find_ahead(self, progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+    def _find_ahead(self, stop: Callable[[], bool]) -> None:
         total = min(_AHEAD_BYTES, self.num_bytes)
         for first in range(0, total, _PIECE_BYTES):
             size = min(_PIECE_BYTES, total - first)
-            try:
-                if stop() or free_bytes(_CPU) < 4 * size:
-                    return
-                self._memory.madvise(_MADV_POPULATE_WRITE, first, size)
-            except (OSError, ValueError):  # a system that does not know it: each slot is found when it is first used
-                return
-            progress(first + size, total)
+            if stop() or free_bytes(_CPU) < 4 * size or not _find(self.tensor.data_ptr() + first, size):
+                return  # each slot of the rest is found when it is first used
 
     def close(self) -> None:
         """Unpin; idempotent. No copy may be in flight. A `prepare` that still runs ends before its next piece."""
@@ -141,6 +136,12 @@ def _untouched(num_bytes: int, name: str) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without it: only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def _find(address: int, num_bytes: int) -> bool:
+    """Memory for what is mapped there, now; what is in it stays. False: this system cannot. Not by `mmap.madvise`, which lets no other
+    thread run meanwhile."""
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) == 0)
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> str | None:

@@ -1,7 +1,7 @@
 """Whether a store is worth talking to. Owns that state and the time of the next look; who looks, and what is done meanwhile, is elsewhere.
 
-    CLOSED  -- it fails -->  OPEN  -- time to look -->  HALF_OPEN  -- it answers -->  CLOSED
-                              ^------------ it does not ----'
+CLOSED  -- it fails -->  OPEN  -- time to look -->  HALF_OPEN  -- it answers -->  CLOSED
+                          ^------------ it does not ----'
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Breaker:
     def note(self, entered: int, outcomes: Iterable[Outcome]) -> bool:
         """It answered, block by block. Says whether that opened it."""
         with self._lock:
+            if not self._is_current(entered):
+                return False
             for outcome in outcomes:
                 self._num_failed = self._num_failed + 1 if outcome is Outcome.FAILED else 0
                 if self._num_failed >= MAX_FAILED:
@@ -92,8 +94,11 @@ class Breaker:
                 self._wait_s = min(2.0 * self._wait_s, max(MAX_PROBE_S, self._probe_s))
                 self._open()
 
+    def _is_current(self, entered: int) -> bool:
+        return self._state is State.CLOSED and entered == self.num_openings
+
     def _open_if_current(self, entered: int) -> bool:
-        if self._state is not State.CLOSED or entered != self.num_openings:
+        if not self._is_current(entered):
             return False
         self.num_openings += 1
         self._open()

@@ -1,21 +1,32 @@
 """A tier behind the host tier: reads and writes blocks of a store on lanes of its own, between it and host slots. Owns those lanes, what is
 under way on them and the breaker; which slots, and what becomes of them, is the ladder's business.
 
-Nothing here blocks its caller but `drain` and `close`. A block is read into a host slot and promoted from there; it is written from a host
-slot that somebody else protects until the write is over.
+Nothing here blocks its caller but `drain`, `close` and `reset`. A block is read into a host slot and promoted from there; it is written
+from a host slot that somebody else protects until the write is over. A deadline ends a wait, never that.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
-from penstock.contract import Fence
+from penstock.contract import Fence, Traffic
+from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.blocks.handles import Handle
-from penstock.kv.tiers.store import BlockStore, Outcome
-from penstock.kv.tiers.worth import LinkRate
-from penstock.lanes.lane import Lane
+from penstock.kv.tiers.breaker import Breaker
+from penstock.kv.tiers.dealing import Dealer, close_lane
+from penstock.kv.tiers.exchange import Exchanges, Group
+from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
+from penstock.kv.tiers.tally import Span, Tally, Way
+from penstock.lanes.lane import Lane, Ticket
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +46,34 @@ class ColdLimits:
     probe_s: float = 1.0  # between two looks whether a broken store is back; doubles up to 30
 
 
-class Finding:
-    """How many of some leading keys a tier has. `num` is 0 until the answer is there."""
+_LIMITS = ColdLimits()
 
-    num: int
+# --------------------------------------------------------------------------------------------------------------- what is under way
+
+
+class Finding:
+    """How many of some leading keys a tier has. `num` is 0 until the answer is there, and stays so when that comes too late."""
+
+    def __init__(self, deadline_s: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> None:
+        self.num = 0
+        self.deadline_s = deadline_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ready = False
 
     @property
     def ready(self) -> bool:
         """Answered, failed, or out of patience: it does not change any more. Never blocks."""
-        raise NotImplementedError
+        if not self._ready and self._clock() >= self.deadline_s:
+            self.answer(0)
+        return self._ready
+
+    def answer(self, num: int) -> None:
+        """The first one counts, if it comes in time. For any thread."""
+        with self._lock:
+            if not self._ready:
+                self.num = num if self._clock() < self.deadline_s else 0
+                self._ready = True
 
 
 class ReadGroup(NamedTuple):
@@ -57,27 +87,162 @@ class ReadGroup(NamedTuple):
 class Reading:
     """Blocks on their way from a store into host slots."""
 
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._num_taken = 0
+
     def take_arrived(self) -> Iterator[ReadGroup]:
-        """Groups that are over and were not given out yet, in order."""
-        raise NotImplementedError
+        """Groups that are over and were not given out yet, in order: none before those ahead of it. A defect of ours is raised instead,
+        once; after that its group counts as failed."""
+        arrived = list(takewhile(Group.over, self._groups[self._num_taken :]))
+        for group in arrived:
+            if (defect := group.take_defect()) is not None:
+                raise defect
+        for group in arrived:
+            self._num_taken += 1
+            if group.fence is not None:
+                yield ReadGroup(slice(group.places[0], group.places[-1] + 1), group.outcomes, group.fence)
 
     @property
     def over(self) -> bool:
         """Nothing of it will touch its slots any more."""
-        raise NotImplementedError
+        return all(group.over() for group in self._groups[self._num_taken :])
 
 
 class Writing:
-    """Blocks on their way from host slots into a store."""
+    """Blocks on their way from host slots into a store. Its handle is its owner's to end, once `ColdTier.settle` has given it out."""
 
-    handle: Handle  # protects the slots
-    keys: Sequence[bytes]
-    settled: bool  # seen to be over, by `settle`
-    error: BaseException | None
+    def __init__(self, handle: Handle | None, keys: Sequence[bytes], outcomes: list[Outcome], groups: Sequence[Group]) -> None:
+        self.handle = handle  # protects the slots; None: there are none
+        self.keys = keys  # all that were offered
+        self.settled = False  # seen to be over, by `settle`
+        self.error: BaseException | None = None  # why some of it was not tried, or could not be
+        self.outcomes = outcomes  # by key, once it is settled; FULL also where the queue had no room
+        self.groups = groups
+        self.behind: Sequence[Writing] = ()  # these are settled first
+
+    @property
+    def done_keys(self) -> list[bytes]:
+        """Those that the store has: written now, or there before."""
+        return [key for key, outcome in zip(self.keys, self.outcomes, strict=True) if self.settled and outcome is Outcome.DONE]
+
+    def over(self) -> bool:
+        return all(writing.settled for writing in self.behind) and all(group.over() for group in self.groups)
+
+    def settle(self) -> list[BaseException]:
+        """It is over. Returns defects of ours."""
+        for group in self.groups:
+            for place, outcome in zip(group.places, group.outcomes, strict=True):
+                self.outcomes[place] = outcome
+        defects = [defect for group in self.groups if (defect := group.take_defect()) is not None]
+        self.error = next((error for error in (*defects, *(group.error for group in self.groups)) if error is not None), None)
+        self.settled = True
+        return defects
 
 
-class ColdTier:
-    """One store with its lanes. All calls but `find` come from the engine thread."""
+# --------------------------------------------------------------------------------------------------------------------- questions
+
+
+class _Questions:
+    """What a store was asked for, and has not answered yet as far as the engine thread has seen."""
+
+    def __init__(self, exchanges: Exchanges, lane: Lane | None, defects: list[BaseException], wake: Callable[[], None]) -> None:
+        self._exchanges = exchanges
+        self._lane = lane
+        self._defects = defects
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._open: list[Finding] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ask(self, keys: Sequence[bytes], patience_s: float) -> Finding:
+        clock, lane = self._exchanges.breaker.clock, self._lane
+        finding = Finding(clock=clock)
+        if not keys or not self._exchanges.usable:
+            finding.answer(0)
+        elif self._exchanges.store.local or lane is None:
+            finding.answer(self._exchanges.find(keys))
+        else:
+            finding.deadline_s = clock() + patience_s
+            with self._lock:
+                self._open.append(finding)
+            try:
+                lane.submit(partial(self._answer, finding, keys), label=f"find in {self._exchanges.store.name}")
+            except LaneClosed:
+                finding.answer(0)
+        return finding
+
+    def settle(self) -> None:
+        with self._lock:
+            self._open = [finding for finding in self._open if not finding.ready]
+
+    def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
+        try:
+            if not finding.ready:  # nobody waits for the answer any more
+                finding.answer(self._exchanges.find(keys))
+        except InvariantBroken as error:
+            self._defects.append(error)
+        finally:
+            finding.answer(0)
+            self._wake()
+
+
+# -------------------------------------------------------------------------------------------------------------------------- tier
+
+
+class ColdFigures:
+    """What a cold tier says of itself, to any thread."""
+
+    def __init__(self, exchanges: Exchanges, lanes: ColdLanes) -> None:
+        self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
+        self.name = exchanges.store.name
+        self.counts = exchanges.tally.counts
+        self.rate = exchanges.tally.rate  # of reads
+        self._exchanges = exchanges
+        self._readings: list[Reading] = []  # not seen to be over
+        self._writings: list[Writing] = []
+        self._defects: list[BaseException] = []  # of ours, found on lanes
+        self._questions = _Questions(exchanges, lanes.asker, self._defects, lambda: self.wake())
+
+    @property
+    def usable(self) -> bool:
+        """Whether it pays to ask: the breaker is closed and nothing is stuck."""
+        return self._exchanges.usable
+
+    @property
+    def queued_read_bytes(self) -> int:
+        return self._exchanges.tally.queued_bytes[Way.READ]
+
+    @property
+    def num_reading(self) -> int:
+        """Readings that `settle` has not seen to be over."""
+        return len(self._readings)
+
+    @property
+    def num_writing(self) -> int:
+        """Writings that `settle` has not given out."""
+        return len(self._writings)
+
+    @property
+    def num_asking(self) -> int:
+        """Findings that `settle` has not seen to be ready."""
+        return len(self._questions)
+
+    def usage(self) -> StoreUsage:
+        return self._exchanges.store.usage()
+
+    def report(self, traffic: Traffic) -> None:
+        """Add what is known of this tier to `traffic`."""
+        self._exchanges.tally.report(self.name, traffic)
+        traffic.in_flight[self.name, "host"] = self.num_reading
+        traffic.in_flight["host", self.name] = self.num_writing
+        traffic.usable[self.name] = self.usable
+
+
+class ColdTier(ColdFigures):
+    """One store with its lanes. All calls but `find`, `reset` and those for figures come from the engine thread."""
 
     def __init__(
         self,
@@ -85,39 +250,152 @@ class ColdTier:
         lanes: ColdLanes,
         view: Callable[[int], memoryview],  # a host slot's bytes
         arena: tuple[str, int],  # the host arena's name, and the number of layers: what accesses are declared with
-        limits: ColdLimits = ColdLimits(),
-    ) -> None: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def usable(self) -> bool:
-        """Whether it pays to ask: the breaker is closed and nothing is stuck."""
-
-    @property
-    def group_blocks(self) -> int:
-        """Blocks that are read together."""
-
-    @property
-    def rate(self) -> LinkRate: ...
-
-    @property
-    def queued_read_bytes(self) -> int: ...
+        limits: ColdLimits = _LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        tally = Tally(view(0).nbytes, clock)
+        super().__init__(Exchanges(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s), lanes)
+        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are read together
+        self._lanes = lanes
+        self._limits = limits
+        self._readers = Dealer(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
+        self._writers = Dealer(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
+        self._settled: list[Writing] = []  # to be given out
+        self._was_stuck = False
+        self._closing: Ticket | None = None
 
     def find(self, keys: Sequence[bytes], patience_s: float) -> Finding:
-        """For any thread."""
+        """For any thread. Ready at once where the store answers from memory, or is not usable."""
+        return self._questions.ask(keys, patience_s)
 
     def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> Reading:
-        """In groups of `group_blocks`, dealt out to the readers in order."""
+        """In groups of `group_blocks`, dealt out to the readers in order; slots are written after `after`. Never raises."""
+        groups = self._groups(range(len(keys)), keys, slots)
+        self._readers.deal(groups, after, self._exchanges.read, f"read of {owner}")
+        reading = Reading(groups)
+        self._readings.append(reading)
+        return reading
 
     def try_write(
         self, keys: Sequence[bytes], depths: Sequence[int], slots: Sequence[int], handle: Handle, after: Sequence[Fence], must: bool = False
     ) -> Writing | None:
-        """None: the queue is full or the store unusable; counted, and nothing is kept. `must`: the queue's limit does not count."""
+        """Those of `keys` that the store was not seen to have, as many as the queue has room for, the first ones first. `must`: its limit
+        does not count.
+
+        None: the store is not usable, or there is room for none; counted, and nothing is kept. Otherwise `settle` gives the writing out,
+        exactly once, and until then `handle` protects the slots; also where nothing was left to write."""
+        if not self.usable:
+            self._exchanges.tally.skip("broken", len(keys))
+            return None
+        stored = self._exchanges.stored(keys)
+        new = [place for place, there in enumerate(stored) if not there]
+        tally = self._exchanges.tally
+        limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
+        room = (limit - tally.queued_bytes[Way.WRITE]) // tally.block_bytes
+        places = new if must else new[: max(0, room)]
+        tally.skip("queue", len(new) - len(places))
+        if new and not places:
+            return None
+        outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
+        writing = Writing(handle, keys, outcomes, self._groups(places, keys, slots, depths))
+        self._writers.deal(writing.groups, after, self._exchanges.write, f"write to {self.name}")
+        self._writings.append(writing)
+        return writing
 
     def settle(self) -> list[Writing]:
-        """Writes that are over since the last call. Also probes a broken store, on a lane, when it is time."""
+        """Writes that are over since the last call. Also probes a broken store, on a lane, when it is time. Raises a defect of ours, once;
+        the next call gives out what this one did not."""
+        self._watch()
+        self._questions.settle()
+        self._readings = [reading for reading in self._readings if not reading.over]
+        for writing in self._writings:
+            if writing.over():
+                self._defects += writing.settle()
+                self._settled.append(writing)
+        self._writings = [writing for writing in self._writings if not writing.settled]
+        if self._defects:
+            raise self._defects.pop(0)
+        settled, self._settled = self._settled, []
+        return settled
 
     def persist(self) -> Writing:
-        """Settled when everything written so far is safe; its `error` says why it is not. Its handle is None."""
+        """Settled when everything written so far is safe; its `error` says why it is not. Its handle is None. It comes behind all writes
+        that were not given out before: if one of their blocks is lost, that is an error, too."""
+        covered = tuple(self._writings)
+        group = Group((), (), (), Span(0.0, 1))
+        writing = Writing(None, (), [], (group,))
+        writing.behind = covered
+        groups = [group for one in covered for group in one.groups]
+        self._writers.behind_all(group, partial(self._exchanges.persist, group, groups), f"persist {self.name}")
+        self._writings.append(writing)
+        return writing
+
+    def reset(self) -> int:
+        """Have the store forget every block; blocks, for any thread but the engine's. Raises StoreFailed."""
+        return self._exchanges.reset()
+
+    def drain(self, timeout_s: float) -> None:
+        """Block until everything submitted so far is over; the next `settle` finds it. Raises DeadlineExceeded."""
+        deadline_s = time.monotonic() + timeout_s
+        for lane in self._all_lanes:
+            lane.drain(max(0.0, deadline_s - time.monotonic()))
+
+    def close(self, timeout_s: float | None) -> None:
+        """Finish what is queued, then close the store; idempotent. Raises DeadlineExceeded where that takes longer: what is under way then
+        still has its slots, what was not begun never will be, and closing may be tried again."""
+        deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        first, *others = self._all_lanes
+        late: DeadlineExceeded | None = None
+        for lane in others:
+            late = close_lane(lane, deadline_s) or late
+        if late is None:
+            if self._closing is None:
+                self._closing = first.submit(self._close_store, label=f"close {self.name}")
+            late = close_lane(first, deadline_s)
+        self._exchanges.stopped = True
+        if late is not None:
+            raise late
+        if self._closing is not None:
+            self._closing.wait_done(0.0)
+
+    # ------------------------------------------------------------------------------------------------------------------- private
+
+    @property
+    def _all_lanes(self) -> list[Lane]:
+        asker = self._lanes.asker
+        return [*self._lanes.readers, *self._lanes.writers, *(() if asker is None else (asker,))]
+
+    def _groups(self, places: Sequence[int], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()) -> list[Group]:
+        runs = [places[start : start + self.group_blocks] for start in range(0, len(places), self.group_blocks)]
+        span = Span(self._exchanges.breaker.clock(), len(runs))
+        return [
+            Group(run, [keys[place] for place in run], [slots[place] for place in run], span, [depths[place] for place in run if depths])
+            for run in runs
+        ]
+
+    def _watch(self) -> None:
+        stuck = self._exchanges.stuck
+        if stuck and not self._was_stuck:
+            self._exchanges.tally.fail("stuck")
+            log.warning("the %s tier has been at one thing for %g s; it is left alone until that is over", self.name, self._limits.stuck_s)
+        self._was_stuck = stuck
+        if self._exchanges.breaker.try_probe():
+            try:
+                (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
+            except LaneClosed:
+                self._exchanges.breaker.probed(False)
+
+    def _probe(self) -> None:
+        try:
+            self._exchanges.probe()
+        except InvariantBroken as error:
+            self._defects.append(error)
+        finally:
+            self.wake()
+
+    def _close_store(self) -> None:
+        self._exchanges.stopped = True
+        try:
+            self._exchanges.store.close()
+        except StoreFailed as error:  # nobody needs it any more
+            log.warning("the %s tier was closed without an answer: %s", self.name, error)

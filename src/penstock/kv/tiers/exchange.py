@@ -204,8 +204,9 @@ class Exchanges:
         finally:
             self.tally.ended(way, outcomes)
         group.outcomes = outcomes
-        self.known.add(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome is Outcome.DONE)
-        self.known.discard(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE)
+        if not self.store.local:
+            self.known.add(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome is Outcome.DONE)
+            self.known.discard(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE)
         if self.breaker.note(entered, outcomes):
             self._tell_opened(f"{way.value} fails block by block")
 

@@ -14,7 +14,8 @@ from penstock.kv.tiers.store import Outcome
 from penstock.kv.tiers.worth import LinkRate
 
 SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # those of all transfers
-_SAMPLE_S = 0.05  # of uninterrupted reading is one measurement of the rate
+_SAMPLE_S = 0.5  # of reading without a pause is one measurement of the rate,
+_SAMPLE_ENDS = 4  # if for each exchange under way so many have ended in it
 
 
 class Way(enum.Enum):
@@ -49,26 +50,36 @@ class Span:
 
 
 class Meter:
-    """Bytes over the time in which any exchange was under way: two at once do not take twice as long. Its caller has a lock."""
+    """Bytes over the time in which any exchange was under way: two at once do not take twice as long. Its caller has a lock.
+
+    A measurement ends when nothing is under way; or, where that does not come, when so many have ended that those cut off by it do not
+    matter. A short rest behind such a one says nothing: most of its bytes came before."""
 
     def __init__(self, rate: LinkRate) -> None:
         self.rate = rate
         self._num = 0  # under way
         self._num_bytes = 0  # since `_since_s`
+        self._num_ended = 0
         self._since_s = 0.0
+        self._is_rest = False
 
     def begin(self, now_s: float) -> None:
         if self._num == 0:
-            self._since_s, self._num_bytes = now_s, 0
+            self._restart(now_s, is_rest=False)
         self._num += 1
 
     def end(self, now_s: float, num_bytes: int) -> None:
         self._num -= 1
+        self._num_ended += 1
         self._num_bytes += num_bytes
         seconds = now_s - self._since_s
-        if self._num_bytes and (self._num == 0 or seconds >= _SAMPLE_S):
+        is_long = seconds >= _SAMPLE_S and self._num_ended >= _SAMPLE_ENDS * self._num
+        if self._num_bytes and (is_long or (self._num == 0 and not self._is_rest)):
             self.rate.add(self._num_bytes, seconds)
-            self._since_s, self._num_bytes = now_s, 0
+            self._restart(now_s, is_rest=True)
+
+    def _restart(self, now_s: float, is_rest: bool) -> None:
+        self._since_s, self._num_bytes, self._num_ended, self._is_rest = now_s, 0, 0, is_rest
 
 
 class Tally:

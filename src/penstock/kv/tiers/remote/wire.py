@@ -20,6 +20,7 @@ Buffer = bytes | bytearray | memoryview
 
 _LINE_BYTES = 4096  # the longest line that is put up with; also how much of a value is copied once more, at most
 _MAX_VALUE_BYTES = 1 << 31
+_SCRATCH_BYTES = 1 << 18
 _MAX_PARTS = 512  # the system takes about a thousand at once
 _END = b"\r\n"
 
@@ -30,31 +31,16 @@ class Refusal(NamedTuple):
     word: str
 
 
-class Wire:
-    """A connected socket. The library's connection uses it as its socket, too, for the exchanges that are the library's."""
+class TimedSocket:
+    """A connected socket on which nothing waits beyond the deadline, however many pieces things come in. The client library's connections
+    use it as their socket, for the exchanges that are theirs."""
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
         self._socket = connected
-        self.deadline = deadline  # on the monotonic clock; nothing here waits longer
-        self._buffer = bytearray(_LINE_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # what was received and not yet read
-        self.num_owed = 0  # answers that are still to come
+        self.deadline = deadline  # on the monotonic clock
 
-    @property
-    def quiet(self) -> bool:
-        """Nothing is owed and nothing arrives: whatever comes unasked, an end included, makes it useless."""
-        if self.num_owed or self._start != self._end:
-            return False
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
-
-    # ------------------------------------------------------------------------------------------------------------------ send
-
-    def send(self, parts: Sequence[Buffer], num_answers: int) -> None:
-        """All of `parts`, one behind the other, without joining them."""
-        self.num_owed += num_answers
+    def send_parts(self, parts: Sequence[Buffer]) -> None:
+        """All of them, one behind the other, without joining them."""
         if isinstance(self._socket, ssl.SSLSocket):
             for part in parts:
                 self.sendall(part)
@@ -82,76 +68,6 @@ class Wire:
         except OSError as error:
             raise _failure(error) from None
 
-    # --------------------------------------------------------------------------------------------------------------- receive
-
-    def read_line(self) -> bytes:
-        """A short answer, without its end."""
-        while (found := self._buffer.find(_END, self._start, self._end)) < 0:
-            self._refill()
-        line = bytes(self._view[self._start : found])
-        self._start = found + len(_END)
-        return line
-
-    def read_answer(self) -> bytes | int | Refusal:
-        """A whole answer that is one line: a status, a number or a refusal."""
-        line = self.read_line()
-        self.num_owed -= 1
-        kind, rest = line[:1], line[1:]
-        if kind == b"+":
-            return rest
-        if kind == b":":
-            return _number(rest)
-        if kind == b"-":
-            return refusal_of(rest)
-        raise StoreFailed("the shared store answered with something else than a line")
-
-    def read_value_size(self) -> int | Refusal | None:
-        """What stands before a value: its size. None: there is none. After a size, `read_into` or `skip` all of it, then `end_value`."""
-        line = self.read_line()
-        kind, rest = line[:1], line[1:]
-        size = _number(rest) if kind == b"$" else None
-        if size is not None and 0 <= size <= _MAX_VALUE_BYTES:
-            return size
-        self.num_owed -= 1
-        if size == -1:
-            return None
-        if kind == b"-":
-            return refusal_of(rest)
-        raise StoreFailed("the shared store answered with something else than a value")
-
-    def read_into(self, target: memoryview) -> None:
-        """Fill `target`."""
-        done = min(len(target), self._end - self._start)
-        target[:done] = self._view[self._start : self._start + done]
-        self._start += done
-        while done < len(target):
-            done += self.recv_into(target[done:])
-
-    def skip(self, num_bytes: int) -> None:
-        scratch = memoryview(bytearray(min(num_bytes, 1 << 18)))
-        while num_bytes:
-            piece = scratch[: min(num_bytes, len(scratch))]
-            self.read_into(piece)
-            num_bytes -= len(piece)
-
-    def end_value(self) -> None:
-        end = bytearray(len(_END))
-        self.read_into(memoryview(end))
-        if end != _END:
-            raise StoreFailed("the shared store sent a value longer than it said")
-        self.num_owed -= 1
-
-    def _refill(self) -> None:
-        if self._start:
-            kept = self._end - self._start
-            self._buffer[:kept] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, kept
-        if self._end == len(self._buffer):
-            raise StoreFailed("the shared store answered with a line that does not end")
-        self._end += self.recv_into(self._view[self._end :])
-
-    # ------------------------------------------------------------------------------- what the library asks of a socket, besides
-
     def recv_into(self, target: memoryview | bytearray) -> int:
         """Some bytes, at least one."""
         self._arm()
@@ -167,8 +83,15 @@ class Wire:
         target = bytearray(num_bytes)
         return bytes(target[: self.recv_into(target)])
 
+    @property
+    def readable(self) -> bool:
+        """Something has arrived, or the other side is gone."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def settimeout(self, timeout_s: float | None) -> None:
-        """The deadline is what counts."""
+        """The library's wish; the deadline is what counts."""
 
     def shutdown(self, how: int) -> None:
         self._socket.shutdown(how)
@@ -181,6 +104,88 @@ class Wire:
         if remaining <= 0:
             raise _failure(TimeoutError())
         self._socket.settimeout(remaining)
+
+
+class Wire(TimedSocket):
+    """A socket that speaks RESP2."""
+
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
+        super().__init__(connected, deadline)
+        self._buffer = bytearray(_LINE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # what was received and not yet read
+        self.num_owed = 0  # answers that are still to come
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is owed and nothing arrives: whatever comes unasked, an end included, makes it useless."""
+        return not self.num_owed and self._start == self._end and not self.readable
+
+    def send(self, parts: Sequence[Buffer], num_answers: int) -> None:
+        """Commands, in `parts` wherever they lie."""
+        self.num_owed += num_answers
+        self.send_parts(parts)
+
+    def read_answer(self) -> bytes | int | Refusal:
+        """A whole answer that is one line: a status, a number or a refusal."""
+        line = self._read_line()
+        kind, rest = line[:1], line[1:]
+        if kind not in (b"+", b":", b"-"):
+            raise StoreFailed("the shared store answered with something else than a line")
+        answer = rest if kind == b"+" else _number(rest) if kind == b":" else refusal_of(rest)
+        self.num_owed -= 1
+        return answer
+
+    def read_value_size(self) -> int | Refusal | None:
+        """What stands before a value: its size. None: there is none. After a size, `read_into` or `skip` all of it, then `end_value`."""
+        line = self._read_line()
+        kind, rest = line[:1], line[1:]
+        size = _number(rest) if kind == b"$" else None
+        if size is not None and 0 <= size <= _MAX_VALUE_BYTES:
+            return size
+        if size != -1 and kind != b"-":
+            raise StoreFailed("the shared store answered with something else than a value")
+        self.num_owed -= 1
+        return refusal_of(rest) if kind == b"-" else None
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill `target`."""
+        done = min(len(target), self._end - self._start)
+        target[:done] = self._view[self._start : self._start + done]
+        self._start += done
+        while done < len(target):
+            done += self.recv_into(target[done:])
+
+    def skip(self, num_bytes: int) -> None:
+        scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
+        while num_bytes:
+            piece = scratch[: min(num_bytes, len(scratch))]
+            self.read_into(piece)
+            num_bytes -= len(piece)
+
+    def end_value(self) -> None:
+        end = bytearray(len(_END))
+        self.read_into(memoryview(end))
+        if end != _END:
+            raise StoreFailed("the shared store sent a value longer than it said")
+        self.num_owed -= 1
+
+    def _read_line(self) -> bytes:
+        """Without its end."""
+        while (found := self._buffer.find(_END, self._start, self._end)) < 0:
+            self._refill()
+        line = bytes(self._view[self._start : found])
+        self._start = found + len(_END)
+        return line
+
+    def _refill(self) -> None:
+        if self._start:
+            kept = self._end - self._start
+            self._buffer[:kept] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, kept
+        if self._end == len(self._buffer):
+            raise StoreFailed("the shared store answered with a line that does not end")
+        self._end += self.recv_into(self._view[self._end :])
 
 
 def command(*words: bytes) -> bytes:

@@ -23,7 +23,9 @@ SECTOR_BYTES = 4096  # what O_DIRECT wants of addresses, lengths and offsets, on
 FORMAT = 1
 GENERATION_BYTES = 16
 _MAGIC = b"penstkSG"
-_SEGMENT = struct.Struct(f"<8sHHIIIQ{SCOPE_BYTES}s{GENERATION_BYTES}s")  # magic, format, 0, number, slots, 0, block bytes, space, generation
+_SEGMENT = struct.Struct(
+    f"<8sHHIIIQ{SCOPE_BYTES}s{GENERATION_BYTES}s"
+)  # magic, format, 0, number, slots, 0, block bytes, space, generation
 _PLACE = struct.Struct(f"<{GENERATION_BYTES}sIII")  # generation, number, slot, depth
 _CHECK = struct.Struct("<Q")  # of everything before it
 _PLACE_END = HEADER_BYTES + _PLACE.size

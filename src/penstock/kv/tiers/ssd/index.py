@@ -18,6 +18,7 @@ from penstock.kv.tiers.ssd.format import SlotHead
 from penstock.kv.tiers.store import Outcome
 
 ABSENT = -1
+_NEVER = 1 << 64  # above every sequence: what was written since the start is the newest
 _PIECE = 1000  # blocks whose recency is restored under one hold of the lock
 
 
@@ -28,7 +29,7 @@ class Claim:
     outcomes: list[Outcome]  # of all blocks of the call; of those to be written, that of a failure
     places: list[int] = field(default_factory=list)  # indices of those to be written
     slots: list[int] = field(default_factory=list)  # by place
-    sequence: int = 0  # of the last place; those before it have the next ones, so that the end of a prefix counts as older
+    sequence: int = 0  # the first of as many numbers as the call has blocks
     reservation: Reservation | None = None
     others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
     landed: set[bytes] = field(default_factory=set)
@@ -111,7 +112,7 @@ class SlotIndex:
             if new:
                 claim.reservation = self._reserve(len(new), "write")
                 claim.slots = list(claim.reservation.slots)
-                claim.sequence = self._next_sequence(len(new))
+                claim.sequence = self._next_sequence(len(keys))
                 for place in new:
                     claim.outcomes[place] = Outcome.FAILED
             return claim
@@ -162,24 +163,25 @@ class SlotIndex:
         self._recent = {}
 
     def publish(self, withheld: Reservation, heads: Mapping[int, SlotHead], found: dict[bytes, int]) -> None:
-        """They hold the blocks with these heads, by slot. `found` has the sequences of all blocks that the scan has published; of two
-        with one key the newer stays, and what was written since the start is newer than both."""
+        """They hold the blocks with these heads, by slot, all of one file. `found` has the sequences of all blocks that the scan has
+        published; of two with one key the newer stays, or the one that has been used since the start."""
+        newest = sorted(heads.items(), key=lambda item: item[1].envelope.sequence, reverse=True)
+        keys = [head.envelope.key for _, head in newest]
         with self._lock:
             hold = self._pool.hold("scan")
             withheld.commit(hold)
-            newest = sorted(heads.items(), key=lambda item: item[1].envelope.sequence, reverse=True)
-            for slot, head in newest:
-                key, sequence = head.envelope.key, head.envelope.sequence
-                if head.generation != self._generation(slot):
-                    continue
-                (older,) = self._pool.find_each([key])
-                if older != ABSENT and found.get(key, sequence) < sequence:
-                    self._pool.forget([older])
-                    older = ABSENT
-                if older == ABSENT:
-                    self._pool.seal([slot], [key], [head.depth])
-                    found[key] = sequence
-                self._sequence = max(self._sequence, sequence)
+            if newest and newest[0][1].generation == self._generation(newest[0][0]):
+                recent = self._recent or {}
+                chosen: dict[bytes, tuple[int, SlotHead]] = {}
+                for (slot, head), key, older in zip(newest, keys, self._pool.find_each(keys), strict=True):
+                    if key in chosen or (older != ABSENT and (key in recent or found.get(key, _NEVER) >= head.envelope.sequence)):
+                        continue
+                    if older != ABSENT:
+                        self._pool.forget([older])
+                    chosen[key] = (slot, head)
+                    found[key] = head.envelope.sequence
+                self._pool.seal([slot for slot, _ in chosen.values()], list(chosen), [head.depth for _, head in chosen.values()])
+                self._sequence = max(self._sequence, newest[0][1].envelope.sequence)
             hold.end()
 
     def end_scan(self, found: Mapping[bytes, int]) -> None:

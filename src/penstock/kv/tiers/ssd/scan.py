@@ -17,7 +17,7 @@ from penstock.kv.tiers.ssd.segments import Segment
 
 log = logging.getLogger(__name__)
 
-_NUM_THREADS = 4
+_NUM_THREADS = 8  # most of their time is the disk's
 _SKIP_BYTES = 32 << 10  # slots up to this size are read with all that lies between their heads: fewer calls are worth more than bytes
 _TELL_S = 3.0
 
@@ -60,14 +60,16 @@ class Scan:
         self.done.set()
 
     def _run(self) -> None:
+        num = min(_NUM_THREADS - 1, len(self._left) // 2)
+        others = [threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True) for i in range(num)]
         try:
-            num = min(_NUM_THREADS - 1, len(self._left) // 2)
-            others = [threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True) for i in range(num)]
             for thread in others:
                 thread.start()
-            self._work()
-            for thread in others:
-                thread.join()
+            try:
+                self._work()
+            finally:
+                for thread in others:
+                    thread.join()
             if not self._stop.is_set():
                 self._index.end_scan(self._found)
                 if self._num_slots:

@@ -1,5 +1,5 @@
-"""The segments of one SSD tier: which there are, which may still be made, where a slot lies in them. Owns their descriptors and their bound;
-who uses which slot is the index's business, and what has been synced that of `Unsynced`.
+"""The segments of one SSD tier: which there are, which may still be made, where a slot lies in them, what of them has to be synced. Owns
+their descriptors and their bound; who uses which slot is the index's business.
 
 Slots are numbered through all segments, those that do not exist yet included. Files are preallocated one at a time, when the slots of
 those before are used up, so that a large bound costs nothing until it is needed.
@@ -48,7 +48,7 @@ class Segment:
         return SECTOR_BYTES + slot * slot_bytes(self.head.block_bytes)
 
     def opened(self, file: OpenFile) -> None:
-        self.head, self.num_ready, self.fd = file
+        self.head, self.fd, self.num_ready = file.head, file.fd, file.num_ready
 
 
 class Unsynced:
@@ -105,7 +105,9 @@ class Segments:
         self._grow_again_s = 0.0
         budget = max_bytes - LOCK_BYTES
         if budget < segment_bytes(1, space.block_bytes):
-            raise ConfigError(f"an SSD cache of {max_bytes} bytes has no room for one block of {space.block_bytes}: raise --kv-offload-ssd-gib")
+            raise ConfigError(
+                f"an SSD cache of {max_bytes} bytes has no room for one block of {space.block_bytes}: raise --kv-offload-ssd-gib"
+            )
         try:
             self._plan(budget - self._adopt(budget), max_bytes)
         except BaseException:

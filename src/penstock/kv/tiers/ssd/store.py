@@ -1,0 +1,184 @@
+"""Blocks in files on a local disk: a `BlockStore` that outlives the process. Owns what a call means for slots and files, which have their
+own modules. What is on disk at each instant is in docs/decisions/0013-ssd-files.md."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.config import EvictionName
+from penstock.errors import StoreFailed
+from penstock.kv.blocks.eviction import make_order
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.tiers.ssd.blocks import BlockIo, Blocks
+from penstock.kv.tiers.ssd.directory import Directory, make_directory
+from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.files import SegmentFiles
+from penstock.kv.tiers.ssd.index import ABSENT, SlotIndex
+from penstock.kv.tiers.ssd.runs import runs_of
+from penstock.kv.tiers.ssd.scan import Piece, Scan
+from penstock.kv.tiers.ssd.segments import Segment, Segments
+from penstock.kv.tiers.store import Outcome, Space, StoreUsage
+
+log = logging.getLogger(__name__)
+
+_PIECE = 256  # slots that become usable together, at most
+_PIECES = 8  # of a segment, at least: so much of it can be used where the disk has not enough room for all
+
+
+class SsdStore:
+    """One directory. Several lanes read and write at once; the lock of the index is never held across a call of the system."""
+
+    name = "ssd"
+    local = True
+
+    def __init__(self, directory: Directory, segments: Segments, space: Space, eviction: EvictionName) -> None:
+        self._directory = directory
+        self._segments = segments
+        self._blocks = BlockIo(segments.files, space.digest)
+        pool = BlockPool(segments.num_slots, "ssd", eviction=make_order(eviction, segments.num_slots))
+        self._index = SlotIndex(pool, segments.generation)
+        pieces = [Piece(segment, slots, self._index.withhold(len(slots))) for segment in segments for slots in _pieces(segment)]
+        self._later: dict[Segment, list[Piece]] = {segment: [] for segment in segments}  # what does not lie in its file yet
+        for piece in pieces:
+            if not _is_ready(piece):
+                self._later[piece.segment].append(piece)
+        self._scan = Scan(segments.files.io, self._index, list(filter(_is_ready, pieces)))
+        self._closed = False
+        self._scan.start()
+
+    @property
+    def scanned(self) -> bool:
+        """Whether all that an earlier life has left can be found."""
+        return self._scan.done.is_set()
+
+    def wait_scanned(self, timeout_s: float) -> bool:
+        return self._scan.done.wait(timeout_s)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        return self._index.find(keys)
+
+    def usage(self) -> StoreUsage:
+        return StoreUsage(self._index.num_keys, self._segments.num_slots)
+
+    # --------------------------------------------------------------------------------------------------------------- blocks
+
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+        self._require_open()
+        outcomes = [Outcome.MISSING] * len(keys)
+        slots, pin = self._index.pin_each(keys)
+        if pin is None:
+            return outcomes
+        try:
+            first = {slot: place for place, slot in reversed(list(enumerate(slots))) if slot != ABSENT}
+            for run in runs_of(self._segments, list(first.items())):
+                for place, outcome in self._blocks.read(run, keys, into).items():
+                    outcomes[place] = outcome
+                    if outcome is not Outcome.DONE:
+                        self._give_up(keys[place], slots[place], outcome)
+            for place, slot in enumerate(slots):
+                if slot != ABSENT and first[slot] != place:  # asked for twice
+                    outcomes[place] = outcomes[first[slot]]
+                    into[place][:] = into[first[slot]]
+        finally:
+            self._index.unpin(pin)
+        return outcomes
+
+    def _give_up(self, key: bytes, slot: int, outcome: Outcome) -> None:
+        self._index.forget(key, slot)
+        segment, number = self._segments.locate(slot)
+        where = self._segments.files.path(segment.head.number)
+        log.warning("the block in slot %d of %s is given up: %s", number, where, outcome.value)
+
+    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        self._require_open()
+        while self._index.num_free < len(keys) and self._grow():
+            pass
+        claim = self._index.claim(keys)
+        written: dict[int, bytes] = {}
+        try:
+            what = Blocks(keys, depths, blocks, claim.sequence)
+            for run in runs_of(self._segments, list(zip(claim.slots, claim.places, strict=True))):
+                outcomes = self._blocks.write(run, what)
+                self._segments.unsynced.note(run.segment)
+                for place, outcome in outcomes.items():
+                    claim.outcomes[place] = outcome
+                    if outcome is Outcome.DONE:
+                        written[place] = run.head.generation
+        finally:
+            self._index.land(claim, keys, depths, written)
+        return claim.wait_others()
+
+    def _grow(self) -> bool:
+        """Whether there are more slots than before."""
+        segment = self._segments.try_grow()
+        if segment is None:
+            return False
+        pieces = self._later[segment]
+        self._later[segment] = [piece for piece in pieces if not _is_ready(piece)]
+        for piece in filter(_is_ready, pieces):
+            self._index.release(piece.withheld)
+        return True
+
+    # ---------------------------------------------------------------------------------------------------------------- place
+
+    def persist(self) -> None:
+        self._require_open()
+        self._segments.persist()
+
+    def probe(self) -> None:
+        self._require_open()
+        self._segments.probe()
+        self._blocks.forgive()
+
+    def reset(self) -> int:
+        self._require_open()
+        return self._segments.renew(self._index.reset)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._scan.close()
+        try:
+            self._segments.persist()
+        except StoreFailed as error:
+            log.warning("%s", error)
+        finally:
+            self._segments.close()
+            self._directory.close()
+        for pieces in self._later.values():
+            for piece in pieces:
+                self._index.release(piece.withheld)
+        self._index.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreFailed(f"the SSD cache in {self._directory.path} is closed")
+
+
+def _pieces(segment: Segment) -> Iterator[range]:
+    step = min(_PIECE, -(-segment.num_slots // _PIECES))
+    for first in range(0, segment.num_slots, step):
+        yield range(first, min(first + step, segment.num_slots))
+
+
+def _is_ready(piece: Piece) -> bool:
+    return piece.slots.stop <= piece.segment.num_ready
+
+
+def open_ssd(directory: str | Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo | None = None) -> SsdStore:
+    """The store in `directory`, which takes at most `max_bytes` of disk. Raises ConfigError where that can never work, or where another
+    process has the directory. Serves at once; what is there from before is found as it is scanned."""
+    locked = make_directory(Path(directory).absolute())
+    try:
+        segments = Segments(SegmentFiles(io or DiskIo(), locked), space, max_bytes)
+        try:
+            return SsdStore(locked, segments, space, eviction)
+        except BaseException:
+            segments.close()
+            raise
+    except BaseException:
+        locked.close()
+        raise

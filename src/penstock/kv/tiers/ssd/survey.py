@@ -1,0 +1,191 @@
+"""What is in the directory of an SSD cache, without an engine: look, check every byte, clear. Owns these three; each holds the directory's
+lock, so that none runs beside an engine.
+
+Slots whose head does not stand for a block count as empty: they were never written, or forgotten. A block is torn where its head is whole
+and its payload is not what the head was written for: a crash during a write leaves that, and so does a flipped bit in the payload. It is
+corrupt where the head itself is damaged. Neither is ever served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.kv.tiers.ssd.directory import Directory, open_directory
+from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, SlotHead, segment_bytes, slot_bytes, stands, unpack_segment, unpack_slot
+
+Progress = Callable[[int, int], None]  # slots or files done, and in all
+
+_SKIP_BYTES = 32 << 10  # slots up to this size are read whole for their heads' sake
+_READ_BYTES = 8 << 20
+
+
+@dataclass(slots=True)
+class SpaceSurvey:
+    """Blocks of one space. Sequences are times of writing, in nanoseconds since 1970, as far as the clock was right."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0  # of payload
+    oldest: int = 0
+    newest: int = 0
+
+    def add(self, head: SlotHead) -> None:
+        sequence = head.envelope.sequence
+        self.oldest = min(self.oldest, sequence) if self.num_blocks else sequence
+        self.newest = max(self.newest, sequence)
+        self.num_blocks += 1
+        self.num_bytes += head.envelope.num_bytes
+
+
+@dataclass(slots=True)
+class Survey:
+    """What was found. `num_good` is None where payloads were not read."""
+
+    directory: Path
+    num_segments: int = 0
+    num_slots: int = 0
+    file_bytes: int = 0
+    spaces: dict[str, SpaceSurvey] = field(default_factory=dict)  # by digest, in hex
+    num_older: int = 0  # blocks of which a newer copy is there as well
+    damaged: list[str] = field(default_factory=list)  # files without a head that can be read, or shorter than it says
+    num_good: int | None = None
+    corrupt: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(space.num_blocks for space in self.spaces.values())
+
+
+def inspect(directory: str | Path) -> Survey:
+    """Heads only. Raises ConfigError where there is no cache or an engine uses it."""
+    with _locked(directory) as opened:
+        return _Surveyor(opened, None).survey()
+
+
+def verify(directory: str | Path, progress: Progress) -> Survey:
+    """Every byte of every block. Raises ConfigError where there is no cache or an engine uses it."""
+    with _locked(directory) as opened:
+        return _Surveyor(opened, progress).survey()
+
+
+def clear(directory: str | Path, progress: Progress) -> Survey:
+    """Remove all files of the cache, of whatever space; others in the directory stay. Returns what there was, in files and bytes."""
+    with _locked(directory) as opened:
+        paths = list(opened.segment_files().values())
+        found = Survey(opened.path, num_segments=len(paths), file_bytes=sum(path.stat().st_size for path in paths))
+        for done, path in enumerate(paths, 1):
+            path.unlink()
+            progress(done, len(paths))
+        fd = os.open(opened.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return found
+
+
+@contextlib.contextmanager
+def _locked(directory: str | Path) -> Iterator[Directory]:
+    opened = open_directory(Path(directory).absolute())
+    try:
+        yield opened
+    except OSError as error:
+        raise ConfigError(f"the SSD cache directory {opened.path} cannot be used: {error.strerror}") from error
+    finally:
+        opened.close()
+
+
+class _Surveyor:
+    """One pass over the files. With `progress` payloads are read as well."""
+
+    def __init__(self, directory: Directory, progress: Progress | None) -> None:
+        self._survey = Survey(directory.path, num_good=None if progress is None else 0)
+        self._paths = directory.segment_files()
+        self._progress = progress
+        self._heads: dict[tuple[bytes, bytes], SlotHead] = {}
+        self._scratch = Scratch()
+        self._num_done = 0
+        self._num_total = 0
+
+    def survey(self) -> Survey:
+        found = self._survey
+        heads: dict[Path, SegmentHead] = {}
+        for number, path in self._paths.items():
+            found.num_segments += 1
+            found.file_bytes += path.stat().st_size
+            head = _segment_head(path, number)
+            if head is None:
+                found.damaged.append(f"{path.name}: no head that can be read")
+                continue
+            heads[path] = head
+            found.num_slots += head.num_slots
+            self._num_total += head.num_slots
+            if path.stat().st_size < segment_bytes(head.num_slots, head.block_bytes):
+                found.damaged.append(f"{path.name}: shorter than its head says")
+        for path, head in heads.items():
+            self._walk(path, head)
+        for slot_head in self._heads.values():
+            found.spaces.setdefault(slot_head.envelope.space.hex(), SpaceSurvey()).add(slot_head)
+        return found
+
+    def _walk(self, path: Path, segment: SegmentHead) -> None:
+        width = slot_bytes(segment.block_bytes)
+        whole = self._progress is not None or width <= _SKIP_BYTES
+        step = max(1, _READ_BYTES // width) if whole else 1
+        with contextlib.closing(_File(path)) as file:
+            for first in range(0, segment.num_slots, step):
+                num = min(step, segment.num_slots - first)
+                room = self._scratch.room(num * width if whole else SECTOR_BYTES)
+                read = room[: file.read(room, SECTOR_BYTES + first * width)]
+                for i in range(num):
+                    self._judge(path, segment, first + i, read[i * width : (i + 1) * width])
+                self._num_done += num
+                if self._progress is not None:
+                    self._progress(self._num_done, self._num_total)
+
+    def _judge(self, path: Path, segment: SegmentHead, slot: int, image: memoryview) -> None:
+        found, head = self._survey, unpack_slot(image[:SECTOR_BYTES])
+        if head is None and any(image[:64]):
+            found.corrupt.append(f"{path.name} slot {slot}: damaged head")
+        if head is None or not stands(head, segment, slot):
+            return
+        if found.num_good is not None:
+            if not head.envelope.fits(image[SECTOR_BYTES : SECTOR_BYTES + segment.block_bytes]):
+                found.torn.append(f"{path.name} slot {slot}: key {head.envelope.key.hex()}, payload does not fit its head")
+                return
+            found.num_good += 1
+        name = (head.envelope.space, head.envelope.key)
+        older = self._heads.get(name)
+        found.num_older += older is not None
+        if older is None or older.envelope.sequence < head.envelope.sequence:
+            self._heads[name] = head
+
+
+class _File:
+    """One file, for reading; direct where possible, so that a check sees the disk and not a copy in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._io = DiskIo()
+        try:
+            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT)
+        except OSError:
+            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+    def read(self, room: memoryview, offset: int) -> int:
+        return read_all(self._io, self._fd, [room], offset)
+
+    def close(self) -> None:
+        self._io.close(self._fd)
+
+
+def _segment_head(path: Path, number: int) -> SegmentHead | None:
+    room = Scratch().room(SECTOR_BYTES)
+    with contextlib.closing(_File(path)) as file:
+        head = unpack_segment(room[: file.read(room, 0)])
+    return head if head is not None and head.number == number else None

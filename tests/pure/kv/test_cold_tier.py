@@ -1,0 +1,342 @@
+"""A cold tier on real lanes: what is written is read back, whatever else is a miss with a counter, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
+
+from penstock.contract import Access, Mode, Traffic
+from penstock.errors import StoreFailed
+from penstock.kv.tiers.cold import Finding
+from penstock.kv.tiers.exchange import KnownKeys
+from penstock.kv.tiers.store import Outcome
+from penstock.lanes.cpu import CpuLane
+from penstock.testing.stores import HandClock
+
+DONE, MISSING, CORRUPT, FAILED, FULL = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED, Outcome.FULL
+__all__ = ["make"]
+
+
+# ------------------------------------------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_was_written_is_found_and_read_into_other_slots(make: Make, local: bool) -> None:
+    rig = make(local)
+    writing = rig.write(KEYS[:5])
+    assert writing.done_keys == KEYS[:5] and writing.error is None and writing.outcomes == [DONE] * 5
+    assert rig.find(KEYS[:7]) == 5
+    assert rig.read(KEYS[:5]) == [DONE] * 5
+    counts = rig.tier.counts
+    assert (counts.num_read, counts.num_written) == (5, 5)
+    assert (counts.read_bytes, counts.written_bytes) == (5 * BLOCK_BYTES, 5 * BLOCK_BYTES)
+    assert sum(counts.read_s.counts) == sum(counts.write_s.counts) == 1
+    rig.close()
+    assert rig.store.closed
+
+
+def test_what_a_store_does_not_have_or_has_damaged_is_not_served(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:4])
+    rig.store.lose(KEYS[1])
+    rig.store.spoil(KEYS[2])
+    rig.store.fails.add(KEYS[3])
+    assert rig.read(KEYS[:4]) == [DONE, MISSING, CORRUPT, FAILED]
+    assert (rig.tier.counts.num_missing, rig.tier.counts.num_corrupt, rig.tier.counts.failures) == (1, 1, {"block": 1})
+    assert rig.read(KEYS[2:3]) == [MISSING]
+    assert rig.tier.usable
+
+
+def test_a_full_store_skips_what_does_not_fit(make: Make) -> None:
+    rig = make()
+    rig.store.max_blocks = 1
+    writing = rig.write(KEYS[:2])
+    assert writing.outcomes == [DONE, FULL] and writing.done_keys == KEYS[:1] and writing.error is None
+    assert rig.tier.counts.skipped == {"full": 1} and rig.tier.usable
+
+
+def test_every_access_is_declared_where_it_is_submitted() -> None:
+    class Heard(CpuLane):
+        accesses: ClassVar[dict[str, list[Access]]] = {}
+
+        def submit(self, op, accesses=(), **named):  # type: ignore[no-untyped-def]
+            self.accesses.setdefault(self.name, []).extend(accesses)
+            return super().submit(op, accesses, **named)
+
+    rig = Rig(lane=Heard)
+    rig.write(KEYS[:4])
+    _, slots = rig.submit_read(KEYS[:6])
+    rig.close()
+    for name, wanted in {"read-0": [slots[:2], slots[4:]], "read-1": [slots[2:4]]}.items():
+        assert Heard.accesses[name] == [Access("host", some, (0, LAYERS), Mode.WRITE) for some in wanted], "dealt out in turn, two by two"
+    assert [access.mode for access in Heard.accesses["write-0"] + Heard.accesses["write-1"]] == [Mode.READ] * 2
+
+
+# --------------------------------------------------------------------------------------------------------------------- groups
+
+
+def test_groups_are_given_out_in_order_each_once_also_where_a_later_one_is_over_first(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:6])
+    rig.store.gate.hold("read")
+    reading, _ = rig.submit_read(KEYS[:6])
+    rig.store.gate.wait_came(2)
+    assert list(reading.take_arrived()) == [] and not reading.over and rig.tier.num_reading == 1
+    assert rig.tier.queued_read_bytes == 6 * BLOCK_BYTES
+    rig.tier.wake = woken = Woken()
+    rig.store.gate.let(1)
+    woken.wait_for(1)  # one of the two, whichever it is
+    given = list(reading.take_arrived())
+    assert [group.places for group in given] in ([], [slice(0, 2)]), "the second does not come before the first"
+    assert not reading.over
+    rig.store.gate.let()
+    rig.settle()
+    given += reading.take_arrived()
+    assert [group.places for group in given] == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert reading.over and list(reading.take_arrived()) == []
+    assert all(group.fence.passed() for group in given)
+    assert rig.tier.num_reading == 0 and rig.tier.queued_read_bytes == 0
+
+
+def test_nothing_of_a_reading_is_done_before_it_is_over(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:1])
+    rig.store.gate.hold("read")
+    reading, _ = rig.submit_read(KEYS[:1])
+    rig.store.gate.wait_came()
+    assert reading._groups[0].outcomes == [FAILED]
+    rig.store.gate.let()
+    rig.settle()
+    assert reading._groups[0].outcomes == [DONE]
+
+
+def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
+    """A wake-up before the fence has passed would be lost: the engine looks, finds nothing, and sleeps."""
+    rig = make(num_readers=1, num_writers=1)
+    flying: list[Callable[[], bool]] = [lambda: True]
+    rig.tier.wake = woken = Woken(lambda: flying[-1]())
+    writing = rig.submit_write(KEYS[:1])
+    assert writing is not None
+    flying.append(writing.over)
+    woken.wait_for(1)
+    reading, _ = rig.submit_read(KEYS[:1])
+    flying.append(lambda: reading.over)
+    woken.wait_for(2)
+    finding = rig.tier.find(KEYS[:1], 1e9)
+    flying.append(lambda: finding.ready)
+    woken.wait_for(3)
+    persisting = rig.tier.persist()
+    flying.append(lambda: all(group.over() for group in persisting.groups))
+    woken.wait_for(4)
+    assert woken.seen[1:] == [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------------------------ questions
+
+
+def test_an_answer_that_comes_too_late_changes_nothing(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:3])
+    rig.store.gate.hold("find")
+    finding = rig.tier.find(KEYS[:3], patience_s=0.5)
+    rig.store.gate.wait_came()
+    assert not finding.ready and finding.num == 0 and rig.tier.num_asking == 1
+    rig.clock.advance(0.5)
+    assert finding.ready and finding.num == 0
+    rig.store.gate.let()
+    rig.settle()
+    assert finding.ready and finding.num == 0 and rig.tier.num_asking == 0
+
+
+def test_an_answer_that_nobody_looked_for_in_time_is_late_as_well() -> None:
+    clock = HandClock()
+    finding = Finding(clock() + 1.0, clock)
+    clock.advance(1.0)
+    finding.answer(7)
+    assert finding.num == 0 and finding.ready
+
+
+def test_a_question_that_nobody_waits_for_any_more_is_not_asked(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("find")
+    first, second = rig.tier.find(KEYS[:1], 1.0), rig.tier.find(KEYS[:1], 1.0)
+    rig.store.gate.wait_came()
+    rig.clock.advance(2.0)
+    rig.store.gate.let()
+    rig.settle()
+    assert first.ready and second.ready and rig.store.calls == ["find"]
+
+
+def test_a_local_store_answers_on_the_callers_thread(make: Make) -> None:
+    rig = make(local=True)
+    rig.write(KEYS[:2])
+    asked: list[int] = []
+    rig.store.on_call = lambda call: asked.append(threading.get_ident())
+    finding = rig.tier.find(KEYS[:4], patience_s=0.0)
+    assert finding.ready and finding.num == 2 and asked == [threading.get_ident()]
+
+
+def test_a_question_that_fails_is_answered_with_nothing(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    rig.store.raises = OSError("password=hunter2")
+    assert rig.find(KEYS[:2]) == 0
+    assert rig.tier.counts.failures == {"error": 1} and not rig.tier.usable
+    finding = rig.tier.find(KEYS[:2], 1e9)
+    assert finding.ready and finding.num == 0 and rig.store.calls.count("find") == 1, "a broken store is not asked"
+
+
+# ------------------------------------------------------------------------------------------------------------- the write queue
+
+
+def test_the_queue_takes_what_fits_first_blocks_first_and_counts_the_rest(make: Make) -> None:
+    rig = make(queue_bytes=3 * BLOCK_BYTES)
+    rig.store.gate.hold("write")
+    first = rig.submit_write(KEYS[:2])
+    second = rig.submit_write(KEYS[2:5])
+    assert first is not None and second is not None
+    assert rig.submit_write(KEYS[5:7]) is None
+    assert rig.tier.counts.skipped == {"queue": 4}
+    forced = rig.submit_write(KEYS[7:9], must=True)
+    rig.store.gate.let()
+    assert set(rig.settle()) == {first, second, forced}
+    assert second.outcomes == [DONE, FULL, FULL] and second.done_keys == KEYS[2:3]
+    assert forced is not None and forced.done_keys == KEYS[7:9]
+    assert rig.write(KEYS[5:7]).done_keys == KEYS[5:7], "there is room again"
+
+
+def test_a_queue_smaller_than_a_block_still_takes_one(make: Make) -> None:
+    rig = make(queue_bytes=1)
+    assert rig.write(KEYS[:1]).done_keys == KEYS[:1]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_is_known_to_be_there_is_not_written_again(make: Make, local: bool) -> None:
+    rig = make(local)
+    rig.write(KEYS[:2])
+    again = rig.submit_write(KEYS[:3])
+    assert again is not None and not again.settled
+    assert rig.settle() == [again] and again.done_keys == KEYS[:3]
+    nothing = rig.submit_write(KEYS[:2])
+    assert nothing is not None and not nothing.settled and rig.tier.num_writing == 1
+    assert rig.tier.settle() == [nothing] and nothing.done_keys == KEYS[:2], "it comes out of settle like any other"
+    assert rig.store.calls.count("write") == 2 and rig.tier.counts.num_written == 3
+
+
+@pytest.mark.parametrize("notice", [lambda rig: rig.read(KEYS[:2]), lambda rig: rig.find(KEYS[:2])], ids=["read", "find"])
+def test_what_is_seen_to_be_gone_is_written_again(make: Make, notice: Callable[[Rig], object]) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    rig.store.lose()
+    notice(rig)
+    rig.write(KEYS[:2])
+    assert set(rig.store.blocks) == set(KEYS[:2])
+
+
+def test_a_damaged_block_is_written_again(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:1])
+    rig.store.spoil(KEYS[0])
+    rig.read(KEYS[:1])
+    rig.write(KEYS[:1])
+    assert rig.read(KEYS[:1]) == [DONE]
+
+
+def test_only_so_many_keys_are_remembered_the_newest() -> None:
+    known = KnownKeys(max_keys=3)
+    known.add(KEYS[:3])
+    known.add(KEYS[:1])  # seen again
+    known.add(KEYS[3:4])
+    assert known.has_each(KEYS[:4]) == [True, False, True, True]
+
+
+# ------------------------------------------------------------------------------------------------------------ settle, persist
+
+
+def test_a_writing_is_given_out_once_when_all_of_it_is_over(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("write")
+    writing = rig.submit_write(KEYS[:4])
+    assert writing is not None
+    rig.store.gate.wait_came(2)
+    rig.store.gate.let(1)
+    assert rig.tier.settle() == [] and not writing.settled and writing.done_keys == [] and rig.tier.num_writing == 1
+    rig.store.gate.let()
+    assert rig.settle() == [writing] and rig.settle() == [] and rig.tier.num_writing == 0
+
+
+def test_persist_comes_behind_all_writes(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("write")
+    writing = rig.submit_write(KEYS[:4])
+    persisting = rig.tier.persist()
+    rig.store.gate.wait_came(2)
+    rig.store.gate.let(1)
+    assert rig.tier.settle() == [] and "persist" not in rig.store.calls
+    rig.store.gate.let()
+    assert rig.settle() == [writing, persisting]
+    assert persisting.settled and persisting.error is None and persisting.handle is None
+    assert rig.store.calls == ["write", "write", "persist"]
+
+
+@pytest.mark.parametrize("way", ["persist raises", "a write before it fails", "a write before it finds no room", "fenced off"])
+def test_persist_says_why_not_everything_is_safe(make: Make, way: str) -> None:
+    rig = make()
+    if way == "persist raises":
+        rig.store.on_call = lambda call: rig.store.die() if call == "persist" else None
+    elif way == "a write before it fails":
+        rig.store.fails.add(KEYS[1])
+    elif way == "a write before it finds no room":
+        rig.store.max_blocks = 1
+    else:
+        rig.break_store()
+    rig.submit_write(KEYS[:2])
+    persisting = rig.tier.persist()
+    rig.settle()
+    assert persisting.settled and isinstance(persisting.error, StoreFailed)
+
+
+def test_a_reset_store_is_written_again(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    assert rig.tier.reset() == 2 and rig.tier.usage().num_used == 0
+    rig.write(KEYS[:2])
+    assert rig.tier.usage().num_used == 2
+    rig.break_store()
+    with pytest.raises(StoreFailed):
+        rig.tier.reset()
+
+
+# --------------------------------------------------------------------------------------------------------------------- figures
+
+
+def test_the_rate_is_of_wall_time_not_of_the_sum_of_parallel_reads(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:4])
+    rig.store.gate.hold("read")
+    rig.submit_read(KEYS[:4])
+    rig.store.gate.wait_came(2)
+    rig.clock.advance(2.0)
+    rig.store.gate.let()
+    rig.settle()
+    assert rig.tier.rate.bytes_per_s == 4 * BLOCK_BYTES / 2.0
+
+
+def test_the_report_tells_all_of_it(make: Make) -> None:
+    rig = make()
+    rig.store.max_blocks = 3
+    rig.write(KEYS[:4])
+    rig.store.spoil(KEYS[0])
+    rig.read([KEYS[0], KEYS[1], KEYS[5]])
+    rig.break_store()
+    traffic = Traffic({}, {}, {}, {}, {"full": 10}, 0)
+    rig.tier.report(traffic)
+    assert traffic.bytes == {("remote", "host"): BLOCK_BYTES, ("host", "remote"): 3 * BLOCK_BYTES}
+    assert sum(traffic.seconds["remote", "host"].counts) == 1
+    assert traffic.in_flight == {("remote", "host"): 0, ("host", "remote"): 0}
+    assert traffic.failures == {("remote", "store"): 1, ("remote", "missing"): 1}
+    assert traffic.skipped == {"full": 11} and traffic.checksum_failures == {"remote": 1} and traffic.usable == {"remote": False}

@@ -1,0 +1,292 @@
+"""A cold tier whose store fails, hangs or is broken, and whose lanes end: misses and deadlines, nobody waits, no slot is given up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, make
+
+from penstock.errors import DeadlineExceeded, InvariantBroken, StoreFailed
+from penstock.kv.tiers import cold
+from penstock.kv.tiers.breaker import Breaker, State
+from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.store import Outcome
+
+DONE, FAILED = Outcome.DONE, Outcome.FAILED
+__all__ = ["make"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- the breaker
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(StoreFailed("down"), "store"), (TimeoutError(), "timeout"), (DeadlineExceeded("late"), "timeout"), (OSError("bad"), "error")],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_a_store_raises_fails_its_group_and_fences_the_tier_off(make: Make, error: Exception, reason: str) -> None:
+    rig = make(num_readers=1)
+    rig.write(KEYS[:4])
+    rig.store.on_call = lambda call: setattr(rig.store, "raises", error)
+    assert rig.read(KEYS[:4]) == [FAILED] * 4
+    assert rig.store.calls.count("read") == 1, "what was queued behind it did not try"
+    assert rig.tier.counts.failures == {reason: 1, "broken": 1} and rig.tier.counts.num_openings == 1
+    assert not rig.tier.usable and rig.tier.queued_read_bytes == 0 and rig.tier.counts.num_read == 0
+
+
+def test_while_it_is_fenced_off_nothing_is_asked_read_or_written(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    rig.break_store()
+    calls = list(rig.store.calls)
+    finding = rig.tier.find(KEYS[:2], 1e9)
+    assert finding.ready and finding.num == 0
+    assert rig.submit_write(KEYS[2:4]) is None and rig.submit_write(KEYS[2:4], must=True) is None
+    assert rig.read(KEYS[:2]) == [FAILED] * 2
+    assert rig.store.calls == calls and rig.tier.counts.skipped == {"broken": 4}
+
+
+def test_writes_that_were_queued_when_it_broke_are_skipped(make: Make) -> None:
+    rig = make(num_writers=1)
+    rig.store.gate.hold("write")
+    first, second = rig.submit_write(KEYS[:2]), rig.submit_write(KEYS[2:4])
+    rig.store.gate.wait_came()
+    rig.store.die()
+    rig.store.gate.let()
+    assert rig.settle() == [first, second] and first is not None and second is not None
+    assert isinstance(first.error, StoreFailed) and isinstance(second.error, StoreFailed) and not first.done_keys + second.done_keys
+    assert rig.store.calls == ["write"] and rig.tier.counts.skipped == {"broken": 2}
+
+
+def comes_back(rig: Rig) -> None:
+    rig.write(KEYS[:2])
+    rig.break_store()
+    for wait_s in (1.0, 2.0, 4.0):
+        rig.clock.advance(0.9 * wait_s)
+        rig.settle()
+        num_probes = rig.store.calls.count("probe")
+        rig.clock.advance(0.2 * wait_s)
+        rig.tier.settle()
+        rig.settle()
+        assert rig.store.calls.count("probe") == num_probes + 1 and not rig.tier.usable
+    rig.store.raises = None
+    rig.store.lose()  # it was restarted, and is empty
+    rig.clock.advance(8.1)
+    rig.tier.settle()
+    rig.settle()
+    assert rig.tier.usable
+    assert rig.write(KEYS[:2]).done_keys == KEYS[:2] and set(rig.store.blocks) == set(KEYS[:2]), "nothing is believed to be there"
+    assert rig.read(KEYS[:2]) == [DONE] * 2
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_it_is_probed_on_a_lane_ever_more_rarely_until_it_is_back(make: Make, local: bool) -> None:
+    comes_back(make(local))
+
+
+class NeverLooks(Breaker):
+    def try_probe(self) -> bool:
+        return False
+
+
+class NeverBelieves(Breaker):
+    def probed(self, answers: bool) -> None:
+        super().probed(False)
+
+
+@pytest.mark.parametrize("breaker", [NeverLooks, NeverBelieves])
+def test_a_breaker_is_noticed_that_never_closes_again(make: Make, breaker: type[Breaker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "Breaker", breaker)
+    with pytest.raises(AssertionError):
+        comes_back(make())
+
+
+def test_blocks_that_fail_one_by_one_fence_it_off_too(make: Make) -> None:
+    rig = make()
+    rig.store.fails.update(KEYS)
+    assert rig.read(KEYS[:7]) == [FAILED] * 7 and rig.tier.usable
+    rig.read(KEYS[:1])
+    assert not rig.tier.usable and rig.tier.counts.failures["block"] == 8 and rig.tier.counts.num_openings == 1
+
+
+def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("read")
+    rig.submit_read(KEYS[:1])
+    rig.store.gate.wait_came()
+    rig.break_store()  # by a question
+    rig.clock.advance(1.1)
+    rig.store.raises = None
+    rig.tier.settle()
+    assert rig.asker is not None
+    rig.asker.drain(SOON_S)
+    assert rig.tier.usable
+    rig.store.on_call = lambda call: rig.store.die() if call == "read" else None
+    rig.store.gate.let()
+    rig.settle()
+    assert rig.tier.usable and rig.tier.counts.num_openings == 1
+
+
+def test_nothing_of_what_others_raise_is_said_in_a_log_or_an_error(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make()
+    rig.store.raises = ConnectionError("redis://user:hunter2@store")
+    with caplog.at_level(logging.DEBUG):
+        writing = rig.write(KEYS[:1])
+    assert "fenced off" in caplog.text and "ConnectionError" in caplog.text
+    assert "hunter2" not in caplog.text + str(writing.error) + repr(writing.error)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- stuck
+
+
+@pytest.mark.parametrize("call", ["read", "write", "find"])
+def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make: Make, call: str) -> None:
+    rig = make()
+    rig.store.gate.hold(call)
+    start: dict[str, Callable[[], object]] = {
+        "read": lambda: rig.submit_read(KEYS[:1]),
+        "write": lambda: rig.submit_write(KEYS[:1]),
+        "find": lambda: rig.tier.find(KEYS[:1], 1e9),
+    }
+    start[call]()
+    rig.store.gate.wait_came()
+    rig.clock.advance(9.9)
+    assert rig.tier.usable
+    rig.clock.advance(0.2)
+    assert not rig.tier.usable and rig.tier.settle() == [] == rig.tier.settle()
+    assert rig.tier.counts.failures == {"stuck": 1}
+    assert rig.submit_write(KEYS[1:2]) is None and rig.tier.find(KEYS[:1], 1e9).ready
+    assert (rig.tier.num_reading, rig.tier.num_writing) == (call == "read", call == "write"), "its slots stay with it"
+    rig.store.gate.let()
+    rig.settle()
+    assert rig.tier.usable and rig.tier._exchanges.breaker.state is State.CLOSED
+
+
+def test_what_waits_for_somebody_else_is_not_stuck(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("read")
+    rig.submit_read(KEYS[:4])  # both readers
+    rig.store.gate.wait_came(2)
+    rig.clock.advance(6.0)
+    queued, _ = rig.submit_read(KEYS[:1])
+    rig.store.gate.let(2)
+    rig.store.gate.wait_came(3)
+    rig.clock.advance(6.0)
+    assert rig.tier.usable and not queued.over
+    assert rig.tier.queued_read_bytes == BLOCK_BYTES
+
+
+# ------------------------------------------------------------------------------------------------------------------------- end
+
+
+def test_drain_raises_rather_than_give_up_quietly(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold()
+    rig.submit_read(KEYS[:1])
+    with pytest.raises(DeadlineExceeded):
+        rig.tier.drain(0.01)
+
+
+@pytest.mark.parametrize("call", ["read", "write", "find", "close"])
+def test_a_store_that_hangs_does_not_hang_close(make: Make, call: str) -> None:
+    rig = make(num_readers=1)
+    rig.store.gate.hold(call)
+    begun, _ = rig.submit_read(KEYS[:1])
+    rig.submit_write(KEYS[:1])
+    rig.tier.find(KEYS[:1], 1e9)
+    queued, slots = rig.submit_read(KEYS[1:2])
+    with pytest.raises(DeadlineExceeded):
+        rig.tier.close(0.05)
+    assert not rig.store.closed and not rig.tier.usable
+    if call == "read":
+        assert not begun.over and not queued.over, "what is under way keeps its slots"
+    rig.store.gate.let()
+    rig.tier.close(SOON_S)
+    rig.tier.close(SOON_S)
+    assert rig.store.closed
+    if call == "read":
+        assert rig.store.calls.count("read") == 1, "what had not begun never did"
+        assert [group.outcomes for group in queued.take_arrived()] == [[FAILED]] and not any(rig.host.view(slots[0]))
+
+
+def test_what_comes_after_the_end_fails_and_nothing_more(make: Make) -> None:
+    rig = make()
+    rig.close()
+    reading, _ = rig.submit_read(KEYS[:3])
+    assert reading.over and [group.outcomes for group in reading.take_arrived()] == [[FAILED, FAILED], [FAILED]]
+    assert rig.submit_write(KEYS[:1]) is None and rig.tier.find(KEYS[:1], 1.0).ready
+    persisting = rig.tier.persist()
+    assert rig.tier.settle() == [persisting] and persisting.error is not None
+    assert rig.tier.queued_read_bytes == 0
+
+
+def test_a_lane_that_refuses_half_way_leaves_nothing_in_flight_unseen(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:4])
+    rig.readers[1].close(SOON_S)
+    rig.store.gate.hold("read")
+    reading, _ = rig.submit_read(KEYS[:4])
+    assert not reading.over, "the first group is on its way into its slots"
+    rig.store.gate.let()
+    rig.readers[0].drain(SOON_S)
+    assert reading.over and [list(group.outcomes) for group in reading.take_arrived()] == [[DONE, DONE], [FAILED, FAILED]]
+
+
+# -------------------------------------------------------------------------------------------------------------- our own defects
+
+
+class Quiet(ColdTier):
+    """Keeps to itself what broke on its lanes."""
+
+    def settle(self):  # type: ignore[no-untyped-def]
+        while True:
+            try:
+                return super().settle()
+            except InvariantBroken:
+                continue
+
+
+def raised_by(call: Callable[[], object]) -> tuple[int, object]:
+    """How often `call` raises what broke, and what it says then."""
+    for num in range(10):
+        try:
+            return num, call()
+        except InvariantBroken:
+            continue
+    raise AssertionError("there is no end to it")
+
+
+def a_defect_surfaces_and_loses_nothing(rig: Rig) -> None:
+    rig.store.raises = InvariantBroken("ours")
+    reading, _ = rig.submit_read(KEYS[:3])
+    writing = rig.submit_write(KEYS[:1])
+    finding = rig.tier.find(KEYS[:1], 1e9)
+    persisting = rig.tier.persist()
+    rig.tier.drain(SOON_S)
+    num, groups = raised_by(lambda: [group.outcomes for group in reading.take_arrived()])
+    assert num == 2 and groups == [[FAILED, FAILED], [FAILED]]
+    num, given = raised_by(rig.tier.settle)
+    assert num == 2 and given == [writing, persisting]
+    assert writing is not None and writing.done_keys == [] and isinstance(writing.error, InvariantBroken)
+    assert finding.ready and finding.num == 0
+    assert rig.tier.usable, "the store is not to blame"
+
+
+def test_a_defect_of_ours_surfaces_on_the_engine_thread_and_loses_nothing(make: Make) -> None:
+    a_defect_surfaces_and_loses_nothing(make())
+
+
+def test_it_is_noticed_where_it_does_not(make: Make) -> None:
+    with pytest.raises(AssertionError):
+        a_defect_surfaces_and_loses_nothing(make(make=Quiet))
+
+
+def test_a_store_that_does_not_say_what_became_of_each_block_is_a_defect(make: Make) -> None:
+    rig = make()
+    rig.store.read = lambda keys, into: [DONE]  # type: ignore[method-assign]
+    reading, _ = rig.submit_read(KEYS[:2])
+    rig.tier.drain(SOON_S)
+    num, groups = raised_by(lambda: [group.outcomes for group in reading.take_arrived()])
+    assert num == 1 and groups == [[FAILED, FAILED]]

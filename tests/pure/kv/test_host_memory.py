@@ -1,0 +1,97 @@
+"""Host memory on its way to being usable: nobody waits for it to begin, it ends when asked to, and an error ends nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.memory import HostMemory
+
+WAIT_S = 30.0
+PIECES = [range(first, first + 64) for first in range(0, 640, 64)]
+
+
+class Pieces:
+    """An arena whose pieces become usable one for each `let`."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.deeds: list[str] = []
+        self._allowed = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._fails_at = fails_at
+
+    def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+        self.deeds.append("begins")
+        for number, piece in enumerate(PIECES):
+            assert self._allowed.acquire(timeout=WAIT_S)
+            if stop():
+                break
+            if number == self._fails_at:
+                raise OSError("no memory is left")
+            ready(piece)
+            progress(number + 1, len(PIECES))
+            self._done.release()
+        self.deeds.append("ends")
+
+    def close(self) -> None:
+        self.deeds.append("closes")
+
+    def let(self, num: int) -> None:
+        self._allowed.release(num)
+
+    def wait_done(self, num: int) -> None:
+        assert all(self._done.acquire(timeout=WAIT_S) for _ in range(num))
+
+
+def test_a_tier_is_built_before_any_of_its_memory_is_ready_and_gets_all_of_it_piece_by_piece() -> None:
+    tier = HostTier(BlockPool(640, "host"), 4, 100.0)
+    tier.withhold()
+    arena = Pieces()
+    memory = HostMemory(arena, tier.ready)
+    assert tier.slots.free == 0
+    arena.let(3)
+    arena.wait_done(3)
+    assert tier.slots.free == 3 * 64
+    arena.let(7)
+    arena.wait_done(7)
+    assert tier.slots.free == 640
+    memory.close()
+    tier.close()
+
+
+def test_a_close_ends_it_before_its_next_piece_and_closes_the_arena_behind_it() -> None:
+    seen: list[range] = []
+    arena = Pieces()
+    memory = HostMemory(arena, seen.append)
+    arena.let(2)
+    arena.wait_done(2)
+    threading.Thread(target=lambda: (memory._stop.wait(WAIT_S), arena.let(1))).start()
+    memory.close()
+    assert seen == PIECES[:2] and arena.deeds == ["begins", "ends", "closes"]
+    memory.close()
+
+
+def test_an_error_is_told_and_what_is_ready_stays_ready(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[range] = []
+    arena = Pieces(fails_at=2)
+    arena.let(10)
+    memory = HostMemory(arena, seen.append)
+    memory._thread.join(WAIT_S)
+    assert seen == PIECES[:2] and "the host tier uses what it has" in caplog.text
+    memory.close()
+    assert arena.deeds == ["begins", "closes"]
+
+
+def test_how_far_it_is_is_told_once_for_each_tenth(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    memory = HostMemory(Pieces(), lambda slots: None)
+    for done in range(1, 1001):
+        memory._progress(done, 1000)
+    assert len(caplog.records) == 10 and all("GiB ready" in record.message for record in caplog.records)
+    memory._arena.let(1)  # type: ignore[attr-defined]
+    memory.close()
