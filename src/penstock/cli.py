@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock import __version__
@@ -23,6 +24,8 @@ from penstock.commands.arguments import (
     new_file,
     sampling_flags,
     sampling_of,
+    ssd_dir_flag,
+    without_secrets,
 )
 from penstock.commands.bench_arguments import add_bench
 from penstock.config import ServerConfig
@@ -35,13 +38,14 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. `--help` and `--version` raise SystemExit, as argparse has it."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
         args = make_parser().parse_args(argv)
         code: int = args.run(args)
         sys.stdout.flush()  # while a closed pipe can still be dealt with
         return code
     except PenstockError as error:
-        print(f"penstock: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"penstock: error: {' '.join(without_secrets(str(error), argv).split())}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
     except ModuleNotFoundError as error:
         if (error.name or "penstock").partition(".")[0] == "penstock":
@@ -65,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     add_bench(commands)
+    _add_cache(commands)
     _add_doctor(commands)
     return parser
 
@@ -134,6 +139,29 @@ def _chat(args: argparse.Namespace) -> int:
     from penstock.commands.chat import chat
 
     return chat(config, sampling, args.system)
+
+
+def _add_cache(commands: Any) -> None:
+    about = "Look into the directory of a disk tier, which no other process may be using meanwhile."
+    parser = commands.add_parser("cache", help="look into a disk cache of KV", description=about)
+    actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    for action, does in (
+        ("inspect", "say whose blocks are there, and how many"),
+        ("verify", "read every block and report those that are damaged; exit code 1 where there are any"),
+        ("clear", "remove the cache's files, and nothing else from the directory"),
+    ):
+        one = actions.add_parser(action, help=does, description=f"{does[0].upper()}{does[1:]}.")
+        ssd_dir_flag(one, required=True)
+        one.add_argument("--json", type=new_file, metavar="FILE", help="write what was found there")
+        one.set_defaults(run=_cache, action=action, yes=False)
+        if action == "clear":
+            one.add_argument("--yes", action="store_true", help="do not ask first")
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from penstock.commands.cache import Job, run_cache
+
+    return run_cache(Job(args.action, Path(args.kv_offload_ssd_dir), args.yes, args.json))
 
 
 def _add_doctor(commands: Any) -> None:

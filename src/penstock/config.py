@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from penstock.errors import ConfigError
 
@@ -19,6 +19,8 @@ AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
+_HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?"
+_HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
 
 GIB = 1 << 30
 
@@ -26,6 +28,17 @@ GIB = 1 << 30
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def place_of(url: str) -> str:
+    """A store's URL as it may be shown: scheme and host. Where it is not certain which part is the host, not even that."""
+    scheme, colon, rest = url.partition("://")
+    if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        return "..."
+    end = min((place for mark in "/?#" if (place := rest.find(mark)) >= 0), default=len(rest))
+    host = rest[:end].rpartition("@")[2]  # a password with one of those marks in it has its "@" behind them
+    certain = "@" not in rest[end:] and _HOSTS.fullmatch(host) is not None
+    return f"{scheme}://{host if certain else '...'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,10 @@ class OffloadConfig:
         _need(self.ssd_dir is None or self.enabled, "--kv-offload-ssd-dir needs --kv-offload")
         _need(self.remote is None or self.enabled, "--kv-offload-remote needs --kv-offload")
         _need(0 < self.ssd_gib < math.inf, f"--kv-offload-ssd-gib must be positive, got {self.ssd_gib}")
-        _need(self.ssd_admission in ADMISSIONS, f"--kv-offload-ssd-admission must be one of {', '.join(ADMISSIONS)}, got {self.ssd_admission!r}")
+        _need(
+            self.ssd_admission in ADMISSIONS,
+            f"--kv-offload-ssd-admission must be one of {', '.join(ADMISSIONS)}, got {self.ssd_admission!r}",
+        )
         _need(0 < self.remote_timeout_s <= 60, f"--kv-offload-remote-timeout-s must be above 0 and at most 60, got {self.remote_timeout_s}")
 
 
@@ -167,3 +183,10 @@ class Config:
     offload: OffloadConfig = OffloadConfig()
     sanitize: SanitizeConfig = SanitizeConfig()
     lora: LoraConfig = LoraConfig()
+
+    def shown(self) -> dict[str, Any]:
+        """For reports that others read: everything, and of a store's URL only what may be shown."""
+        fields = asdict(self)
+        if self.offload.remote is not None:
+            fields["offload"]["remote"] = place_of(self.offload.remote)
+        return fields

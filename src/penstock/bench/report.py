@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from penstock.bench.machine import describe_machine, device_of
 from penstock.bench.picture import save_picture
 from penstock.bench.run import Results, Shown
 from penstock.config import Config
+
+MOST_COLUMNS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Report:
             "machine": describe_machine(),
             "model": self.model,
             "device": device_of(self.config),
-            "config": asdict(self.config),
+            "config": self.config.shown(),
             "settings": settings,
             "results": self.results.rows,
             "skipped": self.results.skipped,
@@ -48,12 +50,17 @@ class Report:
 
 
 def table(report: Report) -> Table:
-    columns = report.bench.columns
+    """Without columns that have nothing in them; turned on its side where the others are too many for a terminal."""
+    rows = report.results.rows
+    columns = [column for column in report.bench.columns if any(column.cell(row) != "-" for row in rows)]
+    lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    if len(columns) > MOST_COLUMNS:
+        lines = [list(line) for line in zip(*lines, strict=True)]
     drawn = Table(title=report.title, title_justify="left")
-    for column in columns:
-        drawn.add_column(column.title, justify="right")
-    for row in report.results.rows:
-        drawn.add_row(*(column.cell(row) for column in columns))
+    for title in lines[0]:
+        drawn.add_column(title, justify="right")
+    for line in lines[1:]:
+        drawn.add_row(*line)
     return drawn
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +12,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.config import Config
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
-from penstock.engine.engine import Engine
-from penstock.errors import InvariantBroken, StepFailed
+from penstock.engine.engine import Engine, FlushLevel
+from penstock.errors import DeadlineExceeded, InvariantBroken, StepFailed
 from penstock.models.progress import Progress
 
 RESET_POLL_S = 0.001
 TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
 FLUSH_S = 60.0
 READY_POLL_S = 0.01
+SHARED = "remote"  # the tier that others use as well: it is never emptied, and what they put there is never found
 
 T = TypeVar("T")
 
@@ -98,10 +100,11 @@ class Turn(NamedTuple):
 
 
 class Driver:
-    """Steps an engine that no other thread steps."""
+    """Steps an engine that no other thread steps. Its requests have a salt of their own, so that nothing of an earlier run is found."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, salt: str | None = None) -> None:
         self.engine = engine
+        self.salt = secrets.token_hex(8) if salt is None else salt
         self._num_submitted = 0  # written by whoever submits, one thread at a time
         self._num_ended = 0  # written by who steps
         self._tally = _Tally()
@@ -109,7 +112,8 @@ class Driver:
     def submit(self, prompt: Sequence[int], max_tokens: int) -> Reader:
         """Greedy, and to the full length: what the model would like does not change the work."""
         reader = Reader(self._tally, time.perf_counter())
-        self.engine.submit(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), reader)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.engine.submit(prompt, sampling, reader, cache_salt=self.salt)
         self._num_submitted += 1
         return reader
 
@@ -140,13 +144,20 @@ class Driver:
         return turns
 
     def reset_cache(self, *tiers: str) -> int:
-        """Forget what is in `tiers`, all where none is named."""
-        evicted = self._ask(lambda: self.engine.reset_cache(tiers or self.engine.tiers))
+        """Forget what is in `tiers`, in all but a shared store where none is named."""
+        own = tuple(tier for tier in self.engine.tiers if tier != SHARED)
+        evicted = self._ask(lambda: self.engine.reset_cache(tiers or own))
         return sum(evicted.values())
 
-    def flush(self) -> None:
-        """Until what was computed can be found in colder tiers."""
-        self._ask(lambda: self.engine.wait_flushed("visible", FLUSH_S))
+    def flush(self, level: FlushLevel = "visible") -> None:
+        """Until what was computed can be found in colder tiers; at `persisted` in all of them."""
+        self._ask(lambda: self.engine.wait_flushed(level, FLUSH_S))
+        by_s = time.monotonic() + FLUSH_S
+        while level == "persisted" and self.engine.is_transferring():  # tiers behind the first are written as well
+            if time.monotonic() > by_s:
+                raise DeadlineExceeded(f"KV is still on its way to colder tiers after {FLUSH_S:g} s")
+            self.engine.step()
+            self.engine.wait_work(RESET_POLL_S)
 
     def wait_ready(self, progress: Progress) -> None:
         """Until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the first requests."""

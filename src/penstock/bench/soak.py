@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.soak_cold import make_cold_unreliable
 from penstock.bench.soak_crowd import NUM_ASKS, Ask, Outcome, Submitter, Tally, random_asks
 from penstock.bench.soak_trouble import Disturber, UnreliableCopier, make_unreliable, write_adapters
 from penstock.bench.transfer import dimensions_of
@@ -30,6 +31,7 @@ LOAD_DEADLINE_S = 0.05
 STALL_S = 3 * LOAD_DEADLINE_S
 END_S = 120.0  # for what is open when the time is over
 POLL_S = 0.05
+AT_REST = ("free", "idle", "used")  # the last: of disks and stores, which have no other
 MOST_TOLD = 20  # violations of one kind that are spelled out
 
 
@@ -68,6 +70,7 @@ class SoakBench:
         engine = build(config, progress)
         asks = random_asks(rng, NUM_ASKS, engine.tokenizer.vocab_size, _most_tokens(engine))
         copiers = make_unreliable(engine, rng, STALL_S)
+        mischief = make_cold_unreliable(engine, rng, STALL_S)
         submitters = [Submitter(engine, asks, tally, random.Random(rng.random())) for _ in range(self.threads)]
         disturber = Disturber(engine, adapters, random.Random(rng.random()))
         loop = EngineLoop(engine)
@@ -77,7 +80,8 @@ class SoakBench:
         violations = _unended(submitters) + _unsettled(engine)
         loop.close(0.0)
         violations += _unbalanced(engine, loop, tally, before) + tally.faults[:MOST_TOLD]
-        return Verdict(_counts(engine, submitters, disturber, copiers, tally), violations), tally, asks
+        counts = _counts(engine, submitters, disturber, copiers, tally) | _cold_counts(engine, disturber, mischief)
+        return Verdict(counts, violations), tally, asks
 
     def _watch(self, loop: EngineLoop, progress: Progress) -> None:
         """Until the time is over, or the engine."""
@@ -149,7 +153,7 @@ def _unsettled(engine: Engine) -> list[str]:
     stats = engine.stats()
     found = [f"{num} requests are {state}" for state, num in stats.requests.items() if num]
     for tier, states in stats.kv_blocks.items():
-        found += [f"{num} slots of {tier} are {state}" for state, num in states.items() if num and state not in ("free", "idle")]
+        found += [f"{num} slots of {tier} are {state}" for state, num in states.items() if num and state not in AT_REST]
     if stats.traffic is not None:
         found += [f"{num} transfers from {pair[0]} to {pair[1]} are in flight" for pair, num in stats.traffic.in_flight.items() if num]
         found += [f"{stats.traffic.leases_open} leases are open"] if stats.traffic.leases_open else []
@@ -255,4 +259,18 @@ def _counts(
         "flushes": disturber.counts["flushes"],
         "adapter reloads": disturber.counts["reloads"],
         "sanitizer reports": sum(stats.sanitizer.values()) if stats.sanitizer else None,
+    }
+
+
+def _cold_counts(engine: Engine, disturber: Disturber, mischief: Counter[str]) -> dict[str, Any]:
+    """Of tiers behind host memory, where there are some."""
+    traffic = engine.stats().traffic
+    if traffic is None or not engine.tiers[2:]:
+        return {}
+    return {
+        **mischief,
+        **{f"blocks of {tier} seen to be damaged": num for tier, num in traffic.checksum_failures.items()},
+        **{f"MB read from {tier}": traffic.bytes.get((tier, "host"), 0) // 1_000_000 for tier in engine.tiers[2:]},
+        **{f"MB written to {tier}": traffic.bytes.get(("host", tier), 0) // 1_000_000 for tier in engine.tiers[2:]},
+        "flushes and resets refused": disturber.counts["refusals"],
     }

@@ -7,14 +7,17 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from penstock.bench.run import SHARED
 from penstock.bench.soak_crowd import NAME
-from penstock.engine.engine import Engine
-from penstock.errors import EngineClosed
+from penstock.engine.engine import Engine, FlushLevel
+from penstock.errors import EngineClosed, StoreFailed
 from penstock.kv.transfer.mover import Copier, Layers, Slots
 from penstock.models.model import ModelConfig
 from penstock.models.weights import layout
@@ -64,7 +67,7 @@ class Disturber:
     """One thread that empties caches, waits for saves, reloads the adapter and reads figures, in no order."""
 
     def __init__(self, engine: Engine, adapters: list[Path], rng: random.Random) -> None:
-        self.counts: Counter[str] = Counter(resets=0, flushes=0, reloads=0)
+        self.counts: Counter[str] = Counter(resets=0, flushes=0, reloads=0, refusals=0)
         self._engine = engine
         self._adapters = adapters
         self._rng = rng
@@ -77,13 +80,24 @@ class Disturber:
             return  # the engine has stopped, and says why itself
 
     def _reset(self) -> None:
-        tiers = self._engine.tiers
-        self._engine.reset_cache(self._rng.choice((*((tier,) for tier in tiers), tiers)))
-        self.counts["resets"] += 1
+        tiers = tuple(tier for tier in self._engine.tiers if tier != SHARED)
+        with self._may_refuse():
+            self._engine.reset_cache(self._rng.choice((*((tier,) for tier in tiers), tiers)))
+            self.counts["resets"] += 1
 
     def _flush(self) -> None:
-        self._engine.wait_flushed(self._rng.choice(("captured", "visible")), FLUSH_S)
-        self.counts["flushes"] += 1
+        levels: tuple[FlushLevel, ...] = ("captured", "visible", *(("persisted",) if self._engine.tiers[2:] else ()))
+        with self._may_refuse():
+            self._engine.wait_flushed(self._rng.choice(levels), FLUSH_S)
+            self.counts["flushes"] += 1
+
+    @contextmanager
+    def _may_refuse(self) -> Iterator[None]:
+        """A disk or store that fails on purpose says so to whoever relies on it."""
+        try:
+            yield
+        except StoreFailed:
+            self.counts["refusals"] += 1
 
     def _reload(self) -> None:
         if self._adapters:

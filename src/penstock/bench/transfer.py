@@ -1,4 +1,5 @@
-"""How fast blocks move between device and host memory, beside one plain copy of as many bytes. Owns the figures, not the copies."""
+"""How fast blocks move between device and host memory, beside one plain copy of as many bytes; and behind host memory, where a disk or
+store is named. Owns the figures, not the copies."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.bench.cold_rig import Shape
 from penstock.bench.machine import device_of
 from penstock.bench.run import Column, Results
+from penstock.bench.transfer_remote import measure_remote
+from penstock.bench.transfer_ssd import measure_ssd
 from penstock.bench.transfer_ways import DIRECTIONS, WAYS, Case, Rig, Way
 from penstock.config import Config
 from penstock.errors import ConfigError, ModelError
@@ -59,8 +63,18 @@ class TransferBench:
     )
 
     def measure(self, config: Config, progress: Progress) -> Results:
-        results = Results([], [])
+        """The disk's directory, where there is one, is to be empty."""
         layout, device = layout_of(config), _device(config)
+        results = self._measure_host(layout, device, progress)
+        shape = Shape(layout, device, self.repeat, self.seed)
+        if config.offload.ssd_dir is not None:
+            _extend(results, measure_ssd(Path(config.offload.ssd_dir), self.blocks, shape, progress))
+        if config.offload.remote is not None:
+            _extend(results, measure_remote(config.offload, self.blocks, shape, progress))
+        return results
+
+    def _measure_host(self, layout: BlockLayout, device: torch.device, progress: Progress) -> Results:
+        results = Results([], [])
         sizes = [blocks for blocks in self.blocks if not self._refused(blocks, layout, device, results)]
         groups = [layout.num_layers]
         for layers in self.layers:
@@ -126,6 +140,11 @@ class TransferBench:
         axes.set_ylabel("GB/s")
         axes.set_ylim(top=1.15 * max(row["gb_s"] for row in rows))
         axes.legend(fontsize=8, ncols=len(titles), loc="upper center")
+
+
+def _extend(results: Results, more: Results) -> None:
+    results.rows.extend(more.rows)
+    results.skipped.extend(more.skipped)
 
 
 def _timed(way: Way, case: Case) -> Run:

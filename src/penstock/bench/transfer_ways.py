@@ -52,20 +52,14 @@ class Rig:
         self.layout = layout
         self.device = DeviceArena(layout, 2 * most_blocks, device)
         self.host = HostArena(layout, 2 * most_blocks, device)
-        self.lanes = {name: _lane(name, device) for name in (PROMOTE, DEMOTE)}
+        self.lanes = {name: make_lane(name, device) for name in (PROMOTE, DEMOTE)}
         random = np.random.default_rng(seed)
         self._device_slots, self._host_slots = (random.permutation(2 * most_blocks).reshape(2, most_blocks) for _ in range(2))
         _fill_at_random(self.device.tensor, seed)
 
     def prepare(self, progress: Progress) -> None:
         """Pin host memory and give it other bytes than the device has."""
-        told = partial(progress, "pinning")
-        ready: list[range] = []
-        thread = threading.Thread(target=lambda: self.host.prepare(ready.append, told, lambda: False), name="bench-pin", daemon=True)
-        thread.start()
-        thread.join()
-        if not ready or ready[-1].stop < self.host.num_slots:
-            raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
+        pin_all(self.host, progress)
         self.host.tensor.copy_(self.device.tensor[1:].cpu())  # by the CPU: CUDA copies nothing across two pinned pieces
 
     def slots(self, direction: str, blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -112,7 +106,18 @@ class Rig:
         self.host.close()
 
 
-def _lane(name: str, device: torch.device) -> Lane:
+def pin_all(arena: HostArena, progress: Progress) -> None:
+    """On a thread of its own, as `prepare` wants it. Raises ConfigError where not all of it can be pinned."""
+    ready: list[range] = []
+    told = partial(progress, "pinning")
+    thread = threading.Thread(target=lambda: arena.prepare(ready.append, told, lambda: False), name="bench-pin", daemon=True)
+    thread.start()
+    thread.join()
+    if not ready or ready[-1].stop < arena.num_slots:
+        raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
+
+
+def make_lane(name: str, device: torch.device) -> Lane:
     if device.type == "cuda":
         return cuda.CudaLane(name, device, priority=-1 if name == PROMOTE else 0)
     return CpuLane(name, around=torch.inference_mode)

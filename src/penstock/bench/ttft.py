@@ -1,10 +1,9 @@
-"""Time to first token: cold, and with the prefix in device or host memory. Owns the proof that a tier served what it is said to have
-served."""
+"""Time to first token: cold, and with the prefix in one tier alone. Owns the proof that a tier served what it is said to have served."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from penstock.bench.workload import random_prompts
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
+from penstock.engine.stats import EngineStats
 from penstock.errors import InvariantBroken
 from penstock.models.progress import Progress
 
@@ -23,7 +23,12 @@ NAMES = {
     "device_new": f"prefix on the device, {NEW_TOKENS} new tokens",
     "host": "prefix in host memory",
     "host_new": f"prefix in host memory, {NEW_TOKENS} new tokens",
+    "ssd": "prefix on the disk",
+    "ssd_new": f"prefix on the disk, {NEW_TOKENS} new tokens",
+    "remote": "prefix in the shared store",
+    "remote_new": f"prefix in the shared store, {NEW_TOKENS} new tokens",
 }
+TIERS = ("device", "host", "ssd", "remote")
 WARM_UP = 0  # number of the run that is not measured
 
 
@@ -37,10 +42,18 @@ def _cell(case: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: f"{row['ttft_ms'][case]['median']:.2f}" if case in row["ttft_ms"] else "-"
 
 
+def _ratio(tier: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row[name]:.1f}" if (name := _ratio_name(tier)) in row else "-"
+
+
+def _ratio_name(tier: str) -> str:
+    return "ratio" if tier == "device" else f"ratio_{tier}"
+
+
 @dataclass(frozen=True, slots=True)
 class TtftBench:
     """For each length: a fresh prompt on an empty cache, the same prompt again, and the same with a few tokens more; the prefix on the
-    device, and where there is a host tier in host memory alone."""
+    device, and in each colder tier alone."""
 
     lengths: tuple[int, ...]
     repeat: int
@@ -50,16 +63,15 @@ class TtftBench:
     columns = (
         Column("prompt tokens", lambda row: f"{row['tokens']}"),
         *(Column(f"{case.replace('_new', f' + {NEW_TOKENS}')} ms", _cell(case)) for case in NAMES),
-        Column("cold / device", lambda row: f"{row['ratio']:.1f}" if "ratio" in row else "-"),
-        Column("cold / host", lambda row: f"{row['ratio_host']:.1f}" if "ratio_host" in row else "-"),
-        Column("blocks promoted", lambda row: f"{row['promoted_blocks'].get('host', 0)}"),
+        *(Column(f"cold / {tier}", _ratio(tier)) for tier in TIERS),
+        Column("blocks promoted", lambda row: f"{max(row['promoted_blocks'].values())}"),
     )
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         results = Results([], [])
         Driver(engine).wait_ready(progress)
         for length in self.lengths:
-            refusal = _refusal(length, engine, config)
+            refusal = refusal_of(length, engine, config)
             if refusal is None:
                 results.rows.append(self._row(Driver(engine), length, config, progress))
             else:
@@ -70,22 +82,21 @@ class TtftBench:
         samples: dict[str, list[Sample]] = {}
         for run in range(1 + self.repeat):
             progress(f"ttft, {length} tokens", run, 1 + self.repeat)
-            drawn = random_prompts(1, length + 2 * NEW_TOKENS, driver.engine.tokenizer.vocab_size, (self.seed, length, run))[0]
-            prompt, new = drawn[:length], {"device_new": drawn[length:-NEW_TOKENS], "host_new": drawn[-NEW_TOKENS:]}
+            vocab, cases = driver.engine.tokenizer.vocab_size, cases_of(driver.engine, config)
+            drawn = random_prompts(1, length + len(cases) * NEW_TOKENS, vocab, (self.seed, length, run))[0]
+            prompt, new = drawn[:length], drawn[length:]
             driver.reset_cache()
-            taken = {"cold": _sample(driver, prompt, "device", 0)}
-            for case in _cases(driver.engine, config):
+            taken = {"cold": sample(driver, prompt, "device", 0)}
+            for number, case in enumerate(cases):
                 tier = case.removesuffix("_new")
-                driver.flush()  # the case before is over, its saves included
-                if tier == "host":  # the device forgets, the host has it
-                    driver.reset_cache("device")
-                asked = prompt + new.get(case, [])
-                taken[case] = _sample(driver, asked, tier, _reusable(length, len(asked), config.kv.block_tokens))
+                only_in(driver, tier)
+                asked = prompt + (new[number * NEW_TOKENS : (number + 1) * NEW_TOKENS] if case.endswith("_new") else [])
+                taken[case] = sample(driver, asked, tier, reusable(length, len(asked), config.kv.block_tokens))
             if run != WARM_UP:
-                for case, sample in taken.items():
-                    samples.setdefault(case, []).append(sample)
+                for case, one in taken.items():
+                    samples.setdefault(case, []).append(one)
         progress(f"ttft, {length} tokens", 1 + self.repeat, 1 + self.repeat)
-        return _Row(length, samples).as_dict()
+        return row_of(length, samples)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         names = {case: name for case, name in NAMES.items() if case in rows[0]["ttft_ms"]}
@@ -103,26 +114,18 @@ class TtftBench:
         axes.legend()
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    length: int
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        medians = {case: median(sample.ttft_s for sample in taken) * 1000 for case, taken in self.samples.items()}
-        return {
-            "tokens": self.length,
-            "ttft_ms": {
-                case: {"median": medians[case], "all": [sample.ttft_s * 1000 for sample in taken]} for case, taken in self.samples.items()
-            },
-            "source": {case: asdict(taken[-1].source) for case, taken in self.samples.items()},
-            "promoted_blocks": {case: taken[-1].promoted_blocks for case, taken in self.samples.items()},
-            **({"ratio": medians["cold"] / medians["device"]} if "device" in medians else {}),
-            **({"ratio_host": medians["cold"] / medians["host"]} if "host" in medians else {}),
-        }
+def row_of(length: int, samples: dict[str, list[Sample]]) -> dict[str, Any]:
+    medians = {case: median(sample.ttft_s for sample in taken) * 1000 for case, taken in samples.items()}
+    return {
+        "tokens": length,
+        "ttft_ms": {case: {"median": medians[case], "all": [sample.ttft_s * 1000 for sample in taken]} for case, taken in samples.items()},
+        "source": {case: asdict(taken[-1].source) for case, taken in samples.items()},
+        "promoted_blocks": {case: taken[-1].promoted_blocks for case, taken in samples.items()},
+        **{_ratio_name(tier): medians["cold"] / medians[tier] for tier in TIERS if tier in medians},
+    }
 
 
-def _refusal(length: int, engine: Engine, config: Config) -> str | None:
+def refusal_of(length: int, engine: Engine, config: Config) -> str | None:
     total = length + NEW_TOKENS + 1
     if total > engine.max_model_len:
         return f"with {NEW_TOKENS} new ones and one to write they exceed the context of {engine.max_model_len}"
@@ -132,19 +135,27 @@ def _refusal(length: int, engine: Engine, config: Config) -> str | None:
     return None
 
 
-def _cases(engine: Engine, config: Config) -> list[str]:
-    """Those that this engine can show; with the device's prefix cache off, everything comes from the host."""
-    device = ["device", "device_new"] if config.kv.prefix_cache else []
-    return device + (["host", "host_new"] if "host" in engine.tiers else [])
+def cases_of(engine: Engine, config: Config) -> list[str]:
+    """Those that this engine can show; with the device's prefix cache off, everything comes from colder tiers."""
+    tiers = [tier for tier in engine.tiers if tier != "device" or config.kv.prefix_cache]
+    return [case for tier in tiers for case in (tier, f"{tier}_new")]
 
 
-def _reusable(length: int, asked: int, block_tokens: int) -> int:
+def only_in(driver: Driver, tier: str) -> None:
+    """What was computed is in `tier`, and nowhere hotter."""
+    tiers = driver.engine.tiers
+    driver.flush("persisted" if tiers.index(tier) > 1 else "visible")  # the case before is over, its saves included
+    if hotter := tiers[: tiers.index(tier)]:
+        driver.reset_cache(*hotter)
+
+
+def reusable(length: int, asked: int, block_tokens: int) -> int:
     """Tokens of a prompt of `asked` tokens, of which `length` were seen before, that must come from a tier: the full blocks of those,
     but never the last token."""
     return min(length // block_tokens * block_tokens, asked - 1)
 
 
-def _sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Sample:
+def sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Sample:
     """`expected` tokens must come from `tier` and none from another; the engine's own counters have to agree."""
     before = driver.engine.stats()
     reader = driver.submit(prompt, max_tokens=1)
@@ -157,6 +168,14 @@ def _sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Samp
     if source != KvSource(**{tier: expected, "computed": len(prompt) - expected}):
         raise InvariantBroken(f"a prompt of {len(prompt)} tokens came from {source}; expected {expected or 'none'} from the {tier}")
     promoted = after.cache["promoted"] - before.cache["promoted"]
-    if (promoted > 0) != (tier == "host" and expected > 0):
+    if (promoted > 0) != (tier != "device" and expected > 0):
         raise InvariantBroken(f"{promoted} blocks were promoted for a prompt said to come from the {tier}")
+    for cold in driver.engine.tiers[2:]:
+        read = _bytes_read(after, cold) - _bytes_read(before, cold)
+        if (read > 0) != (tier == cold and expected > 0):
+            raise InvariantBroken(f"{read} bytes were read from the {cold} tier for a prompt said to come from the {tier}")
     return Sample(reader.ttft_s, source, promoted)
+
+
+def _bytes_read(stats: EngineStats, tier: str) -> int:
+    return 0 if stats.traffic is None else stats.traffic.bytes.get((tier, "host"), 0)

@@ -13,6 +13,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.text import TextStream
 from penstock.errors import StepFailed
 
+COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:
@@ -35,7 +37,7 @@ class Figures:
         """For people."""
         speed = f" at {self.decode_tokens_per_s:.1f} tok/s" if self.decode_tokens_per_s else ""
         plural = "" if self.generated_tokens == 1 else "s"
-        colder = f" and {self.kv_source.host} from host memory" if self.kv_source.host else ""
+        colder = "".join(f", {count} from {place}" for tier, place in COLDER.items() if (count := getattr(self.kv_source, tier)))
         return (
             f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms; "
             f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache{colder} ({self.finish})"

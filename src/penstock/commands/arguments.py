@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.config import EVICTIONS, Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig
+from penstock.config import (
+    ADMISSIONS,
+    EVICTIONS,
+    Config,
+    EngineConfig,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+    SanitizeConfig,
+    place_of,
+)
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.kv.tiers.remote import KINDS
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
+_BELONGS_TO = {"ssd_gib": "ssd_dir", "ssd_admission": "ssd_dir", "remote_timeout_s": "remote"}  # a tier's settings to its place
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,6 +102,31 @@ def _offload_flags(group: Any) -> None:
         "--kv-offload-host-gib", type=float, metavar="X", help="GiB of host memory for KV (unset: 4, or a quarter of what is free)"
     )
     group.add_argument("--eviction", choices=EVICTIONS, default=offload.eviction, help="what a full tier forgets first")
+    ssd_dir_flag(group, required=False)
+    # No defaults in these: given without what they belong to, they are refused.
+    group.add_argument("--kv-offload-ssd-gib", type=float, metavar="X", help=f"GiB of disk at most (unset: {offload.ssd_gib:g})")
+    group.add_argument(
+        "--kv-offload-ssd-admission",
+        choices=ADMISSIONS,
+        help=f"which blocks are written to disk: all, those used twice, those that leave host memory (unset: {offload.ssd_admission})",
+    )
+    remote_flags(group)
+
+
+def remote_flags(group: Any) -> None:
+    offload = OffloadConfig()
+    kinds = ", ".join(f"{kind}://" for kind in KINDS)
+    group.add_argument("--kv-offload-remote", type=_store_url, metavar="URL", help=f"a store that several engines share: {kinds}")
+    group.add_argument(
+        "--kv-offload-remote-timeout-s",
+        type=float,
+        metavar="X",
+        help=f"seconds for one exchange with it; longer means that it is down (unset: {offload.remote_timeout_s:g})",
+    )
+
+
+def ssd_dir_flag(group: Any, required: bool) -> None:
+    group.add_argument("--kv-offload-ssd-dir", type=_named, required=required, metavar="DIR", help="where KV blocks outlive the process")
 
 
 def _step_flags(group: Any) -> None:
@@ -149,9 +191,23 @@ def config_of(args: argparse.Namespace) -> Config:
         source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(args.max_model_len, args.max_batch, args.prefill_chunk, args.overcommit, not args.no_capture, args.seed),
-        offload=OffloadConfig(args.kv_offload, args.kv_offload_host_gib, args.eviction),
+        offload=_offload_of(args),
         sanitize=SanitizeConfig(args.sanitize, args.sanitize_json, args.sanitize_bytes),
         lora=LoraConfig(tuple(getattr(args, "lora", ())), getattr(args, "lora_dir", None)),
+    )
+
+
+def _offload_of(args: argparse.Namespace) -> OffloadConfig:
+    """A flag of a tier that is not there would change nothing, so it is refused."""
+    given: dict[str, Any] = {}
+    for name, tier in _BELONGS_TO.items():
+        if (value := getattr(args, f"kv_offload_{name}")) is None:
+            continue
+        if getattr(args, f"kv_offload_{tier}") is None:
+            raise ConfigError(f"--kv-offload-{name.replace('_', '-')} needs --kv-offload-{tier.replace('_', '-')}")
+        given[name] = value
+    return OffloadConfig(
+        args.kv_offload, args.kv_offload_host_gib, args.eviction, ssd_dir=args.kv_offload_ssd_dir, remote=args.kv_offload_remote, **given
     )
 
 
@@ -197,6 +253,29 @@ def _adapter(text: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} must be a name and a directory, as in name=path")
     return name, path
+
+
+def _named(text: str) -> str:
+    """A path to nothing would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def _store_url(text: str) -> str:
+    """No message repeats it: it may have a password in it."""
+    scheme, colon, rest = text.partition("://")
+    if scheme not in KINDS or not colon or not rest:
+        raise argparse.ArgumentTypeError(f"it must be the URL of a store that begins with {', '.join(f'{kind}://' for kind in KINDS)}")
+    return text
+
+
+def without_secrets(message: str, argv: Sequence[str]) -> str:
+    """`message` with every URL of the command line as it may be shown, wherever it was typed."""
+    for url in (found[0] for argument in argv if (found := _URL.search(argument))):
+        for written in (url, repr(url)[1:-1]):
+            message = message.replace(written, place_of(url))
+    return message
 
 
 def positive(text: str) -> int:

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from penstock.bench.picture import require_matplotlib
 from penstock.bench.report import Report, draw, table, write_json
+from penstock.bench.restart import RestartBench
 from penstock.bench.run import Bench
+from penstock.bench.scratch import scratch_ssd
 from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import load_engine
@@ -20,12 +22,22 @@ def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: P
     """The engine is driven from this thread, so that nothing but its own work is in the figures."""
     if plot_file is not None:
         require_matplotlib()
-    engine = load_engine(config)
-    settle_process()
-    with ProgressBar() as bar:
-        results = bench.measure(engine, config, bar)
-    engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
+    with scratch_ssd(config) as config:
+        engine = load_engine(config)
+        settle_process()
+        with ProgressBar() as bar:
+            results = bench.measure(engine, config, bar)
+        engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
     return _show(Report(bench, engine.name, config, results), json_file, plot_file)
+
+
+def run_restart(config: Config, bench: RestartBench, json_file: Path | None, plot_file: Path | None) -> int:
+    """No engine in this process: what is measured is that nothing but the disk connects one with the next."""
+    if plot_file is not None:
+        require_matplotlib()
+    with scratch_ssd(config, needed=True) as config, ProgressBar() as bar:
+        model, results = bench.measure(config, bar)
+    return _show(Report(bench, model, config, results), json_file, plot_file)
 
 
 def run_transfer(config: Config, bench: TransferBench, json_file: Path | None, plot_file: Path | None) -> int:
@@ -33,7 +45,7 @@ def run_transfer(config: Config, bench: TransferBench, json_file: Path | None, p
     if plot_file is not None:
         require_matplotlib()
     settle_process()
-    with ProgressBar() as bar:
+    with scratch_ssd(config) as config, ProgressBar() as bar:
         results = bench.measure(config, bar)
     return _show(Report(bench, dimensions_of(config.source.model)[0], config, results), json_file, plot_file)
 

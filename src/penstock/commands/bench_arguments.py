@@ -10,8 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.arguments import Parser, config_of, counts, device_flag, engine_flags, model_flag, new_file, picture, positive
-from penstock.config import EVICTIONS, Config, KvConfig, ModelSource
+from penstock.commands.arguments import (
+    Parser,
+    config_of,
+    counts,
+    device_flag,
+    engine_flags,
+    model_flag,
+    new_file,
+    picture,
+    positive,
+    remote_flags,
+    ssd_dir_flag,
+)
+from penstock.config import EVICTIONS, Config, KvConfig, ModelSource, OffloadConfig
 from penstock.errors import ConfigError
 
 
@@ -62,9 +74,12 @@ def _decode(args: argparse.Namespace) -> int:
 
 
 def _add_ttft(kinds: Any) -> None:
-    about = "Time from submit to first token of one request: nothing cached, and its prefix in device or host memory."
+    about = "Time from submit to first token of one request: nothing cached, and its prefix in each tier alone."
     parser = kinds.add_parser("ttft", help="time to first token", description=about, parents=[engine_flags(), _measurement_flags(5)])
     parser.add_argument("--tokens", type=counts, default="2048,8192,32768", metavar="N,N", help="prompt lengths")
+    parser.add_argument(
+        "--restart", action="store_true", help="from the disk in a new process, beside nothing cached; the directory is a temporary one"
+    )
     parser.set_defaults(run=_ttft)
 
 
@@ -74,9 +89,15 @@ def _ttft(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--no-prefix-cache without offload leaves bench ttft nothing to compare with: it measures how much a cached prefix saves"
         )
+    if args.restart and not config.offload.enabled:
+        raise ConfigError("--restart needs --kv-offload: nothing else outlives a process")
     config = replace(config, offload=replace(config.offload, load_always=True))  # a tier is measured, whether or not it pays
+    from penstock.bench.restart import RestartBench
     from penstock.bench.ttft import TtftBench
-    from penstock.commands.bench import run_bench
+    from penstock.commands.bench import run_bench, run_restart
+
+    if args.restart:
+        return run_restart(config, RestartBench(args.tokens, args.repeat, args.seed), args.json, args.plot)
 
     return run_bench(config, TtftBench(args.tokens, args.repeat, args.seed), args.json, args.plot)
 
@@ -127,7 +148,8 @@ def _add_soak(kinds: Any) -> None:
     about = (
         "Random requests from several threads, cancels, retractions, cache resets, copies that fail or stall, adapters that change; then "
         "every answer is compared with the same request alone, and every balance has to be zero. Exit code 1 where anything is wrong. "
-        "Unless sizes are given, 48 KV blocks on the device and 4 MiB of host memory, so that there is always too little."
+        "Unless sizes are given, 48 KV blocks on the device and 4 MiB of host memory, so that there is always too little. A disk or "
+        "a store that is named fails, stalls and damages blocks as well; then 1 MiB of host memory, and 16 of disk in a temporary directory."
     )
     parser = kinds.add_parser("soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()])
     group = parser.add_argument_group("soak")
@@ -145,7 +167,10 @@ def _soak(args: argparse.Namespace) -> int:
     if args.device_kv_gib is None and args.device_kv_blocks is None:
         args.device_kv_blocks = 48
     if args.kv_offload and args.kv_offload_host_gib is None:
-        args.kv_offload_host_gib = 0.004
+        colder = args.kv_offload_ssd_dir is not None or args.kv_offload_remote is not None
+        args.kv_offload_host_gib = 0.001 if colder else 0.004
+    if args.kv_offload_ssd_dir is not None and args.kv_offload_ssd_gib is None:
+        args.kv_offload_ssd_gib = 0.016
     config = config_of(args)
     from penstock.bench.soak import SoakBench
     from penstock.commands.soak import bench_soak
@@ -158,9 +183,12 @@ def _soak(args: argparse.Namespace) -> int:
 
 def _add_transfer(kinds: Any) -> None:
     """Only the shape of a block counts: most flags of an engine would change nothing."""
-    about = "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes. No weights are read."
+    about = (
+        "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes; also to and from a disk, beside raw "
+        "O_DIRECT, and a shared store, beside its own client, where they are named. No weights are read."
+    )
     parents = [_measurement_flags(5)]
-    parser = kinds.add_parser("transfer", help="rate between device and host memory", description=about, parents=parents)
+    parser = kinds.add_parser("transfer", help="rate between tiers", description=about, parents=parents)
     group = parser.add_argument_group("blocks")
     model_flag(group)
     group.add_argument("--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here")
@@ -172,11 +200,20 @@ def _add_transfer(kinds: Any) -> None:
     group.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories")
     group.add_argument("--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the bytes and of where they lie")
+    tiers = parser.add_argument_group("tiers behind host memory")
+    ssd_dir_flag(tiers, required=False)
+    remote_flags(tiers)
     parser.set_defaults(run=_transfer)
 
 
 def _transfer(args: argparse.Namespace) -> int:
-    config = Config(ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed), KvConfig(args.block_tokens))
+    if args.kv_offload_remote is None and args.kv_offload_remote_timeout_s is not None:
+        raise ConfigError("--kv-offload-remote-timeout-s needs --kv-offload-remote")
+    given_s = args.kv_offload_remote_timeout_s
+    timeout_s = OffloadConfig().remote_timeout_s if given_s is None else given_s
+    offload = OffloadConfig(ssd_dir=args.kv_offload_ssd_dir, remote=args.kv_offload_remote, remote_timeout_s=timeout_s)
+    source = ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed)
+    config = Config(source, KvConfig(args.block_tokens), offload=offload)
     from penstock.bench.transfer import TransferBench
     from penstock.commands.bench import run_transfer
 

@@ -46,7 +46,7 @@ def generate(config: Config, task: Task) -> int:
         print(figures.line(), file=sys.stderr)
         if task.json_file is not None:
             name = engine.name if adapter is None else adapter.name
-            report = {"model": name, **_fields(figures), "text": "".join(written), "config": dataclasses.asdict(config)}
+            report = {"model": name, **_fields(figures), "text": "".join(written), "config": config.shown()}
             task.json_file.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

@@ -13,7 +13,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded, StepFailed, UserError
+from penstock.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    Overloaded,
+    StepFailed,
+    StoreFailed,
+    TransferFailed,
+    UserError,
+)
 
 logger = logging.getLogger("penstock.server")
 
@@ -63,7 +72,9 @@ def fault_of(error: BaseException) -> Fault:
         case EngineClosed():
             return Fault(503, text or "the engine is closed", _type_of(503), code="unavailable")
         case DeadlineExceeded():
-            return Fault(503, text, _type_of(503), code="deadline_exceeded")
+            return Fault(504, text, _type_of(504), code="deadline_exceeded")
+        case StoreFailed() | TransferFailed():  # only of what was asked of a tier itself: a request computes instead
+            return Fault(503, text or "a tier of the cache cannot be used now", _type_of(503), code="tier_failed")
         case StepFailed():
             return Fault(500, text or "the forward pass failed", _type_of(500), code="step_failed")
         case HTTPException():

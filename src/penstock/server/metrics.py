@@ -67,16 +67,20 @@ def _traffic(traffic: Traffic) -> Iterator[Any]:
     moved = CounterMetricFamily("penstock_transfer_bytes", "Bytes moved between tiers.", labels=route)
     taken = HistogramMetricFamily("penstock_transfer_seconds", "Seconds from submitting a transfer to seeing it over.", labels=route)
     flying = GaugeMetricFamily("penstock_transfers_inflight", "Transfers submitted and not yet seen over.", labels=route)
-    for pair, count in traffic.in_flight.items():
-        flying.add_metric(pair, count)
+    for pair in {**traffic.in_flight, **traffic.bytes}:
+        flying.add_metric(pair, traffic.in_flight.get(pair, 0))
         moved.add_metric(pair, traffic.bytes.get(pair, 0))
         if (histogram := traffic.seconds.get(pair)) is not None:
             taken.add_metric(pair, buckets=_buckets(histogram), sum_value=histogram.total)
     failed = CounterMetricFamily("penstock_transfer_failures", "Transfers that did not arrive.", labels=["tier", "reason"])
     for pair, count in traffic.failures.items():
         failed.add_metric(pair, count)
+    damaged = "Blocks that were read and were not what had been written: they are missing from then on."
+    usable = "1 while a tier is asked for blocks, 0 while it is fenced off."
     skipped = "Blocks that were not saved."
     yield from (moved, taken, flying, failed)
+    yield _by_label(CounterMetricFamily, "penstock_checksum_failures", damaged, "tier", traffic.checksum_failures)
+    yield _by_label(GaugeMetricFamily, "penstock_tier_usable", usable, "tier", traffic.usable)
     yield _by_label(CounterMetricFamily, "penstock_saves_skipped", skipped, "reason", traffic.skipped)
     yield GaugeMetricFamily("penstock_leases_open", "Prefixes in colder tiers kept for requests in line.", value=traffic.leases_open)
 

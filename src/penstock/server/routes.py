@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.contract import Traffic
 from penstock.errors import InvalidRequest
 from penstock.server import metrics, schema
 from penstock.server.adapters import Adapters, adapter_card
@@ -18,7 +19,11 @@ from penstock.server.limits import read_body
 from penstock.server.service import Service
 from penstock.server.text import check_ids, encode_chat
 
+if TYPE_CHECKING:
+    from penstock.engine.engine import FlushLevel
+
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
+LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the process is not
 
 
 def make_routes(service: Service) -> list[Route]:
@@ -93,23 +98,22 @@ class Small:
         """Answers when what was computed before is saved as far as asked for."""
         schema.check_query(request.query_params, level=("captured", "visible", "persisted"))
         level = request.query_params.get("level", "visible")
-        if level == "persisted":
-            raise InvalidRequest("no tier of this server outlives it: nothing can be flushed to level persisted", "level")
-        await self._service.flush_cache("captured" if level == "captured" else "visible")
+        if level == "persisted" and not LASTING & set(self._service.engine.tiers):
+            raise InvalidRequest("no tier of this server outlives it (an ssd or a remote one would): nothing can be persisted", "level")
+        await self._service.flush_cache(cast("FlushLevel", level))
         return json_response({"level": level})
 
     async def cache_stats(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         stats = self._service.engine.stats()
         content: dict[str, Any] = {
-            "kv_blocks": {tier: {"total": sum(states.values()), **states} for tier, states in stats.kv_blocks.items()},
+            "kv_blocks": {tier: {"total": sum(states.values()), **states} for tier, states in stats.kv_blocks.items() if states},
             "cache": stats.cache,
             "prompt_tokens": stats.prompt_tokens,
             "retractions": stats.retractions,
         }
         if stats.traffic is not None:
-            by_route = {f"{source} to {dest}": count for (source, dest), count in stats.traffic.bytes.items()}
-            content["traffic"] = {"bytes": by_route, "skipped_saves": stats.traffic.skipped, "leases_open": stats.traffic.leases_open}
+            content["traffic"] = _traffic(stats.traffic)
         return json_response(content)
 
     async def health(self, request: Request) -> Response:
@@ -140,6 +144,17 @@ class Small:
             "parent": None,
             "max_model_len": engine.max_model_len,
         }
+
+
+def _traffic(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "bytes": {f"{source} to {dest}": count for (source, dest), count in traffic.bytes.items()},
+        "skipped_saves": traffic.skipped,
+        "leases_open": traffic.leases_open,
+        "failures": {f"{tier}: {reason}": count for (tier, reason), count in traffic.failures.items()},
+        "checksum_failures": traffic.checksum_failures,
+        "usable": traffic.usable,
+    }
 
 
 def _status(good: str, trouble: str | None) -> Response:

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason
-from penstock.errors import EngineClosed, Overloaded
+from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.stream import Bridge, Reading
@@ -146,7 +146,7 @@ class Service:
         self._reset = _in_thread(lambda: self.engine.reset_cache(tiers), "penstock-reset")
         done, _ = await asyncio.wait([self._reset], timeout=RESET_TIMEOUT_S)
         if not done:
-            raise EngineClosed("the engine loop did not come round to reset the cache")
+            raise DeadlineExceeded(f"the cache was not reset within {RESET_TIMEOUT_S:g} s; what is under way goes on")
         return self._reset.result()
 
     async def flush_cache(self, level: FlushLevel) -> None:

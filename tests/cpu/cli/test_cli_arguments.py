@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock import cli
 from penstock.commands.arguments import config_of, sampling_of
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
-from penstock.errors import IllegalTransition, Overloaded
+from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 
-COMMANDS = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"), ("doctor",))
+WITH_ENGINE = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"))
+COMMANDS = (*WITH_ENGINE, ("cache", "inspect"), ("cache", "verify"), ("cache", "clear"), ("doctor",))
 
 BAD = [
     ((), "COMMAND"),
@@ -28,7 +31,19 @@ BAD = [
     (("generate", "x", "--kv-offload-host-gib", "inf"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-host-gib", "nan"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-host-gib", "all"), "--kv-offload-host-gib"),
-    (("generate", "x", "--kv-offload-ssd-dir", "/tmp"), "--kv-offload-ssd-dir"),
+    (("generate", "x", "--kv-offload-ssd-dir", ""), "--kv-offload-ssd-dir"),
+    (("generate", "x", "--kv-offload-ssd-dir", "kv", "--no-kv-offload"), "--kv-offload-ssd-dir needs --kv-offload"),
+    (("generate", "x", "--kv-offload-ssd-gib", "16"), "--kv-offload-ssd-gib needs --kv-offload-ssd-dir"),
+    (("generate", "x", "--kv-offload-ssd-dir", "kv", "--kv-offload-ssd-gib", "0"), "--kv-offload-ssd-gib"),
+    (("generate", "x", "--kv-offload-ssd-dir", "kv", "--kv-offload-ssd-gib", "nan"), "--kv-offload-ssd-gib"),
+    (("generate", "x", "--kv-offload-ssd-admission", "always"), "--kv-offload-ssd-admission needs --kv-offload-ssd-dir"),
+    (("generate", "x", "--kv-offload-ssd-dir", "kv", "--kv-offload-ssd-admission", "never"), "--kv-offload-ssd-admission"),
+    (("generate", "x", "--kv-offload-remote", "valkey://h", "--no-kv-offload"), "--kv-offload-remote needs --kv-offload"),
+    (("generate", "x", "--kv-offload-remote", "redis://h"), "--kv-offload-remote"),
+    (("generate", "x", "--kv-offload-remote", "valkey://"), "--kv-offload-remote"),
+    (("generate", "x", "--kv-offload-remote", "host:6379"), "--kv-offload-remote"),
+    (("generate", "x", "--kv-offload-remote-timeout-s", "1"), "--kv-offload-remote-timeout-s needs --kv-offload-remote"),
+    (("generate", "x", "--kv-offload-remote", "s3://b", "--kv-offload-remote-timeout-s", "99"), "--kv-offload-remote-timeout-s"),
     (("generate", "x", "--eviction", "fifo"), "--eviction"),
     (("generate", "x", "--no-kv-offload", "--eviction", "cost"), "--eviction"),
     (("generate", "x", "--load-format", "gguf"), "--load-format"),
@@ -86,7 +101,7 @@ def test_every_command_explains_itself_and_each_of_its_flags(penstock, command):
     ran = penstock(*command, "--help")
     assert ran.code == 0
     assert "--help" in ran.out and " ".join(command) in ran.out
-    if command != ("doctor",):
+    if command in WITH_ENGINE:
         for flag in (
             "--model",
             "--load-format",
@@ -96,6 +111,11 @@ def test_every_command_explains_itself_and_each_of_its_flags(penstock, command):
             "--no-capture",
             "--kv-offload",
             "--eviction",
+            "--kv-offload-ssd-dir",
+            "--kv-offload-ssd-gib",
+            "--kv-offload-ssd-admission",
+            "--kv-offload-remote ",
+            "--kv-offload-remote-timeout-s",
         ):
             assert flag in ran.out
 
@@ -129,13 +149,23 @@ def test_every_engine_flag_reaches_the_config():
     argv = (
         "serve --model m --load-format dummy --device cpu --dtype bfloat16 --seed 7 --block-tokens 32 --device-kv-gib 0.5 "
         "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --overcommit 2 --no-capture "
-        "--kv-offload-host-gib 2.5 --eviction s3fifo"
+        "--kv-offload-host-gib 2.5 --eviction s3fifo --kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
+        "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5"
     )
     assert config_of(cli.make_parser().parse_args(argv.split())) == Config(
         ModelSource("m", "dummy", "cpu", "bfloat16", 7),
         KvConfig(32, 0.5, None, False),
         EngineConfig(100, 3, 64, 2.0, False, 7),
-        OffloadConfig(True, 2.5, "s3fifo"),
+        OffloadConfig(
+            True,
+            2.5,
+            "s3fifo",
+            ssd_dir="kv",
+            ssd_gib=7.0,
+            ssd_admission="reuse",
+            remote="valkey://:pw@h:1/0",
+            remote_timeout_s=0.5,
+        ),
     )
     assert config_of(cli.make_parser().parse_args(["chat", "--device-kv-blocks", "9"])).kv.device_blocks == 9
 
@@ -143,6 +173,51 @@ def test_every_engine_flag_reaches_the_config():
 @pytest.mark.parametrize(("given", "enabled"), [((), True), (("--kv-offload",), True), (("--no-kv-offload",), False)])
 def test_offload_is_on_unless_it_is_turned_off(given, enabled):
     assert config_of(cli.make_parser().parse_args(["chat", *given])).offload == OffloadConfig(enabled)
+
+
+SECRET = "pa55 'w\"ord"
+STORE = f"valkey://me:{SECRET}@kv.example:6379/0"
+TYPED_WRONG = [
+    ("serve", "--kv-offload-remot", STORE),
+    ("serve", f"--kv-offload-remot={STORE}"),
+    ("serve", STORE),
+    (STORE,),
+    ("serve", "--kv-offload-ssd-gib", STORE),
+    ("serve", "--kv-offload-ssd-admission", STORE),
+    ("serve", "--kv-offload-remote", STORE.replace("valkey", "redis")),
+    ("serve", "--kv-offload-remote", STORE, "--no-kv-offload"),
+    ("serve", "--kv-offload-remote", STORE, "--kv-offload-remote-timeout-s", "0"),
+    ("serve", "--json", STORE),
+    ("bench", "ttft", "--json", STORE),
+    ("serve", "--lora", STORE),
+]
+
+
+@pytest.mark.parametrize("argv", TYPED_WRONG, ids=[str(number) for number in range(len(TYPED_WRONG))])
+def test_a_password_is_not_echoed_wherever_it_was_typed(penstock, argv):
+    ran = penstock(*argv)
+    assert ran.code == 2 and ran.err.startswith("penstock: error: ")
+    assert "pa55" not in ran.out + ran.err and "ord@" not in ran.out + ran.err
+
+
+def test_without_that_care_the_parser_would_echo_it(penstock, monkeypatch):
+    monkeypatch.setattr(cli, "without_secrets", lambda message, argv: message)
+    assert "pa55" in penstock("serve", "--kv-offload-remot", STORE).err
+
+
+def test_an_error_that_repeats_the_url_is_shown_without_its_password(penstock, monkeypatch):
+    def fail(config, server, level):
+        raise StoreFailed(f"nobody answers at {config.offload.remote}")
+
+    monkeypatch.setattr("penstock.commands.serve.serve", fail)
+    ran = penstock("serve", "--kv-offload-remote", STORE)
+    assert (ran.code, ran.err) == (1, "penstock: error: nobody answers at valkey://kv.example:6379\n")
+
+
+def test_no_source_file_writes_out_a_config_but_as_it_may_be_shown():
+    sources = (Path(cli.__file__).parent).rglob("*.py")
+    found = [str(path) for path in sources if re.search(r"asdict\((self\.)?_?config\)", path.read_text()) and "models" not in path.parts]
+    assert found == []
 
 
 def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults():

@@ -36,6 +36,23 @@ def test_the_chat_template_is_used_unless_raw_is_asked_for(penstock, tiny, tmp_p
     assert lengths == [len("user: hello\nassistant: "), len("hello")]
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("generate", "x", "--max-tokens", "2"),
+        ("bench", "decode", "--batch", "1", "--prompt-tokens", "4", "--tokens", "4", "--repeat", "1"),
+    ],
+    ids=["generate", "bench"],
+)
+def test_a_store_that_is_down_costs_no_answer_and_its_password_is_nowhere(penstock, tiny, tmp_path, caplog, argv):
+    caplog.set_level("DEBUG")
+    report = tmp_path / "report.json"
+    ran = penstock(*argv, *tiny, "--kv-offload-remote", "valkey://me:pa55word@127.0.0.1:1/0", "--json", str(report))
+    assert ran.code == 0, ran.err
+    assert json.loads(report.read_text())["config"]["offload"]["remote"] == "valkey://127.0.0.1:1"
+    assert "pa55" not in ran.out + ran.err + caplog.text + report.read_text()
+
+
 def test_a_dash_reads_the_prompt_from_stdin(penstock, tiny, monkeypatch):
     given = penstock("generate", "one two", *tiny, "--max-tokens", "6")
     monkeypatch.setattr(sys, "stdin", io.StringIO("one two"))

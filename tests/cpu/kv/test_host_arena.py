@@ -1,8 +1,11 @@
-"""The host arena: pinned in whole slots and whole pages of memory, given out only where it is pinned, and given back exactly once."""
+"""The host arena: pinned in whole slots and whole pages of memory, given out only where it is pinned, and given back exactly once.
+Where nothing is pinned, all of it can be used at once, and a little of it is found in advance."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -83,13 +86,142 @@ def test_an_arena_has_one_zero_page_per_slot(dtype: str) -> None:
     assert arena.tensor.data_ptr() % mmap.PAGESIZE == 0
 
 
-def test_on_a_cpu_all_of_it_is_ready_at_once_and_none_of_it_is_touched() -> None:
+# ------------------------------------------------------------------------------------------------------- where nothing is pinned
+
+
+class Finder:
+    """Small pieces, and a look at each: `pieces` are the offsets and sizes that were found. Refuses from the `limit`-th on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int | None = None) -> None:
+        self.pieces: list[tuple[int, int]] = []
+        self.before: Callable[[], None] = lambda: None
+        self._limit = limit
+        self._find = host_module._find
+        monkeypatch.setattr(host_module, "_PIECE_BYTES", PIECE_BYTES)
+        monkeypatch.setattr(host_module, "_AHEAD_BYTES", 8 * PIECE_BYTES)
+        monkeypatch.setattr(host_module, "_find", self.find)
+
+    def find(self, address: int, num_bytes: int) -> bool:
+        self.before()
+        if len(self.pieces) == self._limit:
+            return False
+        self.pieces.append((address, num_bytes))
+        self._find(address, num_bytes)
+        return True  # also on a system that cannot
+
+    def offsets(self, arena: HostArena) -> list[tuple[int, int]]:
+        return [(address - arena.tensor.data_ptr(), size) for address, size in self.pieces]
+
+
+def found_ahead(arena: HostArena, stop: Callable[[], bool] = lambda: False) -> list[range]:
+    """What became ready. Nobody waits for the rest, so nothing is told about how far it is."""
+    seen: list[range] = []
+
+    def progress(done: int, total: int) -> None:
+        raise AssertionError("all of it was ready before")
+
+    arena.prepare(seen.append, progress, stop)
+    return seen
+
+
+def test_on_a_cpu_all_of_it_is_ready_before_any_of_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = Finder(monkeypatch)
+    arena = HostArena(LAYOUT, 1000, "cpu")
+    seen: list[range] = []
+    finder.before = lambda: seen.append(range(0)) if not seen else None
+    arena.prepare(seen.append, lambda done, total: None, lambda: False)
+    assert seen == [range(1000)] and len(finder.pieces) == 8
+    arena.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("num_slots", [1, 42, 43, 300, 5000])
+def test_the_first_bytes_are_found_in_pieces_up_to_a_limit_or_to_the_end(monkeypatch: pytest.MonkeyPatch, num_slots: int) -> None:
+    finder = Finder(monkeypatch)
+    arena = HostArena(LAYOUT, num_slots, "cpu")
+    assert found_ahead(arena) == [range(num_slots)]
+    pieces = finder.offsets(arena)
+    assert [first for first, _ in pieces] == [PIECE_BYTES * i for i in range(len(pieces))]
+    assert sum(size for _, size in pieces) == min(8 * PIECE_BYTES, arena.num_bytes)
+
+
+def test_an_arena_takes_no_memory_but_what_it_finds_ahead() -> None:
     before = psutil.Process().memory_info().rss
-    arena = HostArena(LAYOUT, (256 << 20) // LAYOUT.block_bytes, "cpu")
-    assert prepared(arena) == [range(arena.num_slots)]
-    assert psutil.Process().memory_info().rss - before < 64 << 20
-    arena.close()
-    arena.close()
+    arena = HostArena(LAYOUT, (1 << 30) // LAYOUT.block_bytes, "cpu")
+    assert psutil.Process().memory_info().rss - before < 64 << 20, "none before it is prepared"
+    stops = iter([False, True])
+    found_ahead(arena, lambda: next(stops))
+    assert psutil.Process().memory_info().rss - before < 128 << 20, "one piece of thirty-two"
+
+
+def test_what_somebody_writes_while_memory_is_found_ahead_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slot is in use before the first piece is found, and is written again before each further one."""
+    finder = Finder(monkeypatch)
+    arena = HostArena(LAYOUT, 1000, "cpu")
+    expected = torch.zeros_like(arena.tensor)
+
+    def write() -> None:
+        number = len(finder.pieces)
+        arena.tensor[number::3] = expected[number::3] = float(1 + number)
+
+    finder.before = write
+    found_ahead(arena)
+    assert len(finder.pieces) == 8 and torch.equal(arena.tensor, expected) and expected.any(dim=-1).any()
+
+
+def test_memory_found_by_writing_to_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "_find", lambda address, size: bool(ctypes.memset(address, 0, size)))
+    with pytest.raises(AssertionError):
+        test_what_somebody_writes_while_memory_is_found_ahead_stays(monkeypatch)
+
+
+def test_copies_at_the_same_time_as_memory_is_found_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    Finder(monkeypatch)
+    arena = HostArena(LAYOUT, 340, "cpu")  # all of which are found
+    started = threading.Barrier(2)
+
+    def write() -> None:
+        started.wait(30.0)
+        for slot in range(arena.num_slots):
+            arena.tensor[slot] = float(slot + 1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    started.wait(30.0)
+    found_ahead(arena)
+    writer.join(30.0)
+    assert arena.tensor.flatten(1).eq(torch.arange(1.0, arena.num_slots + 1)[:, None]).all()
+
+
+def test_finding_ahead_stops_between_pieces_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = Finder(monkeypatch)
+    arena = HostArena(LAYOUT, 1000, "cpu")
+    assert found_ahead(arena, stop=lambda: len(finder.pieces) == 3) == [range(1000)]
+    assert len(finder.pieces) == 3
+
+
+def test_a_system_that_cannot_find_memory_ahead_is_asked_once_and_has_all_slots(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    finder = Finder(monkeypatch, limit=0)
+    arena = HostArena(LAYOUT, 1000, "cpu")
+    assert found_ahead(arena) == [range(1000)] and finder.pieces == [] and not caplog.records
+    arena.tensor[:] = 1.0
+    assert arena.tensor.eq(1.0).all()
+
+
+def test_memory_that_is_short_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = Finder(monkeypatch)
+    arena = HostArena(LAYOUT, 1000, "cpu")
+    monkeypatch.setattr(host_module, "free_bytes", lambda device: 3 * PIECE_BYTES)
+    assert found_ahead(arena) == [range(1000)] and finder.pieces == []
+
+
+def test_addresses_that_are_not_mapped_or_begin_within_a_page_of_memory_are_refused_and_do_no_harm() -> None:
+    arena = HostArena(LAYOUT, 1000, "cpu")
+    assert not host_module._find(arena.tensor.data_ptr() + 1, mmap.PAGESIZE)
+    assert not host_module._find(0, mmap.PAGESIZE)
+
+
+# ----------------------------------------------------------------------------------------------------------------- beside a GPU
 
 
 @pytest.mark.parametrize("num_slots", [1, 7, 42, 43, 1000])

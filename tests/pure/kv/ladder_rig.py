@@ -8,7 +8,7 @@ from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits, Promotion
 from penstock.kv.transfer.mover import Mover
-from penstock.testing.stepped import SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
+from penstock.testing.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
 
 BLOCK = 4
 LAYERS = 6
@@ -21,7 +21,7 @@ class Rig:
 
     def __init__(self, num_device: int = 8, num_host: int = 16, overlap_tokens: int = 0, load_always: bool = False) -> None:
         self.now_s = 0.0
-        self.device, self.host_arena = TagArena("device", num_device, LAYERS), TagArena("host", num_host, LAYERS)
+        self.device, self.host_arena = TagArena("device", num_device, LAYERS), self.make_host_arena(num_host)
         self.lanes = SteppedLanes(self.device, self.host_arena)
         self.pool = BlockPool(num_device, "device")
         self.host = HostTier(BlockPool(num_host, "host"), BLOCK, 100.0, lambda: self.now_s)
@@ -32,6 +32,9 @@ class Rig:
         )
         self.ladder = Ladder(self.pool, self.host, movers, LAYOUT, LadderLimits(overlap_tokens, 1e9, load_always))
         self.compute = self.lane("compute")
+
+    def make_host_arena(self, num_slots: int) -> SteppedArena:
+        return TagArena("host", num_slots, LAYERS)
 
     def lane(self, name: str) -> SteppedLane:
         return self.lanes.lane(name)
@@ -88,7 +91,7 @@ class Rig:
         """What lies under each key, None where nothing does; the same in every layer."""
         found: list[object] = []
         for slot in self.host._pool.find_each(keys):
-            cells = self.host_arena.cells[slot] if slot >= 0 else [None]
+            cells = self.host_arena.read([slot], (0, LAYERS))[0] if slot >= 0 else [None]
             assert len(set(cells)) == 1, "one block, whole"
             found.append(cells[0])
         return found

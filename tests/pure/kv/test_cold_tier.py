@@ -12,6 +12,7 @@ from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
 from penstock.contract import Access, Mode, Traffic
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.cold import Finding
+from penstock.kv.tiers.dealing import Dealer
 from penstock.kv.tiers.exchange import KnownKeys
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
@@ -114,25 +115,45 @@ def test_nothing_of_a_reading_is_done_before_it_is_over(make: Make) -> None:
     assert reading._groups[0].outcomes == [DONE]
 
 
-def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
+def is_seen_when_woken(rig: Rig) -> None:
     """A wake-up before the fence has passed would be lost: the engine looks, finds nothing, and sleeps."""
-    rig = make(num_readers=1, num_writers=1)
-    flying: list[Callable[[], bool]] = [lambda: True]
+    flying: list[Callable[[], bool]] = []
     rig.tier.wake = woken = Woken(lambda: flying[-1]())
+
+    def submitted(is_over: Callable[[], bool]) -> None:
+        flying.append(is_over)
+        rig.store.gate.let()
+        woken.wait_for(len(flying))
+        rig.store.gate.hold()
+
+    rig.store.gate.hold()
     writing = rig.submit_write(KEYS[:1])
     assert writing is not None
-    flying.append(writing.over)
-    woken.wait_for(1)
+    submitted(writing.over)
     reading, _ = rig.submit_read(KEYS[:1])
-    flying.append(lambda: reading.over)
-    woken.wait_for(2)
+    submitted(lambda: reading.over)
     finding = rig.tier.find(KEYS[:1], 1e9)
-    flying.append(lambda: finding.ready)
-    woken.wait_for(3)
+    submitted(lambda: finding.ready)
     persisting = rig.tier.persist()
-    flying.append(lambda: all(group.over() for group in persisting.groups))
-    woken.wait_for(4)
-    assert woken.seen[1:] == [True] * 3
+    submitted(lambda: all(group.over() for group in persisting.groups))
+    assert woken.seen == [True] * 4
+
+
+def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
+    is_seen_when_woken(make())
+
+
+def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    deal = Dealer.deal
+
+    def hasty(self: Dealer, groups, after, run, label) -> None:  # type: ignore[no-untyped-def]
+        wake, self._wake = self._wake, lambda: None
+        deal(self, groups, after, lambda group: (run(group), wake()), label)  # type: ignore[arg-type, return-value]
+        self._wake = wake
+
+    monkeypatch.setattr(Dealer, "deal", hasty)
+    with pytest.raises(AssertionError):
+        is_seen_when_woken(make())
 
 
 # ------------------------------------------------------------------------------------------------------------------ questions
@@ -327,7 +348,7 @@ def test_the_rate_is_of_wall_time_not_of_the_sum_of_parallel_reads(make: Make) -
 
 
 def test_the_report_tells_all_of_it(make: Make) -> None:
-    rig = make()
+    rig = make(num_writers=1)
     rig.store.max_blocks = 3
     rig.write(KEYS[:4])
     rig.store.spoil(KEYS[0])

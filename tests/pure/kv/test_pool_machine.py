@@ -72,6 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pins: list[Pin] = []
         self.runs: list[tuple[RunPin, Hold, list[int]]] = []  # pins of runs, their holds and slots
         self.num_evicted = 0
+        self.num_forgotten = 0  # otherwise than by eviction
         self.num_duplicates = 0
 
     # ------------------------------------------------------------------------------------------------------- the model
@@ -269,6 +270,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.evict(num) == expected
         self.model_evict(expected)
 
+    @rule(slots=choice)
+    def forget(self, slots: list[int]) -> None:
+        """Whoever holds or pins one goes on with it; nobody else finds it."""
+        sealed = [slot for slot in slots if self.slots[slot].key is not None]
+        assert self.pool.forget(slots) == len(sealed)
+        self.num_forgotten += len(sealed)
+        for slot in sealed:
+            self.slots[slot].key = None
+            if slot in self.idle:
+                self.idle.remove(slot)
+                self.free.append(slot)
+
     @rule(lane=st.sampled_from(LANES), num_recorded=st.integers(0, 3), num_passed=st.integers(0, 2))
     def advance(self, lane: str, num_recorded: int, num_passed: int) -> None:
         self.fences[lane] += [self.lanes[lane].record() for _ in range(num_recorded)]
@@ -295,6 +308,8 @@ class PoolMachine(RuleBasedStateMachine):
     def keys_are_where_the_model_has_them(self) -> None:
         keys = [naive.key for naive in self.slots if naive.key is not None]
         assert len(set(keys)) == len(keys) == self.pool.num_keys
+        assert self.pool.keys() == keys
+        assert set(self.pool.coldest(NUM_SLOTS)) == {self.slots[slot].key for slot in self.idle}
         for key in KEYS:
             slot = self.slot_of(key)
             assert self.pool.find([key]) == ([] if slot is None else [slot])
@@ -313,7 +328,7 @@ class AnyOrderMachine(PoolMachine):
     """Which idle block goes is the policy's own matter; that it was idle, and how many go, is not."""
 
     def victims(self, num: int) -> list[int]:
-        evicted = [slot for event, slot, *_ in self.heard.events if event == "evicted"][self.num_evicted :]
+        evicted = [slot for event, slot, *_ in self.heard.events if event == "evicted"][self.num_evicted + self.num_forgotten :]
         assert len(evicted) == len(set(evicted)) == num and set(evicted) <= set(self.idle)
         return evicted
 

@@ -96,7 +96,7 @@ def test_a_bad_url_is_refused_without_being_repeated(case: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(BAD[case], {})
     assert "--kv-offload-remote" in str(refused.value)
-    assert SECRET not in "".join(traceback.format_exception(refused.value, chain=True)).replace(repr(BAD[case]), "")
+    assert SECRET not in "".join(traceback.format_exception(refused.value, chain=True))
 
 
 def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:

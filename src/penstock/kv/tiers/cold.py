@@ -140,9 +140,6 @@ class Writing:
         return defects
 
 
-# --------------------------------------------------------------------------------------------------------------------- questions
-
-
 class _Questions:
     """What a store was asked for, and has not answered yet as far as the engine thread has seen."""
 
@@ -170,8 +167,10 @@ class _Questions:
                 self._open.append(finding)
             try:
                 lane.submit(partial(self._answer, finding, keys), label=f"find in {self._exchanges.store.name}")
-            except LaneClosed:
-                finding.answer(0)
+            except BaseException as error:
+                finding.answer(0)  # nobody else will
+                if not isinstance(error, LaneClosed):
+                    raise
         return finding
 
     def settle(self) -> None:
@@ -180,7 +179,7 @@ class _Questions:
 
     def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
         try:
-            if not finding.ready:  # nobody waits for the answer any more
+            if not finding.ready:  # else nobody waits for the answer any more
                 finding.answer(self._exchanges.find(keys))
         except InvariantBroken as error:
             self._defects.append(error)
@@ -205,6 +204,11 @@ class ColdFigures:
         self._writings: list[Writing] = []
         self._defects: list[BaseException] = []  # of ours, found on lanes
         self._questions = _Questions(exchanges, lanes.asker, self._defects, lambda: self.wake())
+
+    @property
+    def exchanges(self) -> Exchanges:
+        """What is said to its store. Before the first of them a store that fails on purpose can be put in its place."""
+        return self._exchanges
 
     @property
     def usable(self) -> bool:
@@ -287,9 +291,8 @@ class ColdTier(ColdFigures):
         if not self.usable:
             self._exchanges.tally.skip("broken", len(keys))
             return None
-        stored = self._exchanges.stored(keys)
+        stored, tally = self._exchanges.stored(keys), self._exchanges.tally
         new = [place for place, there in enumerate(stored) if not there]
-        tally = self._exchanges.tally
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
         room = (limit - tally.queued_bytes[Way.WRITE]) // tally.block_bytes
         places = new if must else new[: max(0, room)]
@@ -321,11 +324,10 @@ class ColdTier(ColdFigures):
     def persist(self) -> Writing:
         """Settled when everything written so far is safe; its `error` says why it is not. Its handle is None. It comes behind all writes
         that were not given out before: if one of their blocks is lost, that is an error, too."""
-        covered = tuple(self._writings)
         group = Group((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
-        writing.behind = covered
-        groups = [group for one in covered for group in one.groups]
+        writing.behind = tuple(self._writings)
+        groups = [group for one in writing.behind for group in one.groups]
         self._writers.behind_all(group, partial(self._exchanges.persist, group, groups), f"persist {self.name}")
         self._writings.append(writing)
         return writing

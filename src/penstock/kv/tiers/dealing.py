@@ -62,6 +62,7 @@ class Dealer:
         with contextlib.suppress(LaneClosed):
             lane.submit(self._wake, label="wake")
 
+
 def close_lane(lane: Lane, deadline_s: float) -> DeadlineExceeded | None:
     """By then; what is late is returned."""
     try:

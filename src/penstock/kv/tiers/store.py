@@ -36,8 +36,8 @@ class StoreUsage:
     num_slots: int | None = None  # None: somebody else decides
 
     def as_dict(self) -> dict[str, int]:
-        free = {} if self.num_slots is None else {"free": self.num_slots - self.num_used}
-        return {"used": self.num_used, **free}
+        """Nothing where somebody else decides: nobody here counts, and a zero would say that it is empty."""
+        return {} if self.num_slots is None else {"used": self.num_used, "free": self.num_slots - self.num_used}
 
 
 class BlockStore(Protocol):
@@ -61,7 +61,7 @@ class BlockStore(Protocol):
         """Each block under its key; one that is there already counts as DONE. `depths`: places in their prompts, for eviction."""
 
     def persist(self) -> None:
-        """Everything that `write` has returned DONE for survives a crash of process and machine from now on, as far as the store can say."""
+        """Everything that `write` has returned DONE for survives a crash of process and machine from now on, as far as it can say."""
 
     def probe(self) -> None:
         """Return if the place can be used again, raise `StoreFailed` if not. A cheap exchange that changes nothing."""

@@ -26,7 +26,7 @@ from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack, unpack
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import BackoffConfig, ClientConfig, RetryConfig
 
     from penstock.kv.tiers.remote.s3 import Address
 
@@ -47,8 +47,9 @@ def connect(address: Address, timeout_s: float) -> S3Store:
         if "ca" in address.options:
             client["root_certificate"] = Path(address.options["ca"]).read_bytes()
         named = {name: address.options[name] for name in ("endpoint", "region") if name in address.options}
-        # A request that failed is a miss, and the breaker's business; repeating it would only take time from the deadline.
-        again: RetryConfig = {"max_retries": 0, "retry_timeout": limit}
+        # A connection that the server has just given up is met now and then; anything that lasts is the breaker's business.
+        pause: BackoffConfig = {"init_backoff": limit / 50, "max_backoff": limit / 10}
+        again: RetryConfig = {"max_retries": 2, "retry_timeout": limit, "backoff": pause}
         return S3Store(address.bucket, prefix=address.prefix or None, client_options=client, retry_config=again, **named)  # type: ignore[arg-type]
     except OSError as error:
         raise ConfigError(f"--kv-offload-remote: the file for TLS cannot be read: {error.strerror or type(error).__name__}") from None
@@ -83,7 +84,7 @@ class BucketStore:
         while there < missing:
             places = _spread(there, missing)
             found = self._each(self._has, [keys[place] for place in places], until)
-            first = next((i for i, has in enumerate(found) if not has), None)
+            first = next((i for i, has in enumerate(found) if has is not True), None)
             if first is None:
                 there = places[-1] + 1
             else:
@@ -103,7 +104,8 @@ class BucketStore:
         until = self._until()
         outcomes = [Outcome.FAILED] * len(keys)
         for place, value in self._together(self._get, keys, until):
-            outcomes[place] = Outcome.MISSING if value is None else self._place(value, keys[place], into[place])
+            if not isinstance(value, _Broken):
+                outcomes[place] = Outcome.MISSING if value is None else self._place(value, keys[place], into[place])
         bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
             self._each(self._remove, bad, until)
@@ -131,10 +133,13 @@ class BucketStore:
         """What is there already is not sent again."""
         until = self._until()
         there = self._each(self._has, keys, until)
-        new = [place for place, has in enumerate(there) if not has]
+        new = [place for place, has in enumerate(there) if has is not True]
         values = [(keys[place], self._value(keys[place], blocks[place])) for place in new]
-        self._each(self._put, values, until)
-        return [Outcome.DONE] * len(keys)
+        outcomes = [Outcome.DONE] * len(keys)
+        for place, answer in zip(new, self._each(self._put, values, until), strict=True):
+            if isinstance(answer, _Broken):
+                outcomes[place] = Outcome.FAILED
+        return outcomes
 
     def _value(self, key: bytes, block: memoryview) -> bytes:
         return b"".join((pack(key, self._space.digest, block), block))
@@ -154,15 +159,15 @@ class BucketStore:
 
     def probe(self) -> None:
         """A list of nothing: it needs the bucket, and the right to look into it."""
-        self._each(self._some_paths, [f"{self._folder}/probe"], self._until())
+        self._one(self._some_paths, f"{self._folder}/probe")
 
     def reset(self) -> int:
         removed = 0
         before: list[str] = []
-        while paths := self._each(self._some_paths, [self._folder], self._until())[0]:
+        while paths := self._one(self._some_paths, self._folder):
             if paths == before:
                 raise StoreFailed("the bucket does not let go of its objects")
-            self._each(lambda some: obstore.delete(self._bucket, some), [paths], self._until())
+            self._one(lambda some: obstore.delete(self._bucket, some), paths)
             removed, before = removed + len(paths), paths
         return removed
 
@@ -185,27 +190,47 @@ class BucketStore:
     def _until(self) -> float:
         return time.monotonic() + self._timeout_s
 
-    def _each(self, job: Callable[[U], T], things: Sequence[U], until: float) -> list[T]:
+    def _each(self, job: Callable[[U], T], things: Sequence[U], until: float) -> list[T | _Broken]:
         done = dict(self._together(job, things, until))
         return [done[place] for place in range(len(things))]
 
-    def _together(self, job: Callable[[U], T], things: Sequence[U], until: float) -> Iterator[tuple[int, T]]:
-        """Results with their places, as they come. Raises StoreFailed at the first failure, or at the deadline."""
+    def _one(self, job: Callable[[U], T], thing: U) -> T:
+        (answer,) = self._each(job, [thing], self._until())
+        if isinstance(answer, _Broken):
+            raise answer.failure()
+        return answer
+
+    def _together(self, job: Callable[[U], T], things: Sequence[U], until: float) -> Iterator[tuple[int, T | _Broken]]:
+        """Answers with their places, as they come. Raises StoreFailed where none came, or not all by the deadline."""
         running = {self._threads.submit(job, thing): place for place, thing in enumerate(things)}
+        broken: list[_Broken] = []
         try:
             for future in concurrent.futures.as_completed(running, max(0.0, until - time.monotonic())):
-                yield running[future], future.result()
+                error = future.exception()
+                if isinstance(error, Exception):
+                    broken.append(_Broken(error))
+                    yield running[future], broken[-1]
+                else:
+                    yield running[future], future.result()
         except TimeoutError:
             raise StoreFailed(f"the bucket did not answer within {self._timeout_s:g} s") from None
-        except FileNotFoundError:
-            raise StoreFailed("the bucket does not exist, or not any more") from None
-        except Exception as error:
-            raise StoreFailed(
-                f"the bucket refused or broke off a request ({type(error).__name__})"
-            ) from None  # the rest has URL and headers
         finally:
             for future in running:
                 future.cancel()
+        if broken and len(broken) == len(things):
+            raise broken[0].failure()
+
+
+class _Broken:
+    """A request that failed. Of its error only the kind is told: the message has the request in it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def failure(self) -> StoreFailed:
+        if isinstance(self._error, FileNotFoundError):
+            return StoreFailed("the bucket does not exist, or not any more")
+        return StoreFailed(f"the bucket refused or broke off a request ({type(self._error).__name__})")
 
 
 def _spread(first: int, stop: int) -> list[int]:

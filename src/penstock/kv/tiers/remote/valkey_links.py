@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from valkey.cluster import parse_cluster_slots
 from valkey.connection import Connection
-from valkey.crc import key_slot
+from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
 from valkey.exceptions import AuthenticationError, ResponseError, ValkeyError
 
 from penstock.errors import StoreFailed
@@ -171,15 +171,15 @@ class Links:
 
 def slot_map(answer: object, asked: Node) -> list[Node | None]:
     """A node that does not know its own address is reachable under the one it was asked at."""
-    slots: list[Node | None] = [None] * 16384
+    slots: list[Node | None] = [None] * VALKEY_CLUSTER_HASH_SLOTS
     try:
         for (first, last), owners in parse_cluster_slots(answer, current_host=asked.host).items():
             host, port = owners["primary"]
-            slots[first : last + 1] = [Node(host, int(port))] * (last + 1 - first)
+            if not (0 <= first <= last < len(slots) and 0 < port < 65536 and isinstance(host, str)):
+                raise ValueError
+            slots[first : last + 1] = [Node(host, port)] * (last + 1 - first)
     except (TypeError, ValueError, KeyError, IndexError):
         raise StoreFailed("the shared store sent a map of its slots that is none") from None
-    if len(slots) != 16384:
-        raise StoreFailed("the shared store sent a map of its slots that is none")
     return slots
 
 
@@ -212,6 +212,7 @@ def dial(node: Node, tls: ssl.SSLContext | None, deadline: float) -> socket.sock
             connected.settimeout(share_s)
             connected.connect(address)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.settimeout(max(0.001, deadline - time.monotonic()))
             return connected if tls is None else tls.wrap_socket(connected, server_hostname=node.host)
         except OSError as error:
             connected.close()
@@ -250,5 +251,8 @@ def resolve(node: Node, patience_s: float) -> _Places:
 
 
 def _addresses(node: Node, flags: int) -> _Places:
-    found = socket.getaddrinfo(node.host, node.port, type=socket.SOCK_STREAM, flags=flags)
+    try:
+        found = socket.getaddrinfo(node.host, node.port, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "it is no name") from None
     return [(family, kind, protocol, name, address) for family, kind, protocol, name, address in found]

@@ -76,13 +76,13 @@ def _credentials(text: str, environment: Mapping[str, str]) -> tuple[str | None,
     user, _, password = text.partition(":")
     secret = unquote(password) or environment.get(PASSWORD_VARIABLE) or None
     _need(not user or secret is not None, f"names a user without a password: add it, or set {PASSWORD_VARIABLE}")
-    _need(secret is None or _is_text(secret), "has a password that is not UTF-8")
+    _need(_is_text(user) and _is_text(secret or ""), "has a user or password that is not UTF-8")
     return unquote(user) or None, secret
 
 
-def _is_text(secret: str) -> bool:
+def _is_text(given: str) -> bool:
     try:
-        secret.encode()
+        given.encode()
     except UnicodeEncodeError:
         return False
     return True

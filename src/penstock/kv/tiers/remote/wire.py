@@ -62,11 +62,14 @@ class TimedSocket:
                 left[0] = left[0][sent:]
 
     def sendall(self, data: Buffer) -> None:
-        self._arm()
-        try:
-            self._socket.sendall(data)
-        except OSError as error:
-            raise _failure(error) from None
+        """Piece by piece: an encrypted socket's own gives each piece the whole time."""
+        left = memoryview(data)
+        while left:
+            self._arm()
+            try:
+                left = left[self._socket.send(left) :]
+            except OSError as error:
+                raise _failure(error) from None
 
     def recv_into(self, target: memoryview | bytearray) -> int:
         """Some bytes, at least one."""

@@ -32,6 +32,7 @@ class Claim:
     sequence: int = 0  # the first of as many numbers as the call has blocks
     reservation: Reservation | None = None
     others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
+    doubtful: list[int] = field(default_factory=list)  # blocks that are here from an earlier life, which nobody has read since
     landed: set[bytes] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -53,6 +54,7 @@ class SlotIndex:
         self._lock = threading.Lock()
         self._writing: dict[bytes, Claim] = {}
         self._sequence = 0
+        self._unread: set[int] = set()  # slots of blocks from an earlier life: whether they are whole shows when they are first read
         self._recent: dict[bytes, None] | None = None  # while a scan runs: blocks used since it began, the latest last
 
     # ------------------------------------------------------------------------------------------------------------ questions
@@ -85,6 +87,12 @@ class SlotIndex:
         with self._lock:
             pin.end()
 
+    def note_good(self, slots: Iterable[int]) -> None:
+        """What was read there is whole."""
+        if self._unread:
+            with self._lock:
+                self._unread.difference_update(slots)
+
     def forget(self, key: bytes, slot: int) -> None:
         """The block in `slot` is not what it was written as. It may have been forgotten, or written elsewhere, in the meantime."""
         with self._lock:
@@ -100,6 +108,8 @@ class SlotIndex:
             new: list[int] = []
             for place, (key, slot) in enumerate(zip(keys, self._pool.find_each(keys), strict=True)):
                 if slot != ABSENT:
+                    if slot in self._unread:
+                        claim.doubtful.append(place)
                     continue
                 if (other := self._writing.get(key)) is not None:
                     claim.others.append((place, key, other))
@@ -128,6 +138,7 @@ class SlotIndex:
                 claim.reservation.commit(hold)
                 pairs = list(zip(claim.places, claim.slots, strict=True))
                 good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
+                self._unread.difference_update(claim.slots)
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
                 hold.end()
                 self._note_use(keys[place] for place, _ in good)
@@ -180,7 +191,9 @@ class SlotIndex:
                         self._pool.forget([older])
                     chosen[key] = (slot, head)
                     found[key] = head.envelope.sequence
-                self._pool.seal([slot for slot, _ in chosen.values()], list(chosen), [head.depth for _, head in chosen.values()])
+                slots = [slot for slot, _ in chosen.values()]
+                self._pool.seal(slots, list(chosen), [head.depth for _, head in chosen.values()])
+                self._unread.update(slots)
                 self._sequence = max(self._sequence, newest[0][1].envelope.sequence)
             hold.end()
 

@@ -12,7 +12,7 @@ from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, slot_bytes
 from penstock.kv.tiers.ssd.segments import Segment, Segments
 
 _MOST_BLOCKS = 256  # two buffers each: half of what one call may have
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 16 << 20  # more in one call is no faster, and bounces take memory
 
 
 class Run(NamedTuple):

@@ -18,7 +18,7 @@ from penstock.kv.tiers.ssd.segments import Segment
 log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8  # most of their time is the disk's
-_SKIP_BYTES = 32 << 10  # slots up to this size are read with all that lies between their heads: fewer calls are worth more than bytes
+_SKIP_BYTES = 16 << 10  # slots up to this size are read with all that lies between their heads: fewer calls are worth more than bytes
 _TELL_S = 3.0
 
 

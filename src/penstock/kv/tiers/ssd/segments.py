@@ -145,6 +145,7 @@ class Segments:
                 segment = Segment(file.head, self.num_slots)
                 segment.opened(file)
                 self._all.append(segment)
+                self.unsynced.note(segment)  # an earlier life may have ended before it had synced it
                 used += segment_bytes(segment.num_slots, self._space.block_bytes)
             except OSError as error:
                 log.warning("%s cannot be used and is left as it is: %s", path, error)

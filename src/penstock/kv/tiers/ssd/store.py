@@ -49,6 +49,11 @@ class SsdStore:
         self._scan.start()
 
     @property
+    def files(self) -> SegmentFiles:
+        """What it is written in. A disk that fails on purpose can be put in place of its `io`."""
+        return self._segments.files
+
+    @property
     def scanned(self) -> bool:
         """Whether all that an earlier life has left can be found."""
         return self._scan.done.is_set()
@@ -81,6 +86,7 @@ class SsdStore:
                 if slot != ABSENT and first[slot] != place:  # asked for twice
                     outcomes[place] = outcomes[first[slot]]
                     into[place][:] = into[first[slot]]
+            self._index.note_good(slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE)
         finally:
             self._index.unpin(pin)
         return outcomes
@@ -108,7 +114,14 @@ class SsdStore:
                         written[place] = run.head.generation
         finally:
             self._index.land(claim, keys, depths, written)
+        for place in claim.doubtful:
+            claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
         return claim.wait_others()
+
+    def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
+        """A crash may have torn a block of an earlier life, and whoever persists this write is to be right that it is there."""
+        (outcome,) = self.read([key], [memoryview(bytearray(len(block)))])
+        return outcome if outcome is Outcome.DONE else self.write([key], [depth], [block])[0]
 
     def _grow(self) -> bool:
         """Whether there are more slots than before."""

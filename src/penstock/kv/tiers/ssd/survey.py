@@ -21,7 +21,7 @@ from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, SlotHead, se
 
 Progress = Callable[[int, int], None]  # slots or files done, and in all
 
-_SKIP_BYTES = 32 << 10  # slots up to this size are read whole for their heads' sake
+_SKIP_BYTES = 16 << 10  # slots up to this size are read whole for their heads' sake
 _READ_BYTES = 8 << 20
 
 
@@ -62,16 +62,20 @@ class Survey:
         return sum(space.num_blocks for space in self.spaces.values())
 
 
-def inspect(directory: str | Path) -> Survey:
+def _silent(done: int, total: int) -> None:
+    """Nobody asked."""
+
+
+def inspect(directory: str | Path, progress: Progress = _silent) -> Survey:
     """Heads only. Raises ConfigError where there is no cache or an engine uses it."""
     with _locked(directory) as opened:
-        return _Surveyor(opened, None).survey()
+        return _Surveyor(opened, progress, payloads=False).survey()
 
 
 def verify(directory: str | Path, progress: Progress) -> Survey:
     """Every byte of every block. Raises ConfigError where there is no cache or an engine uses it."""
     with _locked(directory) as opened:
-        return _Surveyor(opened, progress).survey()
+        return _Surveyor(opened, progress, payloads=True).survey()
 
 
 def clear(directory: str | Path, progress: Progress) -> Survey:
@@ -102,10 +106,10 @@ def _locked(directory: str | Path) -> Iterator[Directory]:
 
 
 class _Surveyor:
-    """One pass over the files. With `progress` payloads are read as well."""
+    """One pass over the files, over their heads alone or with all `payloads`."""
 
-    def __init__(self, directory: Directory, progress: Progress | None) -> None:
-        self._survey = Survey(directory.path, num_good=None if progress is None else 0)
+    def __init__(self, directory: Directory, progress: Progress, payloads: bool) -> None:
+        self._survey = Survey(directory.path, num_good=0 if payloads else None)
         self._paths = directory.segment_files()
         self._progress = progress
         self._heads: dict[tuple[bytes, bytes], SlotHead] = {}
@@ -136,7 +140,7 @@ class _Surveyor:
 
     def _walk(self, path: Path, segment: SegmentHead) -> None:
         width = slot_bytes(segment.block_bytes)
-        whole = self._progress is not None or width <= _SKIP_BYTES
+        whole = self._survey.num_good is not None or width <= _SKIP_BYTES
         step = max(1, _READ_BYTES // width) if whole else 1
         with contextlib.closing(_File(path)) as file:
             for first in range(0, segment.num_slots, step):
@@ -146,8 +150,7 @@ class _Surveyor:
                 for i in range(num):
                     self._judge(path, segment, first + i, read[i * width : (i + 1) * width])
                 self._num_done += num
-                if self._progress is not None:
-                    self._progress(self._num_done, self._num_total)
+                self._progress(self._num_done, self._num_total)
 
     def _judge(self, path: Path, segment: SegmentHead, slot: int, image: memoryview) -> None:
         found, head = self._survey, unpack_slot(image[:SECTOR_BYTES])

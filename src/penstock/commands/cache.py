@@ -1,0 +1,153 @@
+"""`penstock cache`: what is in the directory of a disk tier, whether it is whole, and away with it. Owns how that is asked and shown; the
+files are read in `penstock.kv`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.commands.progress import ProgressBar
+from penstock.errors import ConfigError
+from penstock.kv.tiers.ssd import survey
+from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey
+
+MOST_LINES = 20  # of damage shown; the JSON file has all of it
+NUM_DIGITS = 12  # of a space's digest: enough to tell a few apart
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What was asked for."""
+
+    action: Literal["inspect", "verify", "clear"]
+    directory: Path
+    yes: bool  # clear without asking
+    json_file: Path | None
+
+
+def run_cache(job: Job) -> int:
+    """1 where something is damaged that was looked at byte by byte, or where nothing was done."""
+    if job.action == "clear" and not job.yes and not _confirmed(job.directory):
+        _say("nothing was removed")
+        return 1
+    with ProgressBar() as bar:
+        match job.action:
+            case "inspect":
+                found = survey.inspect(job.directory, lambda done, total: bar("inspect", done, total))
+            case "verify":
+                found = survey.verify(job.directory, lambda done, total: bar("verify", done, total))
+            case "clear":
+                found = survey.clear(job.directory, lambda done, total: bar("clear", done, total))
+    if job.json_file is not None:
+        job.json_file.write_text(json.dumps(_report(job, found), indent=2) + "\n")
+    if job.action == "clear":
+        _say(f"removed {_files(found)} from {found.directory}")
+        return 0
+    return _show(job, found)
+
+
+def _confirmed(directory: Path) -> bool:
+    """Whoever is not there to be asked has to say so beforehand."""
+    if not sys.stdin.isatty():
+        raise ConfigError("cache clear asks before it removes anything: give --yes where there is no terminal")
+    with ProgressBar() as bar:
+        found = survey.inspect(directory, lambda done, total: bar("inspect", done, total))
+    asked = f"Remove {_files(found)} with {found.num_blocks} blocks from {found.directory}? [y/N] "
+    print(asked, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _say(line: str) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(line)
+
+
+def _files(found: Survey) -> str:
+    return f"{found.num_segments} file{'' if found.num_segments == 1 else 's'} of {_size(found.file_bytes)} in all"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+# ----------------------------------------------------------------------------------------------------------------- for people
+
+
+def _show(job: Job, found: Survey) -> int:
+    console = Console()
+    console.print(_totals(found))
+    if found.spaces:
+        console.print(_spaces(found.spaces))
+    damage = [*found.damaged, *found.corrupt, *found.torn]
+    for line in damage[:MOST_LINES]:
+        _say(f"damaged: {line}")
+    if len(damage) > MOST_LINES:
+        _say(f"and {len(damage) - MOST_LINES} more; --json FILE keeps all of them")
+    if job.action != "verify":
+        return 0
+    if not damage:
+        _say("nothing is damaged")
+        return 0
+    _say(
+        "what is damaged counts as missing and is used again; a crash in the middle of a write leaves such a block, and so does a bad disk"
+    )
+    return 1
+
+
+def _totals(found: Survey) -> Table:
+    drawn = Table(title=Text(f"penstock cache: {found.directory}"), title_justify="left")
+    drawn.add_column("")
+    drawn.add_column("number", justify="right")
+    for what, number in _counts(found):
+        drawn.add_row(what, number)
+    return drawn
+
+
+def _counts(found: Survey) -> Iterator[tuple[str, str]]:
+    yield "files", str(found.num_segments)
+    yield "on disk", _size(found.file_bytes)
+    yield "slots", str(found.num_slots)
+    yield "blocks", str(found.num_blocks)
+    yield "older copies of them", str(found.num_older)
+    yield "damaged files", str(len(found.damaged))
+    yield "damaged heads", str(len(found.corrupt))
+    if found.num_good is not None:  # payloads were read
+        yield "whole blocks", str(found.num_good)
+        yield "torn blocks", str(len(found.torn))
+
+
+def _spaces(spaces: dict[str, SpaceSurvey]) -> Table:
+    """Spaces are models as they are run; their names are not on disk."""
+    drawn = Table("space", title="by model, data type and layout", title_justify="left")
+    for column in ("blocks", "bytes", "oldest, UTC", "newest, UTC"):
+        drawn.add_column(column, justify="right")
+    for digest, space in sorted(spaces.items(), key=lambda item: -item[1].num_bytes):
+        drawn.add_row(digest[:NUM_DIGITS], str(space.num_blocks), _size(space.num_bytes), _time(space.oldest), _time(space.newest))
+    return drawn
+
+
+def _time(nanoseconds: int) -> str:
+    """Sequences are times as far as the writer's clock was one."""
+    try:
+        return datetime.datetime.fromtimestamp(nanoseconds / 1e9, datetime.UTC).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, OSError, ValueError):
+        return "?"
+
+
+# --------------------------------------------------------------------------------------------------------------- for programs
+
+
+def _report(job: Job, found: Survey) -> dict[str, Any]:
+    fields = {**asdict(found), "directory": str(found.directory), "num_blocks": found.num_blocks}
+    return {"action": job.action, "looked": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **fields}

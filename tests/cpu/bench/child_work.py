@@ -1,0 +1,26 @@
+"""Work for processes that tests start: quick to import, since each of them does."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from penstock.errors import ConfigError, IllegalTransition
+
+
+def fail(message: str, progress: Any) -> NoReturn:
+    raise ConfigError(message)
+
+
+def fail_oddly(progress: Any) -> NoReturn:
+    raise IllegalTransition("a message", "one state", "no message says it")
+
+
+def vanish(code: int, progress: Any) -> NoReturn:
+    raise SystemExit(code)
+
+
+def say(num: int, progress: Any) -> int:
+    for done in range(num):
+        progress("working", done, num)
+    return os.getpid()

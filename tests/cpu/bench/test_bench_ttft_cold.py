@@ -1,0 +1,182 @@
+"""`bench ttft` with tiers behind host memory, and across a restart: each case is served by its tier alone, and nobody's cache is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import asdict
+
+import child_work
+import pytest
+
+from penstock.bench import restart
+from penstock.bench.child import run_in_process
+from penstock.bench.restart import Job, RestartBench
+from penstock.bench.run import Driver
+from penstock.bench.scratch import scratch_ssd
+from penstock.bench.ttft import NEW_TOKENS, TtftBench
+from penstock.cli import main
+from penstock.config import OffloadConfig
+from penstock.contract import KvSource
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
+from penstock.kv.tiers.worth import PrefillRate
+from penstock.models.progress import silent
+from penstock.testing.stores import MemoryStore
+
+
+@pytest.fixture
+def ssd_config(config, tmp_path):
+    return dataclasses.replace(config, offload=OffloadConfig(host_gib=0.05, load_always=True, ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.01))
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """What is in a store that every engine of the test shares. It is given a second to answer, however fast computing is."""
+    shared: dict[bytes, bytearray] = {}
+    monkeypatch.setattr("penstock.engine.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest, blocks=shared))
+    monkeypatch.setattr(PrefillRate, "seconds", lambda self, *_: None)
+    return shared
+
+
+@pytest.fixture
+def make_engine():
+    made: list[Engine] = []
+
+    def make(config):
+        made.append(build(config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(timeout_s=20.0)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(64, 63), (70, 64), (15, 0)])
+def test_the_disk_serves_what_device_and_host_have_forgotten(make_engine, ssd_config, length, expected):
+    (row,) = TtftBench((length,), repeat=2, seed=0).measure(make_engine(ssd_config), ssd_config, silent).rows
+    source, num_blocks = row["source"], length // 16
+    assert source["cold"] == asdict(KvSource(computed=length))
+    assert source["host"] == asdict(KvSource(host=expected, computed=length - expected))
+    assert source["ssd"] == asdict(KvSource(ssd=expected, computed=length - expected))
+    assert source["ssd_new"] == asdict(KvSource(ssd=16 * num_blocks, computed=length + NEW_TOKENS - 16 * num_blocks))
+    assert row["promoted_blocks"]["ssd"] == row["promoted_blocks"]["ssd_new"] == num_blocks
+    assert row["ratio_ssd"] == row["ttft_ms"]["cold"]["median"] / row["ttft_ms"]["ssd"]["median"]
+    assert "remote" not in source
+
+
+def test_behind_a_disk_the_store_serves_alone_and_keeps_what_others_have(make_engine, ssd_config, blocks):
+    config = dataclasses.replace(ssd_config, offload=dataclasses.replace(ssd_config.offload, remote="valkey://elsewhere"))
+    blocks[bytes(16)] = bytearray(b"somebody else's")
+    (row,) = TtftBench((64,), repeat=1, seed=0).measure(make_engine(config), config, silent).rows
+    assert [case for case in row["source"] if "new" not in case] == ["cold", "device", "host", "ssd", "remote"]
+    assert row["source"]["ssd"] == asdict(KvSource(ssd=63, computed=1))
+    assert row["source"]["remote"] == asdict(KvSource(remote=63, computed=1))
+    assert row["source"]["remote_new"] == asdict(KvSource(remote=64, computed=16))
+    assert bytes(16) in blocks and row["ratio_remote"] > 0
+
+
+def test_a_second_run_against_the_same_store_is_cold_all_the_same(make_engine, ssd_config, blocks):
+    config = dataclasses.replace(ssd_config, offload=OffloadConfig(host_gib=0.05, load_always=True, remote="valkey://elsewhere"))
+    for _ in range(2):
+        (row,) = TtftBench((64,), repeat=1, seed=0).measure(make_engine(config), config, silent).rows
+        assert row["source"]["cold"] == asdict(KvSource(computed=64))
+
+
+def test_a_host_that_was_not_emptied_is_noticed(make_engine, ssd_config, monkeypatch):
+    honest = Driver.reset_cache
+    monkeypatch.setattr(Driver, "reset_cache", lambda self, *tiers: honest(self, *(tier for tier in tiers if tier != "host")))
+    with pytest.raises(InvariantBroken, match="expected 63 from the ssd"):
+        TtftBench((64,), repeat=1, seed=0).measure(make_engine(ssd_config), ssd_config, silent)
+
+
+def test_a_hit_on_disk_for_which_nothing_was_read_is_noticed(make_engine, ssd_config, monkeypatch):
+    engine, honest = make_engine(ssd_config), Engine.stats
+
+    def stats(self):
+        taken = honest(self)
+        taken.traffic.bytes["ssd", "host"] = 0
+        return taken
+
+    monkeypatch.setattr(Engine, "stats", stats)
+    with pytest.raises(InvariantBroken, match="0 bytes were read from the ssd tier"):
+        TtftBench((64,), repeat=1, seed=0).measure(engine, ssd_config, silent)
+
+
+# ------------------------------------------------------------------------------------------------------------------ restart
+
+
+@pytest.fixture
+def job(ssd_config):
+    return Job(ssd_config, (64, 20), repeat=1, seed=0, salt="bench")
+
+
+def test_what_one_engine_computed_the_next_reads_from_disk(job):
+    before = restart._compute(job, silent)
+    assert before.num_blocks == 2 * (4 + 1) and before.refused == []
+    after = restart._ask_again(job, before.num_blocks, silent)
+    for length, from_disk in ((64, 63), (20, 16)):
+        (computed,), (restored,) = after.samples[length]["cold"], after.samples[length]["ssd"]
+        assert computed.source == KvSource(computed=length)
+        assert restored.source == after.first[length].source == KvSource(ssd=from_disk, computed=length - from_disk)
+
+
+def test_a_directory_that_lost_its_files_is_no_restart(job, monkeypatch, tmp_path):
+    before = restart._compute(job, silent)
+    for file in (tmp_path / "ssd").glob("*.kv"):
+        file.unlink()
+    monkeypatch.setattr(restart, "SCAN_S", 0.1)
+    with pytest.raises(DeadlineExceeded, match="0 of 10 blocks"):
+        restart._ask_again(job, before.num_blocks, silent)
+
+
+def test_the_command_restarts_in_new_processes_and_leaves_no_directory(tmp_path, capsys):
+    file, near = tmp_path / "restart.json", tmp_path / "cache"
+    near.mkdir()
+    (near / "penstock-000000.kv").write_text("somebody's cache")
+    tiny = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
+    flags = ["--tokens", "48,9999", "--repeat", "1", "--kv-offload-ssd-dir", str(near), "--json", str(file)]
+    assert main(["bench", "ttft", "--restart", *tiny, *flags]) == 0
+    report = json.loads(file.read_text())
+    (row,) = report["results"]
+    assert report["bench"] == "ttft --restart" and report["model"] == "tiny-qwen3"
+    assert row["source"]["ssd"] == asdict(KvSource(ssd=47, computed=1)) and row["source"]["cold"] == asdict(KvSource(computed=48))
+    assert f"{row['ratio_ssd']:.1f}" in capsys.readouterr().out
+    assert [path.name for path in near.iterdir()] == ["penstock-000000.kv"] and (near / "penstock-000000.kv").stat().st_size == 16
+
+
+def test_an_error_in_a_process_of_the_measurement_is_an_error_here():
+    with pytest.raises(ConfigError, match="no good"):
+        run_in_process(child_work.fail, ("no good",), silent)
+    with pytest.raises(StepFailed, match="no message says it"):
+        run_in_process(child_work.fail_oddly, (), silent)
+    with pytest.raises(StepFailed, match="code 3"):
+        run_in_process(child_work.vanish, (3,), silent)
+
+
+def test_progress_and_result_come_from_another_process():
+    told = []
+    assert run_in_process(child_work.say, (2,), lambda *said: told.append(said)) != os.getpid()
+    assert told == [("working", 0, 2), ("working", 1, 2)]
+
+
+def test_nothing_outlives_a_process_without_offload(capsys):
+    assert main(["bench", "ttft", "--restart", "--no-kv-offload"]) == 2
+    assert "--restart needs --kv-offload" in capsys.readouterr().err
+    assert RestartBench((1,), 1, 0).name == "ttft --restart"
+
+
+def test_a_scratch_directory_lies_near_the_one_that_is_named_and_is_removed(config, tmp_path):
+    with_dir = dataclasses.replace(config, offload=OffloadConfig(ssd_dir=str(tmp_path / "not" / "there")))
+    with scratch_ssd(with_dir) as made:
+        (folder,) = tmp_path.iterdir()
+        assert made.offload.ssd_dir == str(folder) and list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    with scratch_ssd(config) as made:
+        assert made is config
+    (tmp_path / "file").touch()
+    with_file = dataclasses.replace(config, offload=OffloadConfig(ssd_dir=str(tmp_path / "file")))
+    with pytest.raises(ConfigError, match="not a directory"), scratch_ssd(with_file):
+        pass

@@ -1,0 +1,36 @@
+"""A real store for the tests of this folder. Owns its life; what is asked of it is the tests' business."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+from valkey_rig import opened
+
+from penstock.kv.tiers.remote.valkey import ValkeyStore
+from penstock.testing.servers import Valkey
+from store_servers import valkey_or_skip
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[Valkey]:
+    with valkey_or_skip() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: Valkey) -> Valkey:
+    """Running and empty."""
+    if shared_server.alive:
+        shared_server.resume()  # a test that failed may have left it paused
+    else:
+        shared_server.start()
+    shared_server.ask("FLUSHALL")
+    return shared_server
+
+
+@pytest.fixture
+def store(server: Valkey) -> Iterator[ValkeyStore]:
+    with contextlib.closing(opened(server.url())) as made:
+        yield made

@@ -1,0 +1,243 @@
+"""What the tests of the SSD store share: blocks whose bytes follow from their keys, a store in a folder, and a disk that crashes."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import shake_128
+from pathlib import Path
+
+from penstock.config import EvictionName
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES
+from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.format import segment_bytes, slot_bytes
+from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.tiers.store import Outcome, Space
+
+BLOCK_BYTES = 5000  # no whole sector: through the bounce buffer; two sectors in the file
+SPACE = Space(b"s" * 32, BLOCK_BYTES, memoryview(b""))
+WAIT_S = 60.0
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+@cache
+def bytes_of(number: int, num_bytes: int = BLOCK_BYTES) -> bytes:
+    return shake_128(key_of(number)).digest(num_bytes)
+
+
+def max_bytes_for(num_slots: int, block_bytes: int = BLOCK_BYTES, num_segments: int = 8) -> int:
+    """A bound that gives about so many slots, at least."""
+    return LOCK_BYTES + segment_bytes(num_slots, block_bytes) + num_segments * slot_bytes(block_bytes)
+
+
+def open_at(
+    path: Path,
+    num_slots: int = 64,
+    io: DiskIo | None = None,
+    space: Space = SPACE,
+    eviction: EvictionName = "lru",
+    scanned: bool = True,
+) -> SsdStore:
+    store = open_ssd(path, max_bytes_for(num_slots, space.block_bytes), space, eviction, io)
+    if scanned:
+        assert store.wait_scanned(WAIT_S)
+    return store
+
+
+def write(store: SsdStore, *numbers: int, num_bytes: int = BLOCK_BYTES) -> list[Outcome]:
+    blocks = [memoryview(bytes_of(number, num_bytes)) for number in numbers]
+    return store.write([key_of(number) for number in numbers], list(range(len(numbers))), blocks)
+
+
+def read(store: SsdStore, *numbers: int, num_bytes: int = BLOCK_BYTES) -> list[Outcome]:
+    """Fails where a block that is DONE has other bytes than were written under its key."""
+    into = [memoryview(bytearray(num_bytes)) for _ in numbers]
+    outcomes = store.read([key_of(number) for number in numbers], into)
+    for number, outcome, view in zip(numbers, outcomes, into, strict=True):
+        assert outcome is not Outcome.DONE or view == bytes_of(number, num_bytes), f"wrong bytes of block {number}"
+    return outcomes
+
+
+def those_in(store: SsdStore, numbers: Sequence[int]) -> set[int]:
+    return {number for number in numbers if store.find([key_of(number)])}
+
+
+def segment_paths(path: Path) -> list[Path]:
+    return sorted(path.glob("penstock-*.kv"))
+
+
+def num_bytes_in(path: Path) -> int:
+    return sum(entry.stat().st_size for entry in path.iterdir())
+
+
+def abandon(store: SsdStore) -> None:
+    """What a killed process leaves: nothing is synced, the system closes descriptors and unlocks."""
+    store._scan.close()
+    store._segments.close()
+    store._directory.close()
+    store._closed = True
+
+
+class FailingDisk(DiskIo):
+    """Calls named in `errors` fail with that number of error while `num_left` lasts (negative: always)."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}
+        self.num_left = -1
+        self.num_calls = 0
+
+    def _meet(self, name: str) -> None:
+        if name in self.errors and self.num_left != 0:
+            self.num_left -= 1
+            self.num_calls += 1
+            raise OSError(self.errors[name], os.strerror(self.errors[name]))
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            self._meet("open_direct")
+        return super().open(path, flags)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._meet("pwritev")
+        return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._meet("preadv")
+        return super().preadv(fd, buffers, offset)
+
+    def fallocate(self, fd: int, num_bytes: int) -> None:
+        self._meet("fallocate")
+        super().fallocate(fd, num_bytes)
+
+    def fdatasync(self, fd: int) -> None:
+        self._meet("fdatasync")
+        super().fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        self._meet("fsync")
+        super().fsync(fd)
+
+
+class GatedDisk(DiskIo):
+    """A call of `pwritev` or `preadv` waits at its gate, where that is closed, and says that it is there."""
+
+    def __init__(self) -> None:
+        self.gates = {"pwritev": threading.Event(), "preadv": threading.Event()}
+        self.there = {"pwritev": threading.Event(), "preadv": threading.Event()}
+        for gate in self.gates.values():
+            gate.set()
+
+    def _pass(self, name: str) -> None:
+        if not self.gates[name].is_set():
+            self.there[name].set()
+            assert self.gates[name].wait(WAIT_S)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._pass("pwritev")
+        return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        done = super().preadv(fd, buffers, offset)  # the bytes are fetched before the gate: what comes after would change nothing
+        self._pass("preadv")
+        return done
+
+
+class QuickDisk(DiskIo):
+    """Through the system's file cache, and nothing is ever synced: for tests that are not about that and make thousands of calls."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return super().open(path, flags & ~os.O_DIRECT)
+
+    def fdatasync(self, fd: int) -> None:
+        pass
+
+    def fsync(self, fd: int) -> None:
+        pass
+
+
+class Crashed(BaseException):
+    """The machine stops in the middle of a write."""
+
+
+@dataclass
+class _FileState:
+    durable: bytearray  # what is certain to be in it after a crash
+    named: bool  # whether it is certain to be there at all
+    writes: list[tuple[int, bytes]] = field(default_factory=list)  # those that are not certain, in order
+
+
+class CrashingDisk(QuickDisk):
+    """Remembers what has been synced. After `crash` each sector of 512 bytes that has not is old or new as chance has it: writes are
+    torn, lost and reordered in every way a disk may do that. Names of files that were not synced may be lost, too."""
+
+    TORN_BYTES = 512
+
+    def __init__(self, path: Path, rng: random.Random) -> None:
+        self.writes_left: int | None = None  # until the machine stops; None: it does not
+        self._rng = rng
+        self._path_of: dict[int, Path] = {}
+        self._files = {file: _FileState(bytearray(file.read_bytes()), True) for file in segment_paths(path)}
+        self._removed: dict[Path, bytearray] = {}
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        self._path_of[fd] = path
+        if path.suffix == ".kv":
+            self._files.setdefault(path, _FileState(bytearray(), False))
+        return fd
+
+    def close(self, fd: int) -> None:
+        self._path_of.pop(fd, None)
+        super().close(fd)
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        state = self._files.pop(path)
+        if state.named:
+            self._removed[path] = state.durable
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._files[self._path_of[fd]].writes.append((offset, b"".join(buffers)))
+        if self.writes_left is not None:
+            self.writes_left -= 1
+            if self.writes_left <= 0:
+                raise Crashed
+        return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._apply(self._files[self._path_of[fd]], 1.0, os.fstat(fd).st_size)
+
+    def fsync(self, fd: int) -> None:
+        self._removed.clear()
+        for state in self._files.values():
+            state.named = True
+
+    def crash(self) -> None:
+        """Leave on the real disk what this one would have after power came back. Nobody has it open any more."""
+        for file, state in self._files.items():
+            if not state.named and self._rng.random() < 0.5:
+                file.unlink()
+                continue
+            size = file.stat().st_size if self._rng.random() < 0.7 else len(state.durable)
+            self._apply(state, self._rng.choice((0.0, 0.2, 0.5, 0.9, 1.0)), size)
+            file.write_bytes(state.durable)
+        for file, image in self._removed.items():
+            if not file.exists() and self._rng.random() < 0.5:
+                file.write_bytes(image)
+
+    def _apply(self, state: _FileState, chance: float, size: int) -> None:
+        image = state.durable
+        image.extend(bytes(max(0, size - len(image))))
+        for offset, data in state.writes:
+            for start in range(0, len(data), self.TORN_BYTES):
+                part = data[start : start + self.TORN_BYTES]
+                if offset + start + len(part) <= len(image) and (chance == 1.0 or self._rng.random() < chance):
+                    image[offset + start : offset + start + len(part)] = part
+        state.writes.clear()

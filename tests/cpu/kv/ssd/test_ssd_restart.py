@@ -1,0 +1,503 @@
+"""The SSD store over files of an earlier life: what was there is found again, what is not ours is not served, two never share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from cpu.kv.ssd.ssd_rig import (
+    SPACE,
+    WAIT_S,
+    GatedDisk,
+    abandon,
+    key_of,
+    max_bytes_for,
+    num_bytes_in,
+    open_at,
+    read,
+    segment_paths,
+    those_in,
+    write,
+)
+
+from penstock.config import EVICTIONS
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.envelope import pack
+from penstock.kv.tiers.ssd import format as format_module
+from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, pack_slot, segment_bytes, slot_bytes, unpack_segment
+from penstock.kv.tiers.ssd.segments import Segments
+from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.tiers.store import Outcome, Space
+
+DONE = Outcome.DONE
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_blocks_survive_a_restart(tmp_path: Path, end: str, eviction) -> None:  # type: ignore[no-untyped-def]
+    store = open_at(tmp_path, num_slots=80, eviction=eviction)
+    write(store, *range(60))
+    (store.close if end == "closed" else lambda: abandon(store))()
+    store = open_at(tmp_path, num_slots=80, eviction=eviction)
+    assert read(store, *range(60)) == [DONE] * 60
+    assert write(store, *range(100, 150)) + write(store, *range(150, 200)) == [DONE] * 100
+    store._index.check()
+    store.close()
+
+
+def test_slots_that_are_free_on_disk_are_used_after_a_restart(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=16)
+    num_slots = store.usage().num_slots or 0
+    write(store, *range(num_slots - 3))
+    store.close()
+    store = open_at(tmp_path, num_slots=16)
+    write(store, 100, 101, 102)
+    assert len(those_in(store, range(200))) == num_slots, "nothing had to go"
+    store.close()
+
+
+def test_the_order_of_eviction_survives_a_restart(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=16)
+    num_slots = store.usage().num_slots or 0
+    for number in range(num_slots):
+        write(store, number)
+    write(store, 50, 51, 52)  # over 0, 1 and 2
+    store.close()
+    store = open_at(tmp_path, num_slots=16)
+    write(store, 60, 61, 62)
+    assert those_in(store, range(num_slots)) == set(range(6, num_slots))
+    write(store, *range(70, 70 + num_slots - 5))  # of what was written together the end goes first
+    assert those_in(store, [50, 51, 52]) == {50, 51}
+    store.close()
+
+
+def test_what_was_used_during_the_scan_outlives_what_was_not(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=16)
+    num_slots = store.usage().num_slots or 0
+    write(store, *range(num_slots))
+    store.close()
+    io = _Paced()
+    store = open_at(tmp_path, num_slots=16, io=io, scanned=False)
+    oldest = num_slots - 1
+    io.let_through_all_but_last()
+    _until(lambda: those_in(store, [oldest - 1]) or those_in(store, range(num_slots)))
+    used = sorted(those_in(store, range(num_slots)))[-2:]
+    read(store, *used)
+    io.let_all_through()
+    assert store.wait_scanned(WAIT_S)
+    write(store, *range(100, 100 + num_slots - 2))
+    assert those_in(store, range(num_slots)) == set(used)
+    store.close()
+
+
+class _Paced(DiskIo):
+    """Stops a scan before its last pieces; the tests' own reads pass."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._num_left = 0
+
+    def let_through_all_but_last(self) -> None:
+        with self._lock:
+            self._num_left = 6
+            self._lock.notify_all()
+
+    def let_all_through(self) -> None:
+        with self._lock:
+            self._num_left = 1 << 30
+            self._lock.notify_all()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread().name.startswith("ssd-scan"):
+            with self._lock:
+                assert self._lock.wait_for(lambda: self._num_left > 0, WAIT_S)
+                self._num_left -= 1
+        return super().preadv(fd, buffers, offset)
+
+
+def _until(condition) -> None:  # type: ignore[no-untyped-def]
+    tick = threading.Event()
+    for _ in range(int(WAIT_S * 1000)):
+        if condition():
+            return
+        tick.wait(0.001)
+    raise AssertionError("it did not happen")
+
+
+def test_the_store_serves_while_it_scans_and_what_is_not_scanned_is_neither_found_nor_taken(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=40)
+    num_slots = store.usage().num_slots or 0
+    write(store, *range(num_slots // 2))
+    store.close()
+    io = _Paced()
+    store = open_at(tmp_path, num_slots=40, io=io, scanned=False)
+    assert not store.scanned and not store.wait_scanned(0.0)
+    assert those_in(store, range(num_slots)) == set() and read(store, 1) == [Outcome.MISSING]
+    outcomes = write(store, *range(100, 100 + num_slots))
+    num_room = outcomes.count(DONE)
+    assert 0 < num_room < num_slots and outcomes.count(Outcome.FULL) == num_slots - num_room
+    assert read(store, *range(100, 100 + num_room)) == [DONE] * num_room
+    io.let_all_through()
+    assert store.wait_scanned(WAIT_S) and store.scanned
+    assert read(store, *range(num_slots // 2)) == [DONE] * (num_slots // 2)
+    store._index.check()
+    store.close()
+
+
+def test_a_block_written_during_the_scan_stays_and_its_old_copy_makes_room(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=40)
+    write(store, *range(4))
+    store.close()
+    io = _Paced()
+    store = open_at(tmp_path, num_slots=40, io=io, scanned=False)
+    assert write(store, *range(4)) == [DONE] * 4
+    io.let_all_through()
+    assert store.wait_scanned(WAIT_S)
+    assert store.usage().num_used == 4 and read(store, *range(4)) == [DONE] * 4
+    store._index.check()
+    store.close()
+
+
+def test_a_store_can_be_closed_in_the_middle_of_its_scan(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=40)
+    write(store, *range(30))
+    store.close()
+    io = _Paced()
+    store = open_at(tmp_path, num_slots=40, io=io, scanned=False)
+    threading.Timer(0.01, io.let_all_through).start()
+    store.close()
+    store = open_at(tmp_path, num_slots=40)
+    assert read(store, *range(30)) == [DONE] * 30
+    store.close()
+
+
+def test_of_two_copies_the_newer_counts(tmp_path: Path) -> None:
+    """The older one is whole, too, but its slot is the one to be given back."""
+    store = open_at(tmp_path, num_slots=80)
+    write(store, *range(8))
+    store.close()
+    path = segment_paths(tmp_path)[0]
+    image = bytearray(path.read_bytes())
+    head = unpack_segment(bytes(image[:SECTOR_BYTES]))
+    assert head is not None
+    width = slot_bytes(SPACE.block_bytes)
+    old, new = SECTOR_BYTES, SECTOR_BYTES + 7 * width  # block 0, and that of block 7 becomes a newer copy of it
+    payload = bytes(image[old + SECTOR_BYTES : old + SECTOR_BYTES + SPACE.block_bytes])
+    envelope = pack(key_of(0), SPACE.digest, payload, 1 << 63)
+    image[new : new + width] = pack_slot(envelope, head, 7, 0) + payload.ljust(width - SECTOR_BYTES, b"\0")
+    path.write_bytes(image)
+    store = open_at(tmp_path, num_slots=80)
+    assert store._index._pool.find_each([key_of(0)]) == [7]
+    assert store.usage().num_used == 7 and read(store, 0) == [DONE]
+    store.close()
+
+
+# ---------------------------------------------------------------------------------------------- torn in an earlier life
+
+
+def _tear(path: Path, slot: int) -> None:
+    """The head of a block is whole, its payload is not."""
+    with segment_paths(path)[0].open("r+b") as file:
+        file.seek(SECTOR_BYTES + slot * slot_bytes(SPACE.block_bytes) + SECTOR_BYTES)
+        file.write(b"torn")
+
+
+def _write_over_a_torn_block(path: Path) -> list[Outcome]:
+    store = open_at(path)
+    write(store, *range(4))
+    store.close()
+    _tear(path, 2)
+    store = open_at(path)
+    assert write(store, *range(4)) == [DONE] * 4
+    store.persist()
+    abandon(store)
+    store = open_at(path)
+    outcomes = read(store, *range(4))
+    store.close()
+    return outcomes
+
+
+def test_a_block_that_an_earlier_life_has_torn_is_written_again_before_its_write_counts_as_done(tmp_path: Path) -> None:
+    assert _write_over_a_torn_block(tmp_path) == [DONE] * 4
+
+
+def test_trusting_the_heads_of_an_earlier_life_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SsdStore, "_write_if_torn", lambda self, key, depth, block: DONE)
+    assert _write_over_a_torn_block(tmp_path) == [DONE, DONE, Outcome.CORRUPT, DONE]
+
+
+def test_a_whole_block_of_an_earlier_life_is_not_written_again(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    write(store, *range(4))
+    store.close()
+    before = segment_paths(tmp_path)[0].read_bytes()
+    store = open_at(tmp_path)
+    assert write(store, *range(4)) == [DONE] * 4 and store.usage().num_used == 4
+    store.close()
+    assert segment_paths(tmp_path)[0].read_bytes() == before
+
+
+def test_what_an_earlier_life_left_unsynced_is_synced_by_the_first_persist(tmp_path: Path) -> None:
+    class Counting(DiskIo):
+        num_synced = 0
+
+        def fdatasync(self, fd: int) -> None:
+            self.num_synced += 1
+
+    store = open_at(tmp_path)
+    write(store, *range(4))
+    abandon(store)
+    store = open_at(tmp_path, io=(io := Counting()))
+    store.persist()
+    assert io.num_synced == len(segment_paths(tmp_path)) > 0
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ not ours
+
+
+@pytest.mark.parametrize("other", [Space(b"t" * 32, SPACE.block_bytes, memoryview(b"")), Space(b"s" * 32, 9000, memoryview(b""))])
+def test_blocks_of_another_space_or_size_are_misses_and_make_room(tmp_path: Path, other: Space) -> None:
+    store = open_at(tmp_path, num_slots=16)
+    write(store, *range(16))
+    store.close()
+    store = open_ssd(tmp_path, max_bytes_for(16), other, "lru")
+    assert store.wait_scanned(WAIT_S)
+    assert those_in(store, range(16)) == set() and store.usage().num_used == 0
+    size = other.block_bytes
+    assert read(store, *range(16), num_bytes=size) == [Outcome.MISSING] * 16
+    assert DONE in write(store, *range(16), num_bytes=size) and num_bytes_in(tmp_path) <= max_bytes_for(16)
+    store.close()
+    store = open_at(tmp_path, num_slots=16)
+    assert those_in(store, range(16)) == set()
+    store.close()
+
+
+def test_blocks_of_another_format_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_at(tmp_path)
+    write(store, *range(10))
+    store.close()
+    monkeypatch.setattr(format_module, "FORMAT", format_module.FORMAT + 1)
+    store = open_at(tmp_path)
+    assert those_in(store, range(10)) == set() and write(store, 1) == [DONE]
+    store.close()
+
+
+def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=80)
+    write(store, *range(80))
+    store.close()
+    store = open_at(tmp_path, num_slots=20)
+    assert num_bytes_in(tmp_path) <= max_bytes_for(20)
+    left = those_in(store, range(80))
+    assert 0 < len(left) < 80 and read(store, *left) == [DONE] * len(left)
+    store.close()
+
+
+def test_a_larger_bound_keeps_what_is_there(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=20)
+    write(store, *range(20))
+    store.close()
+    store = open_at(tmp_path, num_slots=80)
+    assert read(store, *range(20)) == [DONE] * 20 and write(store, *range(100, 160)) == [DONE] * 60
+    assert those_in(store, range(20)) == set(range(20))
+    store.close()
+
+
+@pytest.mark.parametrize("size", [0, 100, SECTOR_BYTES, SECTOR_BYTES + 3 * slot_bytes(SPACE.block_bytes) + 7])
+def test_a_file_cut_short_is_extended_again_and_loses_what_was_cut(tmp_path: Path, size: int) -> None:
+    store = open_at(tmp_path, num_slots=80)
+    write(store, *range(8))
+    before = segment_paths(tmp_path)[0].stat().st_size
+    store.close()
+    os.truncate(segment_paths(tmp_path)[0], size)
+    store = open_at(tmp_path, num_slots=80)
+    assert len(those_in(store, range(8))) == max(0, (size - SECTOR_BYTES) // slot_bytes(SPACE.block_bytes))
+    assert write(store, *range(8)) == [DONE] * 8 and read(store, *range(8)) == [DONE] * 8
+    assert segment_paths(tmp_path)[0].stat().st_size == before
+    store.close()
+
+
+def test_a_file_that_has_grown_is_cut_back(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=80)
+    write(store, *range(8))
+    before = num_bytes_in(tmp_path)
+    store.close()
+    with segment_paths(tmp_path)[0].open("ab") as file:
+        file.write(b"x" * 100_000)
+    store = open_at(tmp_path, num_slots=80)
+    assert num_bytes_in(tmp_path) <= before + 16 and read(store, *range(8)) == [DONE] * 8
+    store.close()
+
+
+def test_a_file_cut_short_on_a_full_disk_is_used_as_it_is(tmp_path: Path) -> None:
+    class Full(DiskIo):
+        def fallocate(self, fd: int, num_bytes: int) -> None:
+            raise OSError(28, "full")
+
+    store = open_at(tmp_path, num_slots=200)
+    write(store, *range(20))
+    store.close()
+    os.truncate(segment_paths(tmp_path)[0], segment_bytes(12, SPACE.block_bytes))
+    store = open_at(tmp_path, num_slots=200, io=Full())
+    left = those_in(store, range(20))
+    assert left and read(store, *left) == [DONE] * len(left)
+    assert DONE in write(store, *range(100, 110))
+    store._index.check()
+    store.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- reset
+
+
+def _reset_and_restart(path: Path) -> set[int]:
+    store = open_at(path, num_slots=40)
+    write(store, *range(30))
+    assert store.reset() == 30 and those_in(store, range(30)) == set()
+    write(store, 100)
+    abandon(store)
+    store = open_at(path, num_slots=40)
+    found = those_in(store, range(200))
+    store.close()
+    return found
+
+
+def test_what_was_reset_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
+    assert _reset_and_restart(tmp_path) == {100}
+
+
+def test_a_reset_that_forgets_in_memory_only_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Segments, "_renew_heads", lambda self: None)
+    assert len(_reset_and_restart(tmp_path)) > 1
+
+
+def test_a_block_being_written_during_a_reset_is_not_published_under_the_old_generation(tmp_path: Path) -> None:
+    store = open_at(tmp_path, io=(io := GatedDisk()))
+    write(store, 0)
+    io.gates["pwritev"].clear()
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.extend(write(store, 1)))
+    thread.start()
+    assert io.there["pwritev"].wait(WAIT_S)
+    resetting = threading.Thread(target=store.reset)  # its own write of the head waits at the gate, too
+    resetting.start()
+    _until(lambda: not those_in(store, [0]))
+    io.gates["pwritev"].set()
+    thread.join()
+    resetting.join()
+    assert outcomes == [DONE]
+    assert those_in(store, [0, 1]) == set(), "as if it had been written before"
+    assert write(store, 1) == [DONE]
+    abandon(store)
+    store = open_at(tmp_path)
+    assert those_in(store, [0, 1]) == {1}
+    store.close()
+
+
+def test_a_block_being_read_during_a_reset_arrives_and_is_gone_then(tmp_path: Path) -> None:
+    store = open_at(tmp_path, io=(io := GatedDisk()))
+    write(store, 0, 1)
+    io.gates["preadv"].clear()
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.extend(read(store, 0)))
+    thread.start()
+    assert io.there["preadv"].wait(WAIT_S)
+    assert store.reset() == 2
+    assert write(store, *range(100, 200)).count(DONE) > 0
+    io.gates["preadv"].set()
+    thread.join()
+    assert outcomes == [DONE] and those_in(store, [0, 1]) == set()
+    store._index.check()
+    store.close()
+
+
+def test_a_reset_that_could_not_be_synced_says_so_and_is_made_good_by_the_next_persist(tmp_path: Path) -> None:
+    class Failing(DiskIo):
+        broken = False
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.broken:
+                raise OSError(5, "broken")
+            return super().pwritev(fd, buffers, offset)
+
+    store = open_at(tmp_path, io=(io := Failing()))
+    write(store, *range(10))
+    io.broken = True
+    with pytest.raises(StoreFailed):
+        store.reset()
+    assert those_in(store, range(10)) == set()
+    io.broken = False
+    store.persist()
+    abandon(store)
+    store = open_at(tmp_path)
+    assert those_in(store, range(10)) == set()
+    store.close()
+
+
+# -------------------------------------------------------------------------------------------------------- two processes
+
+_HOLDER = """
+import sys
+from cpu.kv.ssd.ssd_rig import open_at, write
+from pathlib import Path
+store = open_at(Path(sys.argv[1]))
+write(store, *range(10))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    tests = Path(__file__).resolve().parents[3]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(ConfigError) as refused:
+            open_ssd(tmp_path, max_bytes_for(64), SPACE, "lru")
+        assert str(tmp_path) in str(refused.value) and f"process {holder.pid}" in str(refused.value)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        holder.kill()
+    store = open_at(tmp_path)
+    assert read(store, *range(10)) == [DONE] * 10, "a lock file without a lock is no obstacle"
+    store.close()
+
+
+def test_a_second_store_in_the_same_process_is_refused_as_well(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        open_at(tmp_path)
+    store.close()
+    open_at(tmp_path).close()
+
+
+def test_a_lock_that_locks_nothing_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
+    first = open_at(tmp_path)
+    second = open_at(tmp_path)
+    first.close()
+    second.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------- size
+
+
+def test_many_blocks_are_found_again(tmp_path: Path) -> None:
+    """Slots larger than what is read whole, so that heads are read one by one."""
+    space = Space(b"s" * 32, 60_000, memoryview(b""))
+    store = open_ssd(tmp_path, 1 << 28, space, "lru")
+    block = memoryview(bytes(60_000))
+    keys = [key_of(number) for number in range(1000)]
+    assert store.write(keys, list(range(1000)), [block] * 1000) == [DONE] * 1000
+    abandon(store)
+    store = open_ssd(tmp_path, 1 << 28, space, "lru")
+    assert store.wait_scanned(WAIT_S) and store.find(keys) == 1000
+    store.close()

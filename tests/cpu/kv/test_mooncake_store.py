@@ -1,0 +1,424 @@
+"""The Mooncake store against a real master and node on loopback: what is written is read, what is wrong is never served, and trouble ends in
+time, whatever the library does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
+
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
+from penstock.kv.tiers.remote import mooncake_store, open_store
+from penstock.kv.tiers.remote.mooncake import parse
+from penstock.kv.tiers.remote.mooncake_client import MooncakeClient
+from penstock.kv.tiers.remote.mooncake_store import MooncakeStore
+from penstock.kv.tiers.store import Outcome
+from penstock.testing.servers import ServerMissing
+from penstock.testing.servers_more import Mooncake, mooncake_environment
+
+DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
+VALUE_BYTES = HEADER_BYTES + BLOCK_BYTES
+TIMEOUT_S = 3.0  # a process is started in this time, on a machine that has other things to do
+
+
+@pytest.fixture(scope="module")
+def mooncake() -> Iterator[Mooncake]:
+    try:
+        environment = mooncake_environment()
+        server = Mooncake()
+    except ServerMissing as error:
+        pytest.skip(f"no Mooncake: {error}")
+    with server, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def slots(request: pytest.FixtureRequest) -> Slots:
+    """Every test has a space of its own."""
+    return Slots(request.node.name.encode())
+
+
+def opened(mooncake: Mooncake, slots: Slots, options: str = "", timeout_s: float = TIMEOUT_S) -> MooncakeStore:
+    store = open_store(mooncake.url(options), slots.space, timeout_s)
+    assert isinstance(store, MooncakeStore)
+    wait_usable(store)
+    return store
+
+
+@pytest.fixture
+def store(mooncake: Mooncake, slots: Slots) -> Iterator[MooncakeStore]:
+    store = opened(mooncake, slots)
+    yield store
+    store.close()
+
+
+def client_of(store: MooncakeStore) -> MooncakeClient:
+    return store._clients.connected(time.monotonic() + LATE_S)
+
+
+def wait_until(condition: object, what: str) -> None:
+    until = time.monotonic() + LATE_S
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, f"{what} never came"
+        time.sleep(0.02)
+
+
+class Intruder:
+    """Somebody who puts anything under any name: values of one length."""
+
+    def __init__(self, mooncake: Mooncake, value_bytes: int) -> None:
+        self._client = MooncakeClient(("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{mooncake.port}"), value_bytes, {})
+
+    def put(self, store: MooncakeStore, key: bytes, value: bytes) -> None:
+        until = time.monotonic() + LATE_S
+        self._client.wait_ready(until)
+        with self._client.lanes.take(until) as lane:
+            self._client.call("remove", store._names([key]), [], until)
+            self._client.lanes.value(lane[0])[:] = value
+            assert self._client.call("write", store._names([key]), lane[:1], until) == [0]
+
+    def get(self, store: MooncakeStore, key: bytes) -> bytes:
+        until = time.monotonic() + LATE_S
+        self._client.wait_ready(until)
+        with self._client.lanes.take(until) as lane:
+            assert self._client.call("read", store._names([key]), lane[:1], until)[0] > 0
+            return bytes(self._client.lanes.value(lane[0]))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture(scope="module")
+def intruder(mooncake: Mooncake) -> Iterator[Intruder]:
+    intruder = Intruder(mooncake, VALUE_BYTES)
+    yield intruder
+    intruder.close()
+
+
+# -------------------------------------------------------------------------------------------------------------------- blocks
+
+
+def test_what_was_written_is_read(store: MooncakeStore, slots: Slots) -> None:
+    keys = keys_of("round trip", 20)
+    assert slots.write(store, keys) == [DONE] * 20
+    assert slots.read(store, keys, first=20) == [DONE] * 20
+    assert store.find(keys) == 20
+    assert slots.write(store, keys) == [DONE] * 20
+
+
+def test_more_blocks_than_a_lane_takes(store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_of(store).lanes, "num_values", 3)
+    keys = keys_of("lanes", 8)
+    assert slots.write(store, keys) == [DONE] * 8
+    assert slots.read(store, [*keys_of("absent", 1), *keys]) == [MISSING] + [DONE] * 8
+
+
+def test_a_value_is_the_header_and_the_bytes(store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
+    (key,) = keys_of("layout", 1)
+    slots.write(store, [key])
+    assert intruder.get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
+    assert store._names([key]) == [f"penstock:{FORMAT}:{slots.space.digest.hex()}:{key.hex()}"]
+
+
+def test_what_is_not_there_is_missing(store: MooncakeStore, slots: Slots) -> None:
+    there, missing = keys_of("there", 2), keys_of("not there", 2)
+    slots.write(store, there)
+    assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
+    assert store.find([*there, *missing]) == 2
+    assert store.find(missing) == 0
+    assert store.find([]) == 0
+    assert slots.read(store, []) == slots.write(store, []) == []
+
+
+WRONG = {
+    "a bit flipped in the bytes": lambda value, other: value[:-1] + bytes([value[-1] ^ 4]),
+    "a bit flipped in the header": lambda value, other: value[:50] + bytes([value[50] ^ 1]) + value[51:],
+    "the block of another key": lambda value, other: other,
+    "the bytes of another key": lambda value, other: value[:HEADER_BYTES] + other[HEADER_BYTES:],
+    "no header": lambda value, other: bytes(HEADER_BYTES) + value[HEADER_BYTES:],
+}
+
+
+def test_what_is_wrong_is_never_served_and_is_removed(store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
+    keys = keys_of("wrong", len(WRONG))
+    good, *_ = others = keys_of("right", 2)
+    slots.write(store, [*keys, *others])
+    for key, spoil in zip(keys, WRONG.values(), strict=True):
+        intruder.put(store, key, spoil(intruder.get(store, key), intruder.get(store, good)))
+    assert dict(zip(WRONG, slots.read(store, keys), strict=True)) == dict.fromkeys(WRONG, CORRUPT)
+    assert slots.read(store, [*keys, *others]) == [MISSING] * len(keys) + [DONE, DONE]
+    assert slots.write(store, keys) == [DONE] * len(keys)
+    assert slots.read(store, keys) == [DONE] * len(keys)
+
+
+@pytest.mark.parametrize("length", [VALUE_BYTES - 1, VALUE_BYTES + 1])
+def test_a_value_of_the_wrong_length_is_never_served_and_is_removed(
+    mooncake: Mooncake, store: MooncakeStore, slots: Slots, length: int
+) -> None:
+    bad, good = keys_of(f"length {length}", 2)
+    slots.write(store, [good])
+    other = Intruder(mooncake, length)
+    other.put(store, bad, (pack(bad, slots.space.digest, block_of(bad)) + block_of(bad) + b"\0")[:length])
+    other.close()
+    assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
+    assert slots.read(store, [good, bad]) == [DONE, MISSING]
+
+
+def test_without_the_check_a_flipped_bit_would_be_served(
+    store: MooncakeStore, slots: Slots, intruder: Intruder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that the check is for: it shows that the tests above can fail."""
+    (key,) = keys_of("unchecked", 1)
+    slots.write(store, [key])
+    intruder.put(store, key, WRONG["a bit flipped in the bytes"](intruder.get(store, key), b""))
+    blind = type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
+    monkeypatch.setattr(mooncake_store, "unpack", lambda header: blind)
+    with pytest.raises(AssertionError, match="never written"):
+        slots.read(store, [key])
+
+
+def test_what_lies_in_the_slot_is_checked_and_not_what_was_received(
+    store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may write into the shared memory at any time, also between the copy and the check."""
+    keys = keys_of("late writer", 2)
+    slots.write(store, keys)
+    unpack = mooncake_store.unpack
+
+    def spoiling(header: bytes) -> object:
+        for view in slots.views(1):
+            view[100] ^= 1
+        return unpack(header)
+
+    monkeypatch.setattr(mooncake_store, "unpack", spoiling)
+    assert slots.read(store, keys[:1]) == [CORRUPT]
+
+
+def test_two_spaces_never_meet(mooncake: Mooncake, store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
+    others = Slots(b"another model")
+    other = opened(mooncake, others)
+    keys = keys_of("spaces", 3)
+    slots.write(store, keys)
+    assert other.find(keys) == 0
+    assert others.read(other, keys) == [MISSING] * 3
+    intruder.put(other, keys[0], intruder.get(store, keys[0]))  # moved by somebody who can write into the store
+    assert others.read(other, keys[:1]) == [CORRUPT]
+    others.write(other, keys)
+    assert store.reset() == 3
+    assert (store.find(keys), other.find(keys)) == (0, 3)
+    assert store.reset() == 0
+    other.close()
+
+
+def test_several_threads_at_once(store: MooncakeStore, slots: Slots) -> None:
+    failures: list[BaseException] = []
+
+    def work(lane: int) -> None:
+        try:
+            for turn in range(4):
+                keys = keys_of(f"lane {lane % 2} turn {turn}", 4)  # two lanes write the same, the first of them wins
+                assert slots.write(store, keys, first=4 * lane) == [DONE] * 4
+                outcomes = slots.read(store, keys, first=4 * lane)
+                assert set(outcomes) <= {DONE, MISSING}  # missing: the other one is still writing it
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert slots.read(store, keys_of("lane 1 turn 3", 4)) == [DONE] * 4
+
+
+PROCESS = """
+import sys
+from remote_rig import Slots, keys_of, wait_usable
+from penstock.kv.tiers.remote import open_store
+slots = Slots(sys.argv[2].encode())
+store = open_store(sys.argv[1], slots.space, 10.0)
+wait_usable(store)
+print([outcome.value for outcome in slots.read(store, keys_of("shared", 5))])
+print(slots.write(store, keys_of("back", 2))[0].value, store._clients._client.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_one_process_writes_another_reads_and_its_client_ends_with_it(
+    mooncake: Mooncake, store: MooncakeStore, slots: Slots, request: pytest.FixtureRequest
+) -> None:
+    slots.write(store, keys_of("shared", 4))
+    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
+    command = [sys.executable, "-c", PROCESS, mooncake.url(), request.node.name]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "['done', 'done', 'done', 'done', 'missing']\n"
+        outcome, pid = other.stdout.readline().split()
+        assert outcome == "done"
+        assert slots.read(store, keys_of("back", 2)) == [DONE, DONE]
+        other.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the other engine's client")
+
+
+# ------------------------------------------------------------------------------------------------------------------- trouble
+
+
+def test_a_paused_node_fails_in_time_touches_no_slot_and_comes_back(mooncake: Mooncake, slots: Slots) -> None:
+    store = opened(mooncake, slots, timeout_s=0.8)
+    keys = keys_of("paused node", 4)
+    slots.write(store, keys)
+    before = client_of(store).pid
+    mooncake.node.pause()
+    try:
+        assert_fails(lambda: slots.read(store, keys))
+        slots.memory[:] = b"\x55" * len(slots.memory)  # somebody else has the slots now
+    finally:
+        mooncake.node.resume()
+    wait_usable(store)
+    assert slots.memory == b"\x55" * len(slots.memory)
+    assert slots.read(store, keys) == [DONE] * 4
+    assert client_of(store).pid == before or not Path(f"/proc/{before}").exists()
+    store.close()
+
+
+def test_a_paused_master_fails_in_time_and_comes_back(mooncake: Mooncake, slots: Slots) -> None:
+    store = opened(mooncake, slots, timeout_s=0.8)
+    keys = keys_of("paused master", 3)
+    slots.write(store, keys)
+    mooncake.master.pause()
+    try:
+        for call in (lambda: slots.read(store, keys), lambda: store.find(keys), store.probe):
+            assert_fails(call)
+    finally:
+        mooncake.master.resume()
+    wait_usable(store)
+    assert slots.read(store, keys) == [DONE] * 3
+    store.close()
+
+
+def test_a_call_that_is_overdue_ends_its_process(store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of("overdue", 2)
+    slots.write(store, keys)
+    client = client_of(store)
+    os.kill(client.pid, signal.SIGSTOP)
+    monkeypatch.setattr(store, "_timeout_s", 0.3)
+    assert_fails(lambda: slots.read(store, keys))
+    assert not client.alive and not Path(f"/proc/{client.pid}").exists()
+    monkeypatch.setattr(store, "_timeout_s", TIMEOUT_S)
+    wait_usable(store)
+    assert slots.read(store, keys) == [DONE] * 2
+
+
+def test_a_client_that_dies_is_replaced(store: MooncakeStore, slots: Slots) -> None:
+    keys = keys_of("dies", 2)
+    slots.write(store, keys)
+    client = client_of(store)
+    os.kill(client.pid, signal.SIGKILL)
+    wait_until(lambda: not client.alive, "the end of the client")
+    wait_usable(store)
+    assert slots.read(store, keys) == [DONE] * 2
+    with pytest.raises(StoreFailed, match="has ended"):
+        client.call("exist", ["x"], [], time.monotonic() + 1)
+
+
+def test_a_client_that_cannot_load_the_library_says_why(mooncake: Mooncake, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "no_such"))
+    monkeypatch.setattr("penstock.kv.tiers.remote.mooncake_client._PROGRAM", Path(__file__).with_name("mooncake_broken.py"))
+    store = open_store(mooncake.url(), slots.space, LATE_S)
+    assert_fails(store.probe)
+    store.close()
+
+
+def test_memory_is_lent_until_the_store_is_closed(mooncake: Mooncake, slots: Slots) -> None:
+    before = mooncake.capacity_bytes()
+    store = opened(mooncake, slots, "segment_gib=0.03125")
+    lent = 32 << 20
+    wait_until(lambda: mooncake.capacity_bytes() == before + lent, "the memory that is lent")
+    client_of(store).kill()  # as after a call that was overdue
+    wait_usable(store)
+    assert mooncake.capacity_bytes() == before + lent
+    store.close()
+    assert mooncake.capacity_bytes() == before
+    assert_fails(store.probe)
+
+
+def test_a_killed_master_fails_then_is_empty_then_works(mooncake: Mooncake, slots: Slots) -> None:
+    store = opened(mooncake, slots, timeout_s=0.8)
+    keys = keys_of("killed", 3)
+    slots.write(store, keys)
+    mooncake.master.kill()
+    for call in (lambda: slots.read(store, keys), lambda: slots.write(store, keys), lambda: store.find(keys), store.probe, store.reset):
+        assert_fails(call)
+    mooncake.start_master()
+    wait_usable(store)
+    assert slots.read(store, keys) == [MISSING] * 3
+    wait_until(lambda: mooncake.capacity_bytes() > 0, "the node")
+    assert slots.write(store, keys) == [DONE] * 3
+    assert slots.read(store, keys) == [DONE] * 3
+    store.close()
+
+
+def test_a_store_without_memory_is_full(mooncake: Mooncake, slots: Slots, caplog: pytest.LogCaptureFixture) -> None:
+    with Mooncake(node_mib=0) as empty:
+        store = opened(empty, slots)
+        assert slots.write(store, keys_of("full", 2)) == [Outcome.FULL] * 2
+        assert slots.write(store, keys_of("full", 2)) == [Outcome.FULL] * 2
+        assert caplog.text.count("no room") == 1
+        store.close()
+
+
+def test_one_block_whose_node_is_gone_is_one_failed_block() -> None:
+    failed = Outcome.FAILED
+    assert mooncake_store._some_worked([DONE, failed, MISSING]) == [DONE, failed, MISSING]
+    with pytest.raises(StoreFailed):
+        mooncake_store._some_worked([failed, failed])
+
+
+# ----------------------------------------------------------------------------------------------------------------------- URL
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mooncake://",
+        "mooncake://user:hunter2@host",
+        "mooncake://host:hunter2",
+        "mooncake://host/hunter2",
+        "mooncake://host?protocol=hunter2",
+        "mooncake://host?segment_gib=hunter2",
+        "mooncake://host?segment_gib=-1",
+        "mooncake://host?secret=hunter2",
+        "mooncake://host?local=a&local=hunter2",
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_without_repeating_it(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url, Slots().space, TIMEOUT_S)
+    assert "--kv-offload-remote" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_url_says_master_and_options() -> None:
+    address = parse("mooncake://host:7?metadata=http://meta:1/x&protocol=rdma&device=mlx5_0&local=me&segment_gib=1.5&buffer_gib=1")
+    assert address == ("host", 7, "http://meta:1/x", "rdma", "mlx5_0", "me", 3 << 29, 1 << 30)
+    assert parse("mooncake://host") == ("host", 50051, "P2PHANDSHAKE", "tcp", "", "", 0, 16 << 20)
+
+
+def test_a_missing_library_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="penstock\\[mooncake\\]"):
+        open_store("mooncake://host", Slots().space, TIMEOUT_S)

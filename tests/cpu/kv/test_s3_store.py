@@ -1,0 +1,349 @@
+"""The S3 store against a real server on loopback: what is written is read, what is wrong is never served, and trouble ends in time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+obstore = pytest.importorskip("obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError)
+
+from remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable  # noqa: E402
+
+from penstock.errors import ConfigError  # noqa: E402
+from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack  # noqa: E402
+from penstock.kv.tiers.remote import open_store, s3_bucket  # noqa: E402
+from penstock.kv.tiers.remote.s3 import parse  # noqa: E402
+from penstock.kv.tiers.remote.s3_bucket import BucketStore  # noqa: E402
+from penstock.kv.tiers.store import Outcome  # noqa: E402
+from penstock.testing.servers import ServerMissing  # noqa: E402
+from penstock.testing.servers_more import Bucket  # noqa: E402
+
+DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    try:
+        server = Bucket()
+    except ServerMissing as error:
+        pytest.skip(f"no S3 server: {error}")
+    with server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def slots() -> Slots:
+    return Slots()
+
+
+@pytest.fixture
+def store(bucket: Bucket, slots: Slots, request: pytest.FixtureRequest) -> Iterator[BucketStore]:
+    """Every test has a folder of its own in the bucket."""
+    opened = open_store(bucket.url(request.node.name), slots.space, TIMEOUT_S)
+    assert isinstance(opened, BucketStore)
+    yield opened
+    opened.close()
+
+
+def raw_put(store: BucketStore, key: bytes, value: bytes) -> None:
+    obstore.put(store._bucket, store._path(key), value)
+
+
+def raw_get(store: BucketStore, key: bytes) -> bytes:
+    return bytes(obstore.get(store._bucket, store._path(key)).bytes())
+
+
+def test_what_was_written_is_read(store: BucketStore, slots: Slots) -> None:
+    keys = keys_of("round trip", 20)
+    assert slots.write(store, keys) == [DONE] * 20
+    assert slots.read(store, keys, first=20) == [DONE] * 20
+    assert store.find(keys) == 20
+    assert slots.write(store, keys) == [DONE] * 20
+
+
+def test_an_object_is_the_header_and_the_bytes(store: BucketStore, slots: Slots) -> None:
+    (key,) = keys_of("layout", 1)
+    slots.write(store, [key])
+    assert raw_get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
+    assert store._path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
+
+
+def test_what_is_not_there_is_missing(store: BucketStore, slots: Slots) -> None:
+    there, missing = keys_of("there", 2), keys_of("not there", 2)
+    slots.write(store, there)
+    assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
+    assert store.find(missing) == 0
+    assert store.find([]) == 0
+    assert slots.read(store, []) == slots.write(store, []) == []
+
+
+def test_a_block_that_is_there_is_not_sent_again(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of("twice", 3)
+    slots.write(store, keys[:2])
+    sent: list[bytes] = []
+    put = store._put
+    monkeypatch.setattr(store, "_put", lambda named: (sent.append(named[0]), put(named)))
+    assert slots.write(store, keys) == [DONE] * 3
+    assert sent == keys[2:]
+
+
+WRONG = {
+    "a bit flipped in the bytes": lambda value, other: value[:-1] + bytes([value[-1] ^ 4]),
+    "a bit flipped in the header": lambda value, other: value[:50] + bytes([value[50] ^ 1]) + value[51:],
+    "the end is missing": lambda value, other: value[:-1],
+    "too long": lambda value, other: value + b"\0",
+    "nothing at all": lambda value, other: b"",
+    "only the header": lambda value, other: value[:HEADER_BYTES],
+    "the block of another key": lambda value, other: other,
+    "the bytes of another key": lambda value, other: value[:HEADER_BYTES] + other[HEADER_BYTES:],
+    "no header": lambda value, other: bytes(HEADER_BYTES) + value[HEADER_BYTES:],
+}
+
+
+def test_what_is_wrong_is_never_served_and_is_removed(store: BucketStore, slots: Slots) -> None:
+    keys = keys_of("wrong", len(WRONG))
+    good, *_ = others = keys_of("right", 2)
+    slots.write(store, [*keys, *others])
+    for key, spoil in zip(keys, WRONG.values(), strict=True):
+        raw_put(store, key, spoil(raw_get(store, key), raw_get(store, good)))
+    assert dict(zip(WRONG, slots.read(store, keys), strict=True)) == dict.fromkeys(WRONG, CORRUPT)
+    assert slots.read(store, [*keys, *others]) == [MISSING] * len(keys) + [DONE, DONE]
+    assert slots.write(store, keys) == [DONE] * len(keys)
+    assert slots.read(store, keys) == [DONE] * len(keys)
+
+
+def test_without_the_check_a_flipped_bit_would_be_served(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that the check is for: it shows that the tests above can fail."""
+    (key,) = keys_of("unchecked", 1)
+    slots.write(store, [key])
+    raw_put(store, key, WRONG["a bit flipped in the bytes"](raw_get(store, key), b""))
+    monkeypatch.setattr(
+        s3_bucket, "unpack", lambda header: type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
+    )
+    with pytest.raises(AssertionError, match="never written"):
+        slots.read(store, [key])
+
+
+def test_two_spaces_never_meet(bucket: Bucket, store: BucketStore, slots: Slots, request: pytest.FixtureRequest) -> None:
+    others = Slots(b"another model")
+    other = open_store(bucket.url(request.node.name), others.space, TIMEOUT_S)
+    assert isinstance(other, BucketStore)
+    keys = keys_of("spaces", 3)
+    slots.write(store, keys)
+    assert other.find(keys) == 0
+    assert others.read(other, keys) == [MISSING] * 3
+    raw_put(other, keys[0], raw_get(store, keys[0]))  # moved by somebody who can write into the bucket
+    assert others.read(other, keys[:1]) == [CORRUPT]
+    others.write(other, keys)
+    assert store.reset() == 3
+    assert (store.find(keys), other.find(keys)) == (0, 3)
+    other.close()
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 15, 16, 17, 31, 40])
+def test_the_number_of_leading_blocks_is_found(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    keys = keys_of("leading", 40)
+    there = set(keys[:num])
+    monkeypatch.setattr(store, "_has", lambda key: key in there)
+    assert store.find(keys) == num
+
+
+def test_few_rounds_of_questions_find_a_place_among_thousands(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of("many", 5000)
+    there = set(keys[:3210])
+    rounds = []
+    each = store._each
+    monkeypatch.setattr(store, "_has", lambda key: key in there)
+    monkeypatch.setattr(store, "_each", lambda job, things, until: (rounds.append(len(things)), each(job, things, until))[1])
+    assert store.find(keys) == 3210
+    assert len(rounds) <= 4 and max(rounds) <= 16
+
+
+def test_a_hole_that_find_does_not_see_shows_on_reading(store: BucketStore, slots: Slots) -> None:
+    keys = keys_of("hole", 40)
+    slots.write(store, keys)
+    obstore.delete(store._bucket, store._path(keys[20]))
+    assert store.find(keys) in (20, 40)
+    assert slots.read(store, keys)[19:22] == [DONE, MISSING, DONE]
+
+
+def test_reset_forgets_every_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_bucket, "_REMOVE_AT_ONCE", 4)  # several pages
+    keys = keys_of("reset", 11)
+    slots.write(store, keys)
+    assert store.reset() == 11
+    assert slots.read(store, keys) == [MISSING] * 11
+    assert store.reset() == 0
+
+
+def test_several_threads_at_once(store: BucketStore, slots: Slots) -> None:
+    failures: list[BaseException] = []
+
+    def work(lane: int) -> None:
+        try:
+            for turn in range(3):
+                keys = keys_of(f"lane {lane} turn {turn}", 4)
+                assert slots.write(store, keys, first=4 * lane) == [DONE] * 4
+                assert slots.read(store, keys, first=4 * lane) == [DONE] * 4
+                assert store.find(keys) == 4
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+READER = """
+import sys
+from remote_rig import Slots, keys_of
+from penstock.kv.tiers.remote import open_store
+slots = Slots()
+store = open_store(sys.argv[1], slots.space, 10.0)
+print([outcome.value for outcome in slots.read(store, keys_of("shared", 5))])
+print(slots.write(store, keys_of("back", 2))[0].value)
+"""
+
+
+def test_what_one_process_writes_another_reads(bucket: Bucket, store: BucketStore, slots: Slots, request: pytest.FixtureRequest) -> None:
+    slots.write(store, keys_of("shared", 4))
+    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
+    command = [sys.executable, "-c", READER, bucket.url(request.node.name)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["['done', 'done', 'done', 'done', 'missing']", "done"], done.stderr
+    assert slots.read(store, keys_of("back", 2)) == [DONE, DONE]
+
+
+# ------------------------------------------------------------------------------------------------------------------- trouble
+
+
+def test_one_broken_request_is_one_failed_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of("one broken", 4)
+    bad = keys[2]
+    get, put, has = store._get, store._put, store._has
+
+    def broken(key: bytes) -> None:
+        if key == bad:
+            raise ConnectionError("with the request in it")
+
+    monkeypatch.setattr(store, "_has", lambda key: (broken(key), has(key))[1])
+    monkeypatch.setattr(store, "_put", lambda named: (broken(named[0]), put(named))[1])
+    monkeypatch.setattr(store, "_get", lambda key: (broken(key), get(key))[1])
+    assert slots.write(store, keys) == [DONE, DONE, Outcome.FAILED, DONE]
+    assert slots.read(store, keys) == [DONE, DONE, Outcome.FAILED, DONE]
+    assert store.find(keys) == 2
+    assert "request" not in str(assert_fails(lambda: slots.read(store, [bad]))).replace("a request", "")
+
+
+def test_a_paused_server_fails_in_time_and_comes_back(bucket: Bucket, store: BucketStore, slots: Slots) -> None:
+    keys = keys_of("paused", 3)
+    slots.write(store, keys)
+    bucket.pause()
+    try:
+        for call in (lambda: slots.read(store, keys), lambda: store.find(keys), store.probe):
+            assert_fails(call)
+    finally:
+        bucket.resume()
+    wait_usable(store)
+    assert slots.read(store, keys) == [DONE] * 3
+
+
+def test_a_late_answer_touches_no_slot(bucket: Bucket, store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of("late", NUM_SLOTS)
+    slots.write(store, keys)
+    late = threading.Event()
+    get = store._get
+
+    def slow(key: bytes) -> memoryview | None:
+        value = get(key)
+        assert late.wait(60)
+        return value
+
+    monkeypatch.setattr(store, "_get", slow)
+    monkeypatch.setattr(store, "_timeout_s", 0.2)
+    views = slots.views(len(keys))
+    assert_fails(lambda: store.read(keys, views))
+    slots.memory[:] = b"\x55" * len(slots.memory)  # somebody else has the slots now
+    late.set()
+    store._threads.shutdown(wait=True)
+    assert slots.memory == b"\x55" * len(slots.memory)
+
+
+def test_a_killed_server_fails_then_is_empty_then_works(bucket: Bucket, store: BucketStore, slots: Slots) -> None:
+    keys = keys_of("killed", 3)
+    slots.write(store, keys)
+    bucket.kill()
+    for call in (lambda: slots.read(store, keys), lambda: slots.write(store, keys), lambda: store.find(keys), store.probe, store.reset):
+        assert_fails(call)
+    bucket.start()
+    wait_usable(store)
+    assert slots.read(store, keys) == [MISSING] * 3
+    assert slots.write(store, keys) == [DONE] * 3
+    assert slots.read(store, keys) == [DONE] * 3
+
+
+def test_a_wrong_secret_fails_without_repeating_it(bucket: Bucket, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-right-secret")
+    store = open_store(bucket.url("secret"), slots.space, TIMEOUT_S)
+    keys = keys_of("secret", 2)
+    for call in (lambda: slots.read(store, keys), lambda: slots.write(store, keys), store.probe):
+        message = str(assert_fails(call)) + repr(store)
+        assert "secret" not in message.replace("/secret", "") and bucket.access_key not in message
+    store.close()
+
+
+def test_a_bucket_that_does_not_exist_fails(bucket: Bucket, slots: Slots) -> None:
+    store = open_store(bucket.url().replace(bucket.bucket, "no-such-bucket"), slots.space, TIMEOUT_S)
+    assert_fails(store.probe)
+    assert_fails(lambda: slots.write(store, keys_of("nowhere", 1)))
+    assert slots.read(store, keys_of("nowhere", 1)) == [MISSING]
+    store.close()
+
+
+def test_an_object_that_cannot_be_removed_ends_a_reset(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots.write(store, keys_of("stuck", 2))
+    monkeypatch.setattr(obstore, "delete", lambda *_: None)
+    assert_fails(store.reset)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- URL
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "s3:///prefix",
+        "s3://key:hunter2@bucket/prefix",
+        "s3://bucket:9000/prefix",
+        "s3://bucket?endpoint=hunter2",
+        "s3://bucket?endpoint=http://key:hunter2@host",
+        "s3://bucket?endpoint=",
+        "s3://bucket?secret=hunter2",
+        "s3://bucket?region=a&region=hunter2",
+        "s3://bucket?endpoint=http://[hunter2",
+        "s3://bucket?ca=/no/such/hunter2",
+        "s3://bucket/prefix#hunter2",
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_without_repeating_it(url: str, slots: Slots) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url, slots.space, TIMEOUT_S)
+    assert "--kv-offload-remote" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_url_says_bucket_prefix_and_options() -> None:
+    address = parse("s3://bucket/some/where/?endpoint=https://host:1&region=eu-1")
+    assert address == ("bucket", "some/where", {"endpoint": "https://host:1", "region": "eu-1"})

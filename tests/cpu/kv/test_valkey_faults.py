@@ -1,0 +1,203 @@
+"""A Valkey server that is paused, killed, replaced or never there: every call ends in time, and the store comes back by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import traceback
+
+import pytest
+from valkey_rig import (
+    BLOCK_BYTES,
+    CALLS,
+    DONE,
+    HANG_S,
+    MISSING,
+    PATIENT_S,
+    SHORT_S,
+    keys_of,
+    no_hang,
+    num_idle,
+    opened,
+    read,
+    space,
+    write,
+)
+
+from penstock.errors import StoreFailed
+from penstock.kv.tiers.remote import valkey_links
+from penstock.kv.tiers.remote.valkey import ValkeyStore
+from penstock.kv.tiers.remote.valkey_url import Node
+from penstock.testing.servers import LOOPBACK, Valkey, free_port
+
+# --------------------------------------------------------------------------------------------------------------- gone and back
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "not yet connected"])
+def test_a_paused_server_ends_every_call_and_is_used_again_when_it_goes_on(server: Valkey, call: str, connected: bool) -> None:
+    with contextlib.closing(opened(server.url())) as store:
+        if connected:
+            store.probe()
+        store._timeout_s = SHORT_S
+        server.pause()
+        try:
+            with pytest.raises(StoreFailed, match="time"), no_hang():
+                CALLS[call](store)
+        finally:
+            server.resume()
+        with contextlib.closing(opened(server.url())) as patient:
+            patient.probe()  # it has caught up with what it was asked meanwhile
+        store._timeout_s = PATIENT_S
+        assert write(store, keys_of(3)) == [DONE] * 3
+        assert read(store, keys_of(3)) == [DONE] * 3
+
+
+def test_a_server_that_stops_while_it_answers_ends_the_call(server: Valkey) -> None:
+    """The answer is larger than what sockets hold, so the server is stopped somewhere inside it."""
+    size = 24 << 20
+    with contextlib.closing(opened(server.url(), of=space(block_bytes=size))) as store:
+        store.write(keys_of(1), [0], [memoryview(bytes(size))])
+        store._timeout_s = SHORT_S
+        real_recv = valkey_links.Wire.recv_into
+
+        def stopping(self: valkey_links.Wire, target: memoryview) -> int:
+            if len(target) < size // 2 and len(target) > BLOCK_BYTES:
+                server.pause()
+            return real_recv(self, target)
+
+        with pytest.MonkeyPatch.context() as patch, no_hang():
+            patch.setattr(valkey_links.Wire, "recv_into", stopping)
+            with pytest.raises(StoreFailed, match="time"):
+                store.read(keys_of(1), [memoryview(bytearray(size))])
+        server.resume()
+        store._timeout_s = PATIENT_S
+        assert store.read(keys_of(1), [memoryview(bytearray(size))]) == [DONE]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_killed_server_fails_every_call_and_comes_back_empty(server: Valkey, call: str) -> None:
+    with contextlib.closing(opened(server.url())) as store:
+        assert write(store, keys_of(3)) == [DONE] * 3
+        server.kill()
+        for _ in range(2):
+            with pytest.raises(StoreFailed), no_hang():
+                CALLS[call](store)
+        server.start()
+        store.probe()
+        assert read(store, keys_of(3)) == [MISSING] * 3
+        assert write(store, keys_of(3)) == [DONE] * 3 and read(store, keys_of(3)) == [DONE] * 3
+
+
+def test_a_server_that_was_restarted_between_two_calls_is_not_even_noticed(server: Valkey, store: ValkeyStore) -> None:
+    write(store, keys_of(3))
+    server.restart()
+    assert read(store, keys_of(3)) == [MISSING] * 3
+
+
+def test_a_server_that_was_down_from_the_start_is_found_later(server: Valkey) -> None:
+    server.kill()
+    with contextlib.closing(opened(server.url())) as store:
+        with pytest.raises(StoreFailed, match="cannot be reached"):
+            store.probe()
+        server.start()
+        store.probe()
+
+
+def test_a_peer_that_speaks_something_else_is_a_failure(server: Valkey) -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(2):
+                with listener.accept()[0] as peer:
+                    peer.recv(4096)
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        speaker = threading.Thread(target=answer)
+        speaker.start()
+        with contextlib.closing(opened(f"valkey://{LOOPBACK}:{listener.getsockname()[1]}")) as store:
+            for call in ("read", "probe"):
+                with pytest.raises(StoreFailed):
+                    CALLS[call](store)
+        speaker.join()
+
+
+def test_connections_are_kept_while_they_are_in_order_and_not_after_a_failure(server: Valkey) -> None:
+    with contextlib.closing(opened(server.url())) as store:
+        for _ in range(5):
+            write(store, keys_of(2))
+            read(store, keys_of(4))
+        assert num_idle(store) == 1
+        server.kill()
+        with pytest.raises(StoreFailed):
+            store.probe()
+        assert num_idle(store) == 0
+
+
+def test_many_lanes_at_once_each_get_their_own_blocks(server: Valkey, store: ValkeyStore) -> None:
+    failures: list[str] = []
+
+    def lane(number: int) -> None:
+        try:
+            for turn in range(8):
+                keys = keys_of(5, first=1000 * number + 10 * (turn % 3))
+                assert write(store, keys) == [DONE] * 5
+                assert read(store, keys) == [DONE] * 5
+                assert store.find(keys) == 5
+        except BaseException:
+            failures.append(traceback.format_exc())
+
+    lanes = [threading.Thread(target=lane, args=(number,)) for number in range(8)]
+    for one in lanes:
+        one.start()
+    for one in lanes:
+        one.join()
+    assert not failures, failures[0]
+    assert 1 <= num_idle(store) <= 8
+    assert int(server.ask("DBSIZE")[1:]) == 8 * 15
+
+
+def test_a_closed_store_answers_nobody(server: Valkey) -> None:
+    store = opened(server.url())
+    store.probe()
+    store.close()
+    store.close()
+    with pytest.raises(StoreFailed, match="closed"):
+        store.probe()
+    assert num_idle(store) == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- names and hosts
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 70, "a..b"])
+def test_a_name_that_nobody_knows_is_a_failure(name: str) -> None:
+    with contextlib.closing(opened(f"valkey://{name}")) as store, pytest.raises(StoreFailed, match="cannot be reached"):
+        store.probe()
+
+
+def test_a_resolver_that_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def stuck(node: Node, flags: int) -> object:
+        if flags:
+            raise socket.gaierror
+        release.wait(HANG_S)
+        raise socket.gaierror
+
+    monkeypatch.setattr(valkey_links, "_addresses", stuck)
+    with contextlib.closing(opened("valkey://somewhere", 0.05)) as store, no_hang(), pytest.raises(StoreFailed, match="in time"):
+        store.probe()
+    release.set()
+
+
+def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = free_port()
+
+    def two(node: Node, flags: int) -> object:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (LOOPBACK, port)) for port in (dead, server.port)]
+
+    monkeypatch.setattr(valkey_links, "_addresses", two)
+    with contextlib.closing(opened("valkey://somewhere")) as store:
+        store.probe()

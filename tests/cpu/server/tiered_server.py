@@ -1,0 +1,74 @@
+"""A real server in front of a real engine with colder tiers, under the sanitizer. Owns nothing that ships."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+from served import DEADLINE_S, until
+
+from penstock.config import ServerConfig
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.server.run import HttpServer
+from penstock.testing.driving import tiny_config
+from penstock.testing.sanitized import build_sanitized, check_silent
+
+MODEL = "tiny-qwen3"
+NUM_HOST = 64
+PROMPT = [7 + 3 * i % 450 for i in range(70)]  # four full blocks, and six tokens that are always computed
+
+
+class Tiered:
+    """A server in front of a real engine, under the sanitizer."""
+
+    def __init__(self, url: str, engine: Engine) -> None:
+        self.engine = engine
+        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+
+    def ask(self, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[str], dict[str, Any]]:
+        """Tokens, and the usage's details of the prompt."""
+        options = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+        reply = self._client.completions.create(model=MODEL, prompt=prompt, **{**options, **fields})
+        details = reply.usage.model_dump(exclude_unset=True)["prompt_tokens_details"]
+        assert sum(details["kv_source"].values()) == reply.usage.prompt_tokens == len(prompt)
+        return reply.choices[0].logprobs.tokens, details
+
+    def forget_the_device(self) -> None:
+        """What was asked before is in host memory alone."""
+        assert self.http.post("/cache/flush").json() == {"level": "visible"}
+        assert self.http.post("/cache/reset?tier=device").status_code == 200
+
+    def scrape(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+@contextlib.contextmanager
+def tiered(**settings: Any) -> Iterator[Tiered]:
+    engine, sanitizer = build_sanitized(tiny_config(MODEL, **{"host_blocks": NUM_HOST, **settings}))
+    server = HttpServer(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started, "the server is up")
+    running = Tiered(server.url, engine)
+    try:
+        yield running
+    finally:
+        running.http.close()
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    check_silent(sanitizer)
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    found = reply.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found

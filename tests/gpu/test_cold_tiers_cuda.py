@@ -1,0 +1,12 @@
+"""Tiers behind host memory once more on CUDA: blocks are read into pinned slots and promoted from there by copy engines."""
+
+from __future__ import annotations
+
+import pytest
+from cpu.engine.conftest import prompts
+from cpu.engine.test_cold_tiers import *  # noqa: F403
+
+from gpu.test_engine_cuda import make_engine
+
+pytestmark = pytest.mark.gpu
+__all__ = ["make_engine", "prompts"]

@@ -1,0 +1,168 @@
+"""The breaker: opens on what the place as a whole does, looks ever more rarely, closes on an answer, and believes no late news."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import IllegalTransition
+from penstock.kv.tiers.breaker import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, Event, State
+from penstock.kv.tiers.store import Outcome
+from penstock.testing.stores import HandClock
+
+FAILED, DONE = Outcome.FAILED, Outcome.DONE
+
+
+def broken(clock: HandClock, probe_s: float = 1.0) -> Breaker:
+    breaker = Breaker(probe_s, clock)
+    entered = breaker.enter()
+    assert entered is not None and breaker.fail(entered)
+    return breaker
+
+
+def test_one_failure_of_the_place_opens_it() -> None:
+    breaker = broken(HandClock())
+    assert breaker.state is State.OPEN and breaker.enter() is None and breaker.num_openings == 1
+
+
+def test_blocks_open_it_when_so_many_fail_in_a_row_over_exchanges() -> None:
+    breaker = Breaker(1.0, HandClock())
+    for outcomes in ([FAILED] * (MAX_FAILED - 1) + [DONE], [FAILED] * (MAX_FAILED - 1), [Outcome.MISSING], [FAILED] * (MAX_FAILED - 1)):
+        assert not breaker.note(0, outcomes), "something else came between"
+    assert breaker.note(0, [FAILED]) and breaker.state is State.OPEN
+
+
+def test_it_is_probed_when_it_is_time_by_one_at_a_time() -> None:
+    clock = HandClock()
+    breaker = broken(clock)
+    assert not breaker.try_probe()
+    clock.advance(1.0)
+    assert breaker.try_probe() and breaker.state is State.HALF_OPEN and breaker.enter() is None
+    assert not breaker.try_probe()
+    breaker.probed(True)
+    assert breaker.state is State.CLOSED and breaker.enter() == 1
+
+
+def waits(breaker: Breaker, clock: HandClock, num: int) -> list[float]:
+    """Seconds before each of `num` probes, none of which is answered."""
+    found = []
+    for _ in range(num):
+        before = clock.now_s
+        while not breaker.try_probe():
+            clock.advance(0.5)
+            assert clock.now_s - before < 1000, "nobody ever looks"
+        breaker.probed(False)
+        found.append(clock.now_s - before)
+    return found
+
+
+def test_looks_become_rarer_up_to_a_limit_and_frequent_again_after_an_answer() -> None:
+    clock = HandClock()
+    breaker = broken(clock)
+    assert waits(breaker, clock, 7) == [1.0, 2.0, 4.0, 8.0, 16.0, MAX_PROBE_S, MAX_PROBE_S]
+    clock.advance(MAX_PROBE_S)
+    assert breaker.try_probe()
+    breaker.probed(True)
+    assert breaker.fail(1) and waits(breaker, clock, 2) == [1.0, 2.0]
+
+
+def test_news_of_before_it_opened_is_no_news() -> None:
+    clock = HandClock()
+    breaker = Breaker(1.0, clock)
+    early, also_early = breaker.enter(), breaker.enter()
+    assert early is not None and also_early is not None
+    assert breaker.fail(early) and not breaker.fail(also_early), "it is open already"
+    clock.advance(1.0)
+    assert breaker.try_probe() and not breaker.fail(also_early), "the probe decides"
+    breaker.probed(True)
+    assert not breaker.fail(also_early) and not breaker.note(also_early, [FAILED] * MAX_FAILED)
+    assert breaker.state is State.CLOSED and breaker.num_openings == 1
+
+
+def test_what_the_table_does_not_allow_names_state_and_event() -> None:
+    clock = HandClock()
+    for state, event in itertools.product(State, Event):
+        breaker = Breaker(1.0, clock)
+        breaker._state = state
+        if (state, event) in _MOVES:
+            breaker._move(event)
+            assert breaker.state is _MOVES[state, event]
+        else:
+            with pytest.raises(IllegalTransition, match=f"{event.value} is not legal in state {state.value}"):
+                breaker._move(event)
+            assert breaker.state is state
+    with pytest.raises(IllegalTransition):
+        Breaker(1.0, clock).probed(True)
+
+
+def test_of_many_that_fail_at_once_one_opens_it() -> None:
+    breaker = Breaker(1.0, HandClock())
+    start, opened = threading.Barrier(4), []
+
+    def fail() -> None:
+        start.wait(10.0)
+        opened.append(breaker.fail(0))
+
+    threads = [threading.Thread(target=fail) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert sorted(opened) == [False, False, False, True] and breaker.num_openings == 1
+
+
+class Careless(Breaker):
+    """Believes late news."""
+
+    def _is_current(self, entered: int) -> bool:
+        return self._state is State.CLOSED
+
+
+def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) -> None:
+    """Whatever happens: it is in use exactly while the newest news of its time is good, and is always looked at again."""
+    entered: list[int] = []
+    probing = False
+    for event, number in events:
+        before, num_openings = breaker.state, breaker.num_openings
+        if event == "enter" and (token := breaker.enter()) is not None:
+            entered.append(token)
+        elif event == "fail" and entered:
+            token = entered.pop(number % len(entered))
+            assert breaker.fail(token) == (before is State.CLOSED and token == num_openings)
+        elif event == "done" and entered:
+            assert not breaker.note(entered.pop(number % len(entered)), [DONE])
+        elif event == "tick":
+            clock.advance(float(number))
+            probing = breaker.try_probe() or probing
+        elif event in ("answer", "silence") and probing:
+            probing = False
+            breaker.probed(event == "answer")
+        assert (breaker.enter() is not None) == (breaker.state is State.CLOSED)
+        assert probing == (breaker.state is State.HALF_OPEN)
+        assert breaker.num_openings - num_openings == (before is State.CLOSED and breaker.state is State.OPEN)
+    clock.advance(MAX_PROBE_S)
+    if breaker.try_probe() or probing:
+        breaker.probed(True)
+    assert breaker.state is State.CLOSED, "it comes back"
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["enter", "fail", "done", "tick", "answer", "silence"]), st.integers(0, 5)), max_size=40)
+
+
+@settings(deadline=None, max_examples=200)
+@given(events=EVENTS)
+def test_any_life_of_it(events: list[tuple[str, int]]) -> None:
+    clock = HandClock()
+    any_life(Breaker(1.0, clock), clock, events)
+
+
+def test_a_life_that_goes_wrong_is_noticed() -> None:
+    clock = HandClock()
+    late = [("enter", 0), ("enter", 0), ("fail", 0), ("tick", 1), ("answer", 0), ("fail", 0)]
+    any_life(Breaker(1.0, clock), clock, late)
+    with pytest.raises(AssertionError):
+        any_life(Careless(1.0, clock), clock, late)

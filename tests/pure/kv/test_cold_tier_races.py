@@ -1,0 +1,267 @@
+"""Cold tiers under chosen interleavings and under the sanitizer: silent as they are, and each claim is heard or seen to break as soon as
+the edge that it rests on is taken away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from cold_rig import ARENA, BLOCK_BYTES, KEYS, LAYERS, Host, content
+
+from penstock.contract import Access, Fence, Mode
+from penstock.kv.blocks.handles import Handle, Pin
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier, Writing
+from penstock.kv.tiers.dealing import Dealer
+from penstock.kv.tiers.exchange import Group
+from penstock.kv.tiers.store import Outcome
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.sequencer import Sequencer, explore, run_on
+from penstock.testing.stores import HandClock, MemoryStore
+
+OLD = KEYS[10:12]  # what lay in the slots before
+NEW = KEYS[:2]
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+class World:
+    """Two host slots, a tier with two lanes each way, one block an op, and the lanes of transfers with the device."""
+
+    def __init__(self, sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+        lanes = {name: sequencer.lane(name) for name in ("ask", "load", "read-0", "read-1", "save", "write-0", "write-1")}
+        self.sequencer = sequencer
+        self.host = Host(2, sanitizer)
+        self.store = MemoryStore()
+        self.load, self.save = lanes["load"], lanes["save"]
+        cold = ColdLanes([lanes["read-0"], lanes["read-1"]], [lanes["write-0"], lanes["write-1"]], lanes["ask"])
+        self.tier = ColdTier(self.store, cold, self.host.view, ARENA, ColdLimits(group_bytes=BLOCK_BYTES), HandClock())
+        self.seen: list[bytes] = []
+
+    def fill(self, keys: Sequence[bytes], after: Sequence[Fence]) -> Fence:
+        """A save from the device into both slots."""
+        for fence in after:
+            self.save.wait(fence)
+        access = Access("host", [0, 1], (0, LAYERS), Mode.WRITE)
+        self.save.submit(partial(self.host.fill, [0, 1], keys), [access], label="save")
+        return self.save.record()
+
+    def look(self, after: Sequence[Fence] = ()) -> Fence:
+        """A promotion: what it reads is `seen`."""
+        for fence in after:
+            self.load.wait(fence)
+        access = Access("host", [0, 1], (0, LAYERS), Mode.READ)
+        self.load.submit(lambda: self.seen.extend(bytes(self.host.view(slot)) for slot in (0, 1)), [access], label="promote")
+        return self.load.record()
+
+    def saved(self, keys: Sequence[bytes]) -> Pin:
+        """Blocks with keys that only a pin protects."""
+        reservation = self.host.pool.try_reserve(2, "save")
+        assert reservation is not None
+        self.fill(keys, reservation.after).wait_passed()
+        hold = self.host.pool.hold("save")
+        reservation.commit(hold)
+        self.host.pool.seal(list(reservation.slots), keys)
+        pin = self.host.pool.pin([0, 1], "write")
+        hold.end()
+        return pin
+
+    def reuse(self, keys: Sequence[bytes]) -> None:
+        """Others take the slots, if they can be had."""
+        reservation = self.host.pool.try_reserve(2, "other")
+        if reservation is not None:
+            fence = self.fill(keys, reservation.after)
+            fence.wait_passed()
+            reservation.rollback(fence)
+
+    def settle(self) -> list[Writing]:
+        given = self.tier.settle()
+        for writing in given:
+            if isinstance(writing.handle, Pin) and not writing.handle.ended:
+                writing.handle.end()
+        return given
+
+
+# ------------------------------------------------------------------------------------------------------------------ programs
+
+
+def read_into_slots_that_a_promotion_still_reads(world: World) -> None:
+    for key in NEW:
+        world.store.write([key], [0], [memoryview(content(key))])
+    pin = world.saved(OLD)
+    fence = world.look()
+    pin.end(fence)
+    reservation = world.host.pool.try_reserve(2, "request")
+    assert reservation is not None
+    reading = world.tier.read(NEW, list(reservation.slots), reservation.after, "request")
+    world.tier.drain(1.0)
+    assert reading.over
+    reservation.rollback()
+    assert world.seen == [content(key) for key in OLD], "the promotion got what it was to get"
+
+
+def give_slots_to_others_once_they_are_written(world: World) -> None:
+    pin = world.saved(NEW)
+    writing = world.tier.try_write(NEW, [0, 1], [0, 1], pin, ())
+    assert writing is not None
+    world.settle()
+    world.reuse(OLD)
+    world.tier.drain(1.0)
+    world.settle()
+    world.reuse(OLD)
+    for key in NEW:
+        assert world.store.blocks[key].endswith(content(key)), "what was stored is what lay there"
+    assert writing.done_keys == NEW and pin.ended
+
+
+def publish_what_was_read_and_promote_it(world: World) -> None:
+    for key in NEW:
+        world.store.write([key], [0], [memoryview(content(key))])
+    reservation = world.host.pool.try_reserve(2, "request")
+    assert reservation is not None
+    reading = world.tier.read(NEW, list(reservation.slots), reservation.after, "request")
+    groups = list(reading.take_arrived())
+    if len(groups) < 2:
+        world.tier.drain(1.0)
+        groups += reading.take_arrived()
+    assert [outcome for group in groups for outcome in group.outcomes] == [Outcome.DONE] * 2
+    hold = world.host.pool.hold("request")
+    reservation.commit(hold)
+    world.host.pool.seal([0, 1], NEW)
+    fence = world.look([group.fence for group in groups])
+    hold.end(fence)
+    fence.wait_passed()
+    assert world.seen == [content(key) for key in NEW]
+
+
+def persist_what_is_being_written(world: World) -> None:
+    pin = world.saved(NEW)
+    writing = world.tier.try_write(NEW, [0, 1], [0, 1], pin, ())
+    persisting = world.tier.persist()
+    assert writing is not None
+    for _ in range(2):
+        world.settle()
+        assert writing.settled or not persisting.settled, "whoever sees it settled knows what became of every block"
+    world.tier.drain(1.0)
+    world.settle()
+    assert persisting.settled and persisting.error is None and writing.done_keys == NEW
+    assert world.store.calls == ["write", "write", "persist"]
+
+
+# -------------------------------------------------------------------------------------------------------------------- faults
+
+
+def ignores_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    deal = Dealer.deal
+    monkeypatch.setattr(Dealer, "deal", lambda self, groups, after, run, label: deal(self, groups, (), run, label))
+
+
+def writings_that_are_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Writing, "over", lambda self: True)
+
+
+def a_handle_that_ends_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ColdTier.try_write
+
+    def unprotected(self: ColdTier, keys: Any, depths: Any, slots: Any, handle: Handle, *rest: Any) -> Writing | None:
+        writing = whole(self, keys, depths, slots, handle, *rest)
+        assert isinstance(handle, Pin)
+        handle.end()
+        return writing
+
+    monkeypatch.setattr(ColdTier, "try_write", unprotected)
+
+
+def done_before_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "__post_init__", lambda self: setattr(self, "outcomes", [Outcome.DONE] * len(self.keys)))
+    monkeypatch.setattr(Group, "over", lambda self: True)
+
+
+def a_fence_before_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded where it covers nothing of the group."""
+
+    close = Dealer._close_group
+
+    def early(self: Dealer, group: Group, lane: Any) -> None:
+        close(self, group, lane)
+        group.fence.number -= 1  # type: ignore[union-attr]
+
+    monkeypatch.setattr(Dealer, "_close_group", early)
+
+
+def a_persist_that_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Writing, "over", lambda self: all(group.over() for group in self.groups))
+
+
+def a_persist_that_waits_for_its_own_lane_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Dealer.behind_all
+
+    def alone(self: Dealer, group: Group, run: Callable[[], None], label: str) -> None:
+        lanes, self._lanes = self._lanes, self._lanes[:1]
+        whole(self, group, run, label)
+        self._lanes = lanes
+
+    monkeypatch.setattr(Dealer, "behind_all", alone)
+
+
+PROGRAMS: dict[Callable[[World], None], tuple[Sequence[Fault], Sequence[Fault]]] = {  # what is seen to go wrong, what is heard at once
+    read_into_slots_that_a_promotion_still_reads: ([ignores_after], [ignores_after]),
+    give_slots_to_others_once_they_are_written: (
+        [writings_that_are_over_at_once, a_handle_that_ends_at_submit],
+        [writings_that_are_over_at_once, a_handle_that_ends_at_submit],
+    ),
+    publish_what_was_read_and_promote_it: ([a_fence_before_the_op], [done_before_it_ran]),
+    persist_what_is_being_written: ([a_persist_that_comes_alone, a_persist_that_waits_for_its_own_lane_only], []),
+}
+
+
+def of(program: Callable[[World], None]) -> Callable[[Sequencer], None]:
+    return lambda sequencer: program(World(sequencer, None))
+
+
+def sanitized(program: Callable[[World], None], seed: int | None) -> tuple[list[str], object]:
+    """What the sanitizer says to one run, and how it failed if it did. `seed` None: the default schedule."""
+    sanitizer = Sanitizer()
+    sequencer = Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer)
+    _, failure = run_on(sequencer, lambda sequencer: program(World(sequencer, sanitizer)))
+    return [str(report) for report in sanitizer.reports], failure
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_no_interleaving_shows_a_race(program: Callable[[World], None]) -> None:
+    num_runs, failure = explore(of(program), max_preemptions=2, max_runs=400)
+    assert failure is None, str(failure)
+    assert num_runs > 50
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"), [(program, fault) for program, (seen, _) in PROGRAMS.items() for fault in seen], ids=lambda value: value.__name__
+)
+def test_without_the_edge_some_interleaving_shows_it(
+    program: Callable[[World], None], fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    _, failure = explore(of(program), max_preemptions=2, max_runs=1000)
+    assert failure is not None, "no schedule found what the fault breaks"
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_sanitizer_is_silent_about(program: Callable[[World], None]) -> None:
+    for seed in (None, *range(8)):
+        said, failure = sanitized(program, seed)
+        assert not said, f"with seed {seed}:\n" + "\n".join(said)
+        assert failure is None, f"with seed {seed}: {failure}"
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [(program, fault) for program, (_, heard) in PROGRAMS.items() for fault in heard],
+    ids=lambda value: value.__name__,
+)
+def test_without_the_edge_it_is_heard_on_the_first_schedule(
+    program: Callable[[World], None], fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    said, failure = sanitized(program, None)
+    assert said, failure

@@ -1,0 +1,129 @@
+"""How much of a hit to load, tier by tier, and rates that have not been measured for long."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from penstock.kv.tiers import worth
+from penstock.kv.tiers.worth import HOPE, STALE_S, LinkRate, Piece, worth_loading
+from penstock.testing.stores import HandClock
+
+HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+PIECES = st.lists(st.builds(Piece, st.integers(1, 5), st.none() | st.integers(0, 40).map(float)), max_size=5)
+
+
+def cheapest(pieces: list[Piece], block_s: list[float] | None) -> int:
+    """By trying every number of blocks: unknown loads cost nothing, an unknown computation is never over."""
+    num_blocks = sum(piece.num_blocks for piece in pieces)
+    costs: dict[int, float] = {}
+    for num in range(num_blocks + 1):
+        left, load_s = num, 0.0
+        for piece in pieces:
+            if left <= 0:
+                break
+            left -= piece.num_blocks
+            load_s += 0.0 if piece.load_s is None else piece.load_s
+        if left != 0:
+            continue  # in the middle of a piece
+        rest = range(num, num_blocks)
+        costs[num] = load_s + (math.inf if block_s is None and rest else sum(block_s[block] for block in rest if block_s))
+    return max(num for num, cost in costs.items() if cost == min(costs.values()))
+
+
+def always_the_cheapest(data: st.DataObject) -> None:
+    pieces = data.draw(PIECES)
+    num_blocks = sum(piece.num_blocks for piece in pieces)
+    per_block = st.lists(st.integers(0, 10).map(float), min_size=num_blocks, max_size=num_blocks)
+    block_s = data.draw(st.none() | per_block)
+    compute = lambda first, num: None if block_s is None else sum(block_s[first : first + num])  # noqa: E731
+    assert worth.choose(pieces, compute) == cheapest(pieces, block_s)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_what_is_chosen_takes_the_least_time(data: st.DataObject) -> None:
+    always_the_cheapest(data)
+
+
+def all_or_nothing(pieces: list[Piece], compute) -> int:  # type: ignore[no-untyped-def]
+    num_blocks = sum(piece.num_blocks for piece in pieces)
+    load_s = sum(piece.load_s or 0.0 for piece in pieces)
+    return num_blocks if worth_loading(load_s, compute(0, num_blocks)) else 0
+
+
+def piece_by_piece(pieces: list[Piece], compute) -> int:  # type: ignore[no-untyped-def]
+    """Stops at the first that is not worth it by itself."""
+    first = 0
+    for piece in pieces:
+        if not worth_loading(piece.load_s, compute(first, piece.num_blocks)):
+            break
+        first += piece.num_blocks
+    return first
+
+
+@pytest.mark.parametrize("fault", [all_or_nothing, piece_by_piece, lambda pieces, compute: 0], ids=["all", "piece by piece", "none"])
+def test_a_choice_is_seen_to_be_worse_that_takes(fault, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(worth, "choose", fault)
+    with pytest.raises(AssertionError):
+        HASTY(given(data=st.data())(always_the_cheapest))()
+
+
+def test_a_slow_tier_in_front_is_gone_through_for_what_lies_behind_it() -> None:
+    compute = lambda first, num: 1.0 * num  # noqa: E731
+    assert worth.choose([Piece(2, 3.0), Piece(10, 1.0)], compute) == 12
+    assert worth.choose([Piece(10, 1.0), Piece(2, 3.0)], compute) == 10
+    assert worth.choose([Piece(2, 2.0)], compute) == 2, "between equals it is loaded"
+    assert worth.choose([], compute) == 0
+
+
+def test_one_piece_is_chosen_as_a_tier_alone_was() -> None:
+    for load_s in (None, 0.5, 1.0, 1.5):
+        for compute_s in (None, 1.0):
+            chosen = worth.choose([Piece(3, load_s)], lambda first, num, compute_s=compute_s: compute_s)  # type: ignore[misc]
+            assert (chosen == 3) == worth_loading(load_s, compute_s)
+
+
+# ------------------------------------------------------------------------------------------------------------------ stale rates
+
+
+def tries_again(link: LinkRate, clock: HandClock) -> None:
+    """A link that was slow once, behind a computation that takes a second."""
+    link.add(100, 3.0)
+    assert not worth_loading(link.seconds(100), 1.0)
+    clock.advance(STALE_S - 1.0)
+    assert not worth_loading(link.seconds(100), 1.0), "it is known to be slow"
+    clock.advance(2.0)
+    assert worth_loading(link.seconds(100), 1.0), "it may have become faster"
+    assert not worth_loading(link.seconds(200), 1.0), "it would have to be more than four times as fast"
+    link.note_try()
+    assert not worth_loading(link.seconds(100), 1.0), "one finds out for all"
+    link.add(1000, 1.0)
+    assert link.seconds(1000) == 1.0, "what he met replaces what was known"
+    link.add(2000, 1.0)
+    assert link.bytes_per_s == pytest.approx(1050.0)
+
+
+def test_a_tier_that_was_slow_once_is_tried_again() -> None:
+    clock = HandClock()
+    tries_again(LinkRate(clock=clock), clock)
+
+
+def test_one_that_never_is_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="faster"):
+        tries_again(LinkRate(), HandClock())
+
+
+def test_a_rate_that_is_measured_all_the_time_is_not_stale() -> None:
+    clock = HandClock()
+    link = LinkRate(clock=clock)
+    assert not link.stale and link.seconds(100) is None
+    for _ in range(10):
+        link.add(100, 1.0)
+        clock.advance(STALE_S / 2)
+        assert not link.stale and link.seconds(100) == 1.0
+    clock.advance(STALE_S)
+    assert link.stale and link.seconds(100) == 1.0 / HOPE
