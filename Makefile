@@ -21,7 +21,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test soak mutants test-gpu lint format types size bench clean
+.PHONY: help setup setup-dev serve chat test soak crash mutants test-gpu lint format types size bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make chat       set up, then chat in the terminal"
 	@echo "make test       set up, then lint, types and all tests that run without a GPU"
 	@echo "make soak       random trouble, minutes long, every answer checked (options: make soak SOAK_S=600 CROWDS=1000)"
+	@echo "make crash      the SSD cache's writers killed hundreds of times, what is left checked (options: make crash KILLS=300 CRASHES=600)"
 	@echo "make mutants    faults put into copies of the source, and which check finds each, minutes long (ARGS='--only replay')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
@@ -85,6 +86,14 @@ CROWDS ?= 200
 soak: setup-dev
 	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S)
 	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine/test_stress.py $(ARGS)
+
+# Writers on the SSD cache, killed with -9 KILLS times and stopped with their machine CRASHES times, for each of two loads; whatever is
+# left must be right, and what was persisted must be there. Takes as long as it takes: no limit for one test.
+KILLS ?= 300
+CRASHES ?= 600
+crash: setup-dev
+	$(ONE_THREAD) PENSTOCK_KILLS=$(KILLS) PENSTOCK_CRASHES=$(CRASHES) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 \
+		tests/cpu/kv/ssd/test_ssd_crash.py tests/cpu/kv/ssd/test_ssd_killed.py $(ARGS)
 
 # One fault at a time in a copy of the tree, tested there; writes docs/mutants.md.
 mutants: setup-dev

@@ -1,4 +1,4 @@
-"""Work in a process of its own, of which nothing is left but what it returns. Owns that process; needs nothing that takes long to import."""
+"""Work in a process of its own, of which nothing is left but what it returns. Owns that process; needs nothing that is slow to import."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import torch
 
 from penstock.bench.transfer_ways import DEMOTE, PROMOTE, make_lane, pin_all
 from penstock.contract import Prefix
+from penstock.engine.build import COLD_READERS, COLD_WRITERS
 from penstock.engine.engine import POLL_BEHIND_S, POLL_S
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError
 from penstock.kv.blocks.key import Scope
@@ -35,7 +36,7 @@ from penstock.kv.transfer.mover import Mover
 from penstock.lanes.cpu import CpuLane
 from penstock.models.progress import Progress
 
-READERS, WRITERS = 4, 2  # lanes, as many as the engine has
+READERS, WRITERS = COLD_READERS, COLD_WRITERS  # lanes, as many as the engine has
 OWNER = "bench"
 _WAIT_S = 600.0
 _CLOSE_S = 60.0
@@ -109,6 +110,11 @@ class ColdRig:
             self.checksums.append(checksum(self.host.view(slot)))
         self.slots.land(taken)
 
+    def spoil(self) -> None:
+        """Nothing of what is to come is in host memory or on the device; over when this returns, on a GPU, too."""
+        self.host.tensor.zero_()
+        self.device.tensor.zero_()[0, 0, 0, 0, 0, 0].item()
+
     def check(self, views: Sequence[memoryview], what: str) -> None:
         """`views` hold the blocks, in order."""
         for number, (view, expected) in enumerate(zip(views, self.checksums, strict=True)):
@@ -142,7 +148,7 @@ class ColdRig:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What the store got is removed from it. After an error only what must not outlive the process is done."""
+        """What the store got is removed from it. After an error as much of that as can be done."""
         if kind is None:
             self.wait_idle()
             self.tier.reset()
@@ -151,11 +157,11 @@ class ColdRig:
             with contextlib.suppress(PenstockError):
                 self.tier.reset()
             with contextlib.suppress(PenstockError):
-                self.tier.close(_CLOSE_S)
+                self.cache.close(_CLOSE_S)
         self.host.close()
 
 
 def _lanes(store: BlockStore) -> ColdLanes:
-    readers = [CpuLane(f"{store.name}-read-{number}") for number in range(READERS)]
-    writers = [CpuLane(f"{store.name}-write-{number}") for number in range(WRITERS)]
+    readers = [CpuLane(f"{store.name}-read-{number}") for number in range(COLD_READERS)]
+    writers = [CpuLane(f"{store.name}-write-{number}") for number in range(COLD_WRITERS)]
     return ColdLanes(readers, writers, None if store.local else CpuLane(f"{store.name}-ask"))

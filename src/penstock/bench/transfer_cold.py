@@ -156,8 +156,7 @@ class Promoted:
         self._rig.wait_idle()
         self._rig.cache.reset(("device", "host"))
         if spoil:
-            self._rig.host.tensor.zero_()
-            self._rig.device.tensor.zero_()
+            self._rig.spoil()
 
     def launch(self) -> Wait:
         rig, num = self._rig, len(self._rig.keys)

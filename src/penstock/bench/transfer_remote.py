@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from penstock.bench.cold_rig import OWNER, READERS, WRITERS, ColdRig, Shape
+from penstock.bench.cold_rig import OWNER, ColdRig, Shape
 from penstock.bench.run import Results
 from penstock.bench.store_clients import Client, open_client
 from penstock.bench.transfer_cold import ColdWay, TierRead, TierWrite, Wait, take_turns
 from penstock.config import OffloadConfig
+from penstock.engine.build import COLD_READERS, COLD_WRITERS
 from penstock.errors import InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.key import SCOPE_BYTES
 from penstock.kv.tiers.envelope import pack
@@ -32,7 +33,7 @@ def measure_remote(offload: OffloadConfig, sizes: Sequence[int], shape: Shape, p
     for blocks in sizes:
         with ColdRig(shape, blocks, partial(open_store, url, timeout_s=offload.remote_timeout_s)) as rig:
             rig.fill(progress)
-            with Values(rig, open_client(url, (READERS, WRITERS))) as values:
+            with Values(rig, open_client(url, (COLD_READERS, COLD_WRITERS))) as values:
                 results.rows.extend(take_turns(rig, _ways(rig, values), shape.repeat, progress))
     return results
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.bench.cold_rig import OWNER, READERS, WRITERS, ColdRig, Shape
+from penstock.bench.cold_rig import OWNER, ColdRig, Shape
 from penstock.bench.run import Results
 from penstock.bench.transfer_cold import RAW, ColdWay, Promoted, Room, TierRead, TierWrite, Wait, take_turns
 from penstock.errors import ConfigError, InvariantBroken
@@ -26,6 +26,7 @@ from penstock.models.progress import Progress
 
 WRITE, READ, PROMOTE = "host to ssd", "ssd to host", "ssd to device"
 SYNCED = "raw, synced"
+RAW_THREADS = 4  # more of them did not make a disk faster
 _SPARE_SLOTS = 16  # what dividing the tier into files may cost it
 
 
@@ -100,7 +101,7 @@ class RawFile:
         except OSError as error:
             self._close()
             raise ConfigError(f"a file of {rig.num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}") from error
-        self._threads = ThreadPoolExecutor(READERS, "bench-raw")
+        self._threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
 
     def start(
         self, call: Callable[[int, Sequence[memoryview], int], int], views: Sequence[memoryview], num_threads: int
@@ -146,7 +147,7 @@ class RawWrite:
         self._views = [rig.host.view(slot) for slot in slots]
 
     def launch(self) -> Wait:
-        started = self._file.start(os.pwritev, self._views, WRITERS)
+        started = self._file.start(os.pwritev, self._views, RAW_THREADS)
 
         def wait() -> None:
             for one in started:
@@ -177,7 +178,7 @@ class RawRead:
         self._room.take(spoil)
 
     def launch(self) -> Wait:
-        started = self._file.start(os.preadv, self._room.views, READERS)
+        started = self._file.start(os.preadv, self._room.views, RAW_THREADS)
 
         def wait() -> None:
             for one in started:

@@ -149,7 +149,7 @@ def _add_soak(kinds: Any) -> None:
         "Random requests from several threads, cancels, retractions, cache resets, copies that fail or stall, adapters that change; then "
         "every answer is compared with the same request alone, and every balance has to be zero. Exit code 1 where anything is wrong. "
         "Unless sizes are given, 48 KV blocks on the device and 4 MiB of host memory, so that there is always too little. A disk or "
-        "a store that is named fails, stalls and damages blocks as well; then 1 MiB of host memory, and 16 of disk in a temporary directory."
+        "store that is named fails, stalls and damages blocks as well; then 1 MiB of host memory, and 16 of disk in a temporary directory."
     )
     parser = kinds.add_parser("soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()])
     group = parser.add_argument_group("soak")

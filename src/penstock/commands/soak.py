@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,7 @@ DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")  # they warn of what
 
 def bench_soak(config: Config, bench: SoakBench, json_file: Path | None) -> int:
     """1 where anything was violated."""
-    for name in DISTURBED:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    with scratch_ssd(config) as config, ProgressBar() as bar:
+    with _quiet(), scratch_ssd(config) as config, ProgressBar() as bar:
         verdict = bench.measure(config, bar)
     Console().print(_table(verdict, config, bench))
     said = Console(soft_wrap=True, highlight=False, markup=False)
@@ -35,6 +35,18 @@ def bench_soak(config: Config, bench: SoakBench, json_file: Path | None) -> int:
     if json_file is not None:
         json_file.write_text(json.dumps(_report(verdict, config, bench), indent=2) + "\n")
     return 1 if verdict.violations else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before = {name: logging.getLogger(name).level for name in DISTURBED}
+    for name in DISTURBED:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _table(verdict: Verdict, config: Config, bench: SoakBench) -> Table:

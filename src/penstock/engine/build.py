@@ -58,8 +58,9 @@ _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
 _LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
 _CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
-_COLD_READERS = 4  # lanes that read from one cold tier at once: a disk wants several requests in its queue
-_COLD_WRITERS = 2
+# Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute checksums.
+COLD_READERS = 8
+COLD_WRITERS = 8
 _WRITE_QUEUE_BYTES = 512 << 20
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
@@ -264,7 +265,7 @@ def _cold_lanes(store: BlockStore, sanitizer: Sanitizer | None) -> ColdLanes:
     def lanes(what: str, num: int) -> list[Lane]:
         return [CpuLane(f"{store.name}-{what}-{number}", sanitizer) for number in range(num)]
 
-    return ColdLanes(lanes("read", _COLD_READERS), lanes("write", _COLD_WRITERS), None if store.local else lanes("ask", 1)[0])
+    return ColdLanes(lanes("read", COLD_READERS), lanes("write", COLD_WRITERS), None if store.local else lanes("ask", 1)[0])
 
 
 def _num_host_blocks(config: Config, arena: DeviceArena) -> int:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table, Traffic
-from penstock.errors import InvariantBroken
+from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
@@ -386,8 +386,10 @@ class KvCache:
         while True:
             self.ladder.drain(max(0.0, deadline_s - time.monotonic()), slots)
             self.settle()
-            if slots is not None or not (self.num_in_flight or self.num_behind):  # what has landed may have set off a write
+            if slots is not None or not (self.num_in_flight or self.num_behind):
                 return
+            if time.monotonic() > deadline_s:  # what has landed may have set off a write, and that another
+                raise DeadlineExceeded(f"transfers are still under way after {timeout_s:g} s")
 
     def close(self, timeout_s: float | None = None) -> None:
         """Idempotent. Transfers end first; raises Leaked while a table, pin or lease is out."""

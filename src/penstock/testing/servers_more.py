@@ -110,8 +110,8 @@ def _mooncake_folder() -> Path:
 
 
 class Mooncake:
-    """A master, and a node that lends it memory (`node_mib`; 0: none), both the package's own programs. The node's ports listen on every interface, which is
-    how that program is; the master's do not."""
+    """A master, and a node that lends it memory (`node_mib`; 0: none), both the package's own programs. The node's ports listen on every
+    interface, which is how that program is; the master's do not."""
 
     def __init__(self, node_mib: int = 256) -> None:
         folder = _mooncake_folder()

@@ -1,4 +1,4 @@
-"""`bench ttft` with tiers behind host memory, and across a restart: each case is served by its tier alone, and nobody's cache is touched."""
+"""`bench ttft` with tiers behind host memory, and across a restart: each case comes from its tier alone, and nobody's cache is touched."""
 
 from __future__ import annotations
 

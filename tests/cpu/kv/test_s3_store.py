@@ -246,16 +246,20 @@ def test_one_broken_request_is_one_failed_block(store: BucketStore, slots: Slots
     assert "request" not in str(assert_fails(lambda: slots.read(store, [bad]))).replace("a request", "")
 
 
-def test_a_paused_server_fails_in_time_and_comes_back(bucket: Bucket, store: BucketStore, slots: Slots) -> None:
+def test_a_paused_server_fails_in_time_and_comes_back(
+    bucket: Bucket, store: BucketStore, slots: Slots, request: pytest.FixtureRequest
+) -> None:
     keys = keys_of("paused", 3)
     slots.write(store, keys)
+    hurried = open_store(bucket.url(request.node.name), slots.space, 0.5)
     bucket.pause()
     try:
-        for call in (lambda: slots.read(store, keys), lambda: store.find(keys), store.probe):
+        for call in (lambda: slots.read(hurried, keys), lambda: slots.write(hurried, keys), lambda: hurried.find(keys), hurried.probe):
             assert_fails(call)
     finally:
         bucket.resume()
-    wait_usable(store)
+    wait_usable(hurried)
+    hurried.close()
     assert slots.read(store, keys) == [DONE] * 3
 
 

@@ -83,6 +83,18 @@ def test_news_of_before_it_opened_is_no_news() -> None:
     assert breaker.state is State.CLOSED and breaker.num_openings == 1
 
 
+def test_blocks_that_failed_before_it_opened_do_not_count_after() -> None:
+    clock = HandClock()
+    breaker = Breaker(1.0, clock)
+    assert breaker.note(0, [FAILED] * (2 * MAX_FAILED))
+    clock.advance(1.0)
+    assert breaker.try_probe()
+    breaker.probed(True)
+    assert not breaker.note(1, [FAILED]), "a new row begins"
+    assert not breaker.note(0, [FAILED] * (MAX_FAILED - 2)) and not breaker.note(1, [FAILED]), "late ones are not in it"
+    assert breaker.note(1, [FAILED] * (MAX_FAILED - 2))
+
+
 def test_what_the_table_does_not_allow_names_state_and_event() -> None:
     clock = HandClock()
     for state, event in itertools.product(State, Event):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
 
-from penstock.contract import Access, Mode, Traffic
+from penstock.contract import Access, Mode
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.cold import Finding
 from penstock.kv.tiers.dealing import Dealer
@@ -330,34 +330,3 @@ def test_a_reset_store_is_written_again(make: Make) -> None:
     rig.break_store()
     with pytest.raises(StoreFailed):
         rig.tier.reset()
-
-
-# --------------------------------------------------------------------------------------------------------------------- figures
-
-
-def test_the_rate_is_of_wall_time_not_of_the_sum_of_parallel_reads(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:4])
-    rig.store.gate.hold("read")
-    rig.submit_read(KEYS[:4])
-    rig.store.gate.wait_came(2)
-    rig.clock.advance(2.0)
-    rig.store.gate.let()
-    rig.settle()
-    assert rig.tier.rate.bytes_per_s == 4 * BLOCK_BYTES / 2.0
-
-
-def test_the_report_tells_all_of_it(make: Make) -> None:
-    rig = make(num_writers=1)
-    rig.store.max_blocks = 3
-    rig.write(KEYS[:4])
-    rig.store.spoil(KEYS[0])
-    rig.read([KEYS[0], KEYS[1], KEYS[5]])
-    rig.break_store()
-    traffic = Traffic({}, {}, {}, {}, {"full": 10}, 0)
-    rig.tier.report(traffic)
-    assert traffic.bytes == {("remote", "host"): BLOCK_BYTES, ("host", "remote"): 3 * BLOCK_BYTES}
-    assert sum(traffic.seconds["remote", "host"].counts) == 1
-    assert traffic.in_flight == {("remote", "host"): 0, ("host", "remote"): 0}
-    assert traffic.failures == {("remote", "store"): 1, ("remote", "missing"): 1}
-    assert traffic.skipped == {"full": 11} and traffic.checksum_failures == {"remote": 1} and traffic.usable == {"remote": False}

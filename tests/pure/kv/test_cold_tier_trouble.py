@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, make
+from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, make
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, StoreFailed
 from penstock.kv.tiers import cold
@@ -84,6 +84,17 @@ def comes_back(rig: Rig) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_it_is_probed_on_a_lane_ever_more_rarely_until_it_is_back(make: Make, local: bool) -> None:
     comes_back(make(local))
+
+
+def test_whoever_sleeps_is_woken_when_it_is_back(make: Make) -> None:
+    rig = make()
+    rig.break_store()
+    rig.store.raises = None
+    rig.clock.advance(1.1)
+    rig.tier.wake = woken = Woken(lambda: rig.tier.usable)
+    rig.tier.settle()
+    woken.wait_for(1)
+    assert woken.seen == [True]
 
 
 class NeverLooks(Breaker):
@@ -199,6 +210,9 @@ def test_a_store_that_hangs_does_not_hang_close(make: Make, call: str) -> None:
     queued, slots = rig.submit_read(KEYS[1:2])
     with pytest.raises(DeadlineExceeded):
         rig.tier.close(0.05)
+    if call in ("write", "find"):
+        rig.readers[0].drain(SOON_S)
+        assert "close" not in rig.store.calls, "a call is under way"
     assert not rig.store.closed and not rig.tier.usable
     if call == "read":
         assert not begun.over and not queued.over, "what is under way keeps its slots"

@@ -21,6 +21,8 @@ class Lender(Protocol):
 
     def commit(self, reservation: Reservation, hold: Hold) -> None: ...
 
+    def split(self, reservation: Reservation, num_slots: int) -> Reservation: ...
+
 
 class Handle:
     """Slots that are out on behalf of `owner`."""
@@ -73,6 +75,13 @@ class Reservation(Handle):
         self.require_open()
         self._lender.commit(self, hold)
         self.ended = True
+
+    def split(self, num_slots: int) -> Reservation:
+        """The first `num_slots` as a reservation of their own; this one has the others from now on."""
+        self.require_open()
+        first = self._lender.split(self, num_slots)
+        self._slots = self._slots[num_slots:]
+        return first
 
     def rollback(self, fence: Fence | None = None) -> None:
         """The slots go back; `fence` covers whatever may already write into them."""

@@ -106,6 +106,14 @@ class BlockPool:
         hold.append(reservation.slots)
         del self._handles[reservation]
 
+    def split(self, reservation: Reservation, num_slots: int) -> Reservation:
+        """For `Reservation.split`."""
+        if reservation not in self._handles or not 0 < num_slots < len(reservation.slots):
+            raise InvariantBroken(f"pool {self.name!r}: {num_slots} slots of the {reservation} are not to be had")
+        first = Reservation(reservation.owner, self, reservation.slots[:num_slots], reservation.after)
+        self._handles[first] = None
+        return first
+
     def hold(self, owner: str, shared: Sequence[int] = ()) -> Hold:
         """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by `Reservation.commit`."""
         out, book, key_of = self._handles, self._book, self._index.key_of

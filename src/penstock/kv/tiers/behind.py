@@ -7,6 +7,7 @@ have is dirty; `persist` writes whatever is.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from penstock.kv.transfer.mover import Settling
 log = logging.getLogger(__name__)
 
 _PART_BYTES = 16 << 20  # that a haul promotes at once: enough for the link, little enough to begin soon
+_READ_AHEAD = 256  # groups of one haul that are being read: what a tier reads while the engine thread is at a long step
+_READ_AT_ONCE = 32  # that are begun in one turn: about a millisecond
 _CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where blocks are written when they are about to leave
 _CLEAN_BLOCKS = 64  # that are written together for it
 
@@ -54,6 +57,8 @@ class Behind:
         self._hauls: list[Haul] = []  # not over
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
+        self._void: set[bytes] = set()  # of those: the tier was emptied since, so that it says nothing when they are done
+        self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
 
     # ------------------------------------------------------------------------------------------------------------ questions
@@ -90,49 +95,56 @@ class Behind:
         haul = Haul(hold, first, keys, after, deadline_s)
         haul.kept += kept
         self._hauls.append(haul)
+        wanted: list[tuple[int, str]] = []  # blocks that are not in host memory, and who has them
         block = 0
         for tier, num_blocks in lease.runs_from(first):
-            end = min(block + num_blocks, len(keys))
-            if tier == HOST:
-                for place in range(block, end):
-                    haul.came(place, lease.slots[first + place])
-            elif not self._stage(haul, self.tiers[tier], range(block, end)):
-                break
-            block = end
+            run = range(block, min(block + num_blocks, len(keys)))
+            block = run.stop
+            if tier != HOST:
+                wanted += ((place, tier) for place in run)
+                continue
+            self.used(keys[run.start : run.stop])
+            for place in run:
+                haul.came(place, lease.slots[first + place])
         haul.cut(block)
+        self._take_room(haul, wanted)
         self._advance(haul)
         return haul
 
-    def _stage(self, haul: Haul, tier: ColdTier, blocks: range) -> bool:
-        """Take room for `blocks` and have them read; False: not for all of them, and the haul ends before the first without."""
-        for start in range(blocks.start, blocks.stop, tier.group_blocks):
-            group = range(start, min(start + tier.group_blocks, blocks.stop))
-            keys = [haul.keys[block] for block in group]
-            slots, pin = self._host.pin_each(keys, haul.label)  # some may have come since the match
-            if pin is not None:
-                haul.kept.append(pin)
-            for block, slot in zip(group, slots, strict=True):
-                if slot != ABSENT:
-                    haul.came(block, slot)
-            absent = [block for block, slot in zip(group, slots, strict=True) if slot == ABSENT]
-            if absent and not self._read(haul, tier, absent):
-                return False
-        return True
+    def _take_room(self, haul: Haul, wanted: Sequence[tuple[int, str]]) -> None:
+        """Host slots for all of it, at once; where there are not enough, the haul ends before the first block without."""
+        slots, pin = self._host.pin_each([haul.keys[block] for block, _ in wanted], haul.label)
+        if pin is not None:
+            haul.kept.append(pin)
+        absent: list[tuple[int, str]] = []
+        for (block, tier), slot in zip(wanted, slots, strict=True):
+            if slot == ABSENT:
+                absent.append((block, tier))
+            else:  # it has come since the match
+                haul.came(block, slot)
+        keys = [haul.keys[block] for block, _ in absent]
+        haul.room = self._host.take(keys, [haul.first + block for block, _ in absent], haul.label)
+        num = next((i for i, (key, taken) in enumerate(zip(keys, haul.room.keys, strict=False)) if key != taken), len(haul.room.keys))
+        if num < len(absent):  # no room, or somebody else's read of the same block is under way
+            haul.cut(absent[num][0])
+            behind, haul.room = haul.room, self._host.split(haul.room, num)
+            self._host.drop(behind)
+        for tier, same in itertools.groupby(absent[:num], key=lambda one: one[1]):
+            blocks, size = [block for block, _ in same], self.tiers[tier].group_blocks
+            haul.unread.extend((tier, blocks[start : start + size]) for start in range(0, len(blocks), size))
 
-    def _read(self, haul: Haul, tier: ColdTier, blocks: Sequence[int]) -> bool:
-        keys = [haul.keys[block] for block in blocks]
-        taken = self._host.take(keys, [haul.first + block for block in blocks], haul.label)
-        if taken.reservation is None or taken.keys != keys:  # no room, or somebody else's read of the same block is under way
-            self._host.drop(taken)
-            haul.cut(blocks[0])
-            return False
-        try:
-            reading = tier.read(keys, taken.reservation.slots, taken.reservation.after, haul.label)
-        except BaseException:
-            self._host.drop(taken)
-            raise
-        haul.staged.append(Staged(blocks, taken, tier, reading))
-        return True
+    def _read_on(self, haul: Haul) -> None:
+        """So far ahead that nobody waits for the engine thread to come round, and so little at once that nobody waits for it."""
+        for _ in range(_READ_AT_ONCE):
+            if not haul.unread or len(haul.staged) >= _READ_AHEAD:
+                return
+            name, blocks = haul.unread.popleft()
+            taken = self._host.split(haul.room, len(blocks))
+            if taken.reservation is None:
+                raise InvariantBroken(f"the {haul.label} reads blocks that it has no room for")
+            tier = self.tiers[name]
+            reading = tier.read(taken.keys, taken.reservation.slots, taken.reservation.after, haul.label)
+            haul.staged.append(Staged(blocks, taken, tier, reading))
 
     def advance(self) -> None:
         """Take in what was read, send on what is ready, forget hauls that are over."""
@@ -144,7 +156,10 @@ class Behind:
 
     def _advance(self, haul: Haul) -> None:
         while haul.staged and haul.staged[0].reading.over:
-            self._take_in(haul, haul.staged.popleft())
+            self._take_in(haul)
+        if haul.hold.ended or haul.limit < len(haul.keys):
+            self._read_no_further(haul)
+        self._read_on(haul)
         if any(part.settled and part.error() is not None for part in haul.parts):
             haul.cut(haul.num_sent)
         num_ready = haul.num_ready
@@ -158,8 +173,24 @@ class Behind:
         elif haul.hold.ended:
             haul.cut(haul.num_sent)
 
-    def _take_in(self, haul: Haul, staged: Staged) -> None:
+    def _read_no_further(self, haul: Haul) -> None:
+        """What lies behind the limit, or behind the end of the table, is not wanted."""
+        limit = 0 if haul.hold.ended else haul.limit
+        while haul.unread and haul.unread[-1][1][-1] >= limit:
+            name, blocks = haul.unread.pop()
+            wanted = [block for block in blocks if block < limit]
+            if wanted:
+                haul.unread.append((name, wanted))
+        num_wanted = sum(len(blocks) for _, blocks in haul.unread)
+        if num_wanted < len(haul.room.keys):
+            rest, haul.room = haul.room, self._host.split(haul.room, num_wanted)
+            self._host.drop(rest)
+
+    def _take_in(self, haul: Haul) -> None:
+        """The next group of it is over."""
+        staged = haul.staged[0]
         outcomes = [outcome for group in staged.reading.take_arrived() for outcome in group.outcomes]
+        haul.staged.popleft()  # not before: a defect of ours is raised above, and its slots are given back when somebody looks again
         done = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
         slots = () if staged.taken.reservation is None else staged.taken.reservation.slots
         pin = self._host.land_some(staged.taken, done, haul.label)
@@ -177,6 +208,7 @@ class Behind:
 
     def landed(self, keys: Sequence[bytes], depths: Sequence[int], source: str = "device") -> None:
         """Blocks have landed in host memory, out of `source`: what is written of them now is written."""
+        self._rests = False
         if source != self._first.name:
             self._dirty.update(zip(keys, depths, strict=True))
             if self._admission == "always":
@@ -194,10 +226,11 @@ class Behind:
 
     def _clean(self) -> None:
         """Write what is about to leave host memory, a little at a time."""
-        counts = self._host.slots
-        if self._admission == "evict" and not self._writing and counts.free * _CLEAN_SHARE < self._host.num_slots:
+        if self._admission != "evict" or self._rests or self._writing:
+            return
+        if self._host.slots.free * _CLEAN_SHARE < self._host.num_slots:
             coldest = self._host.coldest(max(_CLEAN_BLOCKS, self._host.num_slots // _CLEAN_SHARE))
-            self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS])
+            self._rests = self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS]) is None
 
     def _write_dirty(self, keys: Sequence[bytes], must: bool = False) -> Writing | None:
         wanted = [key for key in keys if key not in self._writing]
@@ -252,9 +285,7 @@ class Behind:
             for writing in tier.settle():
                 self._host.end_handles([writing.handle] if writing.handle is not None else [])
                 if tier is self._first:
-                    self._writing.difference_update(writing.keys)
-                    for key in writing.done_keys:
-                        self._dirty.pop(key, None)
+                    self._end_write(writing)
         self.advance()
         self._clean()
         for one in self._persisting:
@@ -262,7 +293,17 @@ class Behind:
         self._persisting = [one for one in self._persisting if not one.settled]
         return self.num_in_flight != before
 
+    def _end_write(self, writing: Writing) -> None:
+        done = writing.done_keys
+        for key in done:
+            if key not in self._void:
+                self._dirty.pop(key, None)
+        self._writing.difference_update(writing.keys)
+        self._void.difference_update(writing.keys)
+        self._rests |= not done
+
     def forgotten(self, tier: str) -> None:
         """`tier` has been emptied: what host memory has is no longer there as well."""
         if tier == self._first.name:
+            self._void |= self._writing
             self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}

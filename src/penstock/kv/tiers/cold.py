@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -200,8 +201,8 @@ class ColdFigures:
         self.counts = exchanges.tally.counts
         self.rate = exchanges.tally.rate  # of reads
         self._exchanges = exchanges
-        self._readings: list[Reading] = []  # not seen to be over
-        self._writings: list[Writing] = []
+        self._readings: deque[Reading] = deque()  # not seen to be over
+        self._writings: deque[Writing] = deque()
         self._defects: list[BaseException] = []  # of ours, found on lanes
         self._questions = _Questions(exchanges, lanes.asker, self._defects, lambda: self.wake())
 
@@ -310,12 +311,12 @@ class ColdTier(ColdFigures):
         the next call gives out what this one did not."""
         self._watch()
         self._questions.settle()
-        self._readings = [reading for reading in self._readings if not reading.over]
-        for writing in self._writings:
-            if writing.over():
-                self._defects += writing.settle()
-                self._settled.append(writing)
-        self._writings = [writing for writing in self._writings if not writing.settled]
+        while self._readings and self._readings[0].over:  # in order, as they roughly end: the others are not looked at each time
+            self._readings.popleft()
+        while self._writings and self._writings[0].over():
+            writing = self._writings.popleft()
+            self._defects += writing.settle()
+            self._settled.append(writing)
         if self._defects:
             raise self._defects.pop(0)
         settled, self._settled = self._settled, []

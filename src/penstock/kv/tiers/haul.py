@@ -43,7 +43,9 @@ class Haul:
         self.after = tuple(after)  # earlier users of the table's slots
         self.deadline_s = deadline_s
         self.sources = [ABSENT] * len(keys)  # host slots
-        self.staged: deque[Staged] = deque()  # not over, in order
+        self.room = Taken([], [], [])  # host slots for what is not being read yet
+        self.unread: deque[tuple[str, Sequence[int]]] = deque()  # (tier, blocks) of that, in order
+        self.staged: deque[Staged] = deque()  # being read, in order
         self.kept: list[Handle] = []  # protection of the sources
         self.parts: list[Promotion] = []
         self.limit = len(keys)  # blocks from here on do not come
@@ -68,7 +70,8 @@ class Haul:
 
     @property
     def overdue(self) -> bool:
-        return not self.settled and time.monotonic() > self.deadline_s
+        """Also where its request has gone: others wait for what is being read, and not for ever."""
+        return not self.over and time.monotonic() > self.deadline_s
 
     @property
     def layered(self) -> bool:
@@ -80,7 +83,8 @@ class Haul:
         return next((error for part in self.parts if (error := part.error()) is not None), None)
 
     def nearly_landed(self) -> bool:
-        return self.arrivals is not None and all(part.settled or part.nearly_landed() for part in self.parts)
+        arrivals = self.arrivals
+        return arrivals is not None and all(arrival.fence.passed() for arrival in arrivals[:-1])
 
     @property
     def num_landed(self) -> int:
@@ -100,7 +104,7 @@ class Haul:
     @property
     def over(self) -> bool:
         """Nothing of it touches a slot any more."""
-        return not self.staged and self.settled
+        return not self.staged and not self.unread and self.settled
 
     @property
     def num_ready(self) -> int:

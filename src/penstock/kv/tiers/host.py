@@ -226,6 +226,17 @@ class HostTier:
             self.counts.landed += self._pool.seal(slots, taken.keys, taken.depths)
             hold.end()
 
+    def split(self, taken: Taken, num: int) -> Taken:
+        """The first `num` blocks of `taken` as one of their own; `taken` has the others from now on."""
+        with self._lock:
+            first = Taken(taken.places[:num], taken.keys[:num], taken.depths[:num])
+            taken.places, taken.keys, taken.depths = taken.places[num:], taken.keys[num:], taken.depths[num:]
+            if not taken.keys:  # a handle has some slots, or it has ended
+                first.reservation, taken.reservation = taken.reservation, None
+            elif first.keys and taken.reservation is not None:
+                first.reservation = taken.reservation.split(num)
+            return first
+
     def land_some(self, taken: Taken, places: Sequence[int], owner: str) -> Pin | None:
         """As `land`, for those at `places` of its keys alone: the others did not arrive. They stay protected by the pin."""
         with self._lock:

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 from cpu.kv.ssd.ssd_rig import open_at, read, those_in, write
-
 from penstock.kv.tiers.store import Outcome
 
 NUM_SLOTS = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import shake_128
@@ -75,6 +75,15 @@ def segment_paths(path: Path) -> list[Path]:
 
 def num_bytes_in(path: Path) -> int:
     return sum(entry.stat().st_size for entry in path.iterdir())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    tick = threading.Event()
+    for _ in range(int(WAIT_S * 1000)):
+        if condition():
+            return
+        tick.wait(0.001)
+    raise AssertionError("it did not happen")
 
 
 def abandon(store: SsdStore) -> None:

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cpu.kv.ssd.ssd_rig import Crashed, CrashingDisk, QuickDisk, abandon, key_of, num_bytes_in, open_at, read, those_in, write
 
+from cpu.kv.ssd.ssd_rig import Crashed, CrashingDisk, QuickDisk, abandon, key_of, num_bytes_in, open_at, read, those_in, write
 from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Outcome

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, bytes_of, key_of, open_at, read, segment_paths, those_in, write
 
+from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, bytes_of, key_of, open_at, read, segment_paths, those_in, write
 from penstock.kv.tiers.envelope import Envelope
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cpu.kv.ssd.ssd_rig import key_of
 
+from cpu.kv.ssd.ssd_rig import key_of
 from penstock.config import EVICTIONS
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.pool import BlockPool

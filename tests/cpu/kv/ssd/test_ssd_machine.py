@@ -8,11 +8,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, QuickDisk, abandon, max_bytes_for, num_bytes_in, open_at, read, segment_paths, those_in, write
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, QuickDisk, abandon, max_bytes_for, num_bytes_in, open_at, read, segment_paths, those_in, write
 from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd.format import slot_bytes
 from penstock.kv.tiers.ssd.survey import inspect, verify

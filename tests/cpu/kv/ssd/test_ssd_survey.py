@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 
+from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, slot_bytes
 from penstock.kv.tiers.ssd.survey import clear, inspect, verify
@@ -125,7 +125,11 @@ def test_a_directory_that_is_missing_or_somebody_elses_is_refused(tmp_path: Path
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    for path, why in ((tmp_path / "none", "does not exist"), (tmp_path / "other", "not an SSD cache"), (tmp_path / "file", "not a directory")):
+    for path, why in (
+        (tmp_path / "none", "does not exist"),
+        (tmp_path / "other", "not an SSD cache"),
+        (tmp_path / "file", "not a directory"),
+    ):
         with pytest.raises(ConfigError, match=why):
             call(path)
     assert [entry.name for entry in (tmp_path / "other").iterdir()] == ["thesis.txt"]

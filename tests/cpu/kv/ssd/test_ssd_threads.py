@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cpu.kv.ssd.ssd_rig import QuickDisk, key_of, open_at, read, write
 
+from cpu.kv.ssd.ssd_rig import QuickDisk, key_of, open_at, read, write
 from penstock.kv.tiers.store import Outcome
 
 BLOCKS = range(120)

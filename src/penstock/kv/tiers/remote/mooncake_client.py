@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import StoreFailed
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.kv.tiers.remote.mooncake import Address
 
 _PROGRAM = Path(__file__).with_name("mooncake_program.py")
+_LOG_VARIABLE = "MC_LOG_LEVEL"  # whoever sets it wants to see what the library says
 _LANE_BYTES = 8 << 20  # of values that one call moves at most, as far as one value is not more
 _LANES = 8  # calls at once
 _LEAVE_S = 5.0  # for the process to end by itself, longer than it allows the library
@@ -36,20 +37,24 @@ _AGAIN_S = 5.0  # between two tries to lend memory
 
 
 class Lane:
-    """Room for `num_values` values in memory that two processes have, and a way to ask the other one about them. For one call at a time."""
+    """Room for values in memory that two processes have, and a way to ask the other one about them. For one call at a time."""
 
     def __init__(self, link: socket.socket, values: Sequence[tuple[int, memoryview]]) -> None:
-        self._link = link
         self.values = [view for _, view in values]
+        self.owed = False  # an answer that did not come: the lane is of no use any more
         self._offsets = [offset for offset, _ in values]
+        self._link = link
 
-    def exchange(self, what: str, names: Sequence[str], num_values: int, until: float) -> list[int]:
-        """The library's codes. Raises OSError where none came: half an answer may be on its way, so this lane is of no use any more."""
-        _send(self._link, [what, list(names), self._offsets[:num_values]], until)
+    def exchange(self, what: str, names: Sequence[str], until: float) -> list[int]:
+        """The library's codes, one for each name; the first values are those of the names, where it is about values. Raises OSError where
+        no answer comes."""
+        self.owed = True
+        _send(self._link, [what, names, self._offsets[: len(names)]], until)
         codes, why = _receive(self._link, until)
+        self.owed = False
         if why or len(codes) != len(names):
             raise StoreFailed(f"Mooncake's client: {why or f'{len(codes)} answers to {len(names)} questions'}")
-        return [int(code) for code in codes]
+        return codes
 
     def close(self) -> None:
         self._link.close()
@@ -106,30 +111,26 @@ class MooncakeClient:
 
     @contextlib.contextmanager
     def lane(self, until: float) -> Iterator[Lane]:
+        """A lane for one call. When that ends, however it does, nothing touches the lane's values any more."""
         try:
             lane = self._lanes.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             raise StoreFailed("too many calls to Mooncake are under way") from None
         try:
             yield lane
-        finally:
-            self._lanes.put(lane)
-
-    def call(self, lane: Lane, what: str, names: Sequence[str], num_values: int, until: float) -> list[int]:
-        """The library's codes, one for each name. Where they do not come in time nothing touches the lane's values any more."""
-        try:
-            return lane.exchange(what, names, num_values, until)
         except TimeoutError:
-            self.kill()
             raise StoreFailed("Mooncake did not answer in time; its client was ended") from None
         except OSError:
-            self.kill()
             raise StoreFailed("Mooncake's client has ended") from None
+        finally:
+            if lane.owed:
+                self.kill()
+            self._lanes.put(lane)
 
     def ask(self, what: str, names: Sequence[str], until: float) -> list[int]:
-        """A call without values."""
+        """The library's codes for a question that is not about values."""
         with self.lane(until) as lane:
-            return self.call(lane, what, names, 0, until)
+            return lane.exchange(what, names, until)
 
     def kill(self) -> None:
         """Idempotent. Over when this returns."""
@@ -168,6 +169,7 @@ def _spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
         env={**environment, **os.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        stderr=None if _LOG_VARIABLE in os.environ else subprocess.DEVNULL,  # it tells everything twice, and every failure at length
         pass_fds=descriptors,
         start_new_session=True,  # an interrupt from the terminal is for the engine, which then closes it
     )
@@ -178,14 +180,16 @@ def _send(link: socket.socket, message: object, until: float) -> None:
     link.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(link: socket.socket, until: float) -> tuple[list[Any], str]:
-    parts = [b""]
-    while not parts[-1].endswith(b"\n"):
+def _receive(link: socket.socket, until: float) -> tuple[list[int], str]:
+    """One answer; nothing else is on its way. Where time runs out it can be waited for again."""
+    data = b""
+    while not data.endswith(b"\n"):
         link.settimeout(max(0.001, until - time.monotonic()))
-        parts.append(link.recv(1 << 16))
-        if not parts[-1]:
+        some = link.recv(1 << 16)
+        if not some:
             raise ConnectionResetError
-    codes, why = json.loads(b"".join(parts))
+        data += some
+    codes, why = json.loads(data)
     return codes, why
 
 
@@ -247,10 +251,10 @@ class Clients:
 
 
 def _limits(timeout_s: float) -> dict[str, str]:
-    """What the library takes from its environment: how long it waits by itself, and that it keeps quiet."""
+    """What the library takes from its environment: how long it waits by itself."""
     milliseconds, seconds = str(math.ceil(timeout_s * 1000)), str(math.ceil(timeout_s))
     waits = {"MC_RPC_TIMEOUT_MS": milliseconds, "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds, "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
-    return {**waits, "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds, "MC_TCP_STATUS_TIMEOUT_SEC": seconds, "GLOG_minloglevel": "3"}
+    return {**waits, "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds, "MC_TCP_STATUS_TIMEOUT_SEC": seconds}
 
 
 def _own_address(host: str, port: int, patience_s: float) -> str:

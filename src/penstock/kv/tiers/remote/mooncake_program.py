@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 LIBRARY = "mooncake.store"
+SPINNING_NICE = 10  # a call waits by spinning: where cores are few it leaves them to the threads that it waits for, and to the engine's
 LIBRARY_ENDS_S = 3  # to take leave of the master; then the process ends all the same
 
 
@@ -49,6 +50,7 @@ class Program:
 
     def serve(self, link: socket.socket) -> None:
         """One call after the other, until the engine closes the socket."""
+        os.nice(SPINNING_NICE)  # of this thread alone
         for line in link.makefile("rb"):
             try:
                 answer = [self._codes(*json.loads(line)), ""]

@@ -69,26 +69,27 @@ class MooncakeStore:
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         until = self._until()
         client = self._clients.connected(until)
+        codes: list[int] = []
         outcomes: list[Outcome] = []
         for some in _runs(len(keys), client.lane_values):
             with client.lane(until) as lane:
-                codes = client.call(lane, "read", self._names(keys[some]), some.stop - some.start, until)
-                outcomes += map(self._placed, self._sized(client, keys[some], codes, until), lane.values, keys[some], into[some])
+                answer = lane.exchange("read", self._names(keys[some]), until)
+                outcomes += map(self._placed, answer, lane.values, keys[some], into[some])
+            codes += answer
+        self._settle(client, keys, _checked(codes), outcomes, until)
+        return _some_worked(outcomes)
+
+    def _settle(self, client: MooncakeClient, keys: Sequence[bytes], codes: Sequence[int], outcomes: list[Outcome], until: float) -> None:
+        """What the library refuses to read may be too long; what is wrong is removed."""
+        refused = [place for place, code in enumerate(codes) if code == _BAD_LENGTH]
+        if refused:
+            lengths = client.ask("size", self._names([keys[place] for place in refused]), until)
+            for place, length in zip(refused, _checked(lengths), strict=True):
+                outcomes[place] = Outcome.CORRUPT if length > self._value_bytes else Outcome.FAILED
         bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         if bad:
             with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
                 client.ask("remove", self._names(bad), until)
-        return _some_worked(outcomes)
-
-    def _sized(self, client: MooncakeClient, keys: Sequence[bytes], codes: Sequence[int], until: float) -> list[int]:
-        """Codes of a read, where a value that is too long for its buffer shows its length as a shorter one does."""
-        codes = _checked(codes)
-        refused = [place for place, code in enumerate(codes) if code == _BAD_LENGTH]
-        if refused:
-            lengths = _checked(client.ask("size", self._names([keys[place] for place in refused]), until))
-            for place, length in zip(refused, lengths, strict=True):
-                codes[place] = length if length != self._value_bytes else _BAD_LENGTH
-        return codes
 
     def _placed(self, code: int, value: memoryview, key: bytes, slot: memoryview) -> Outcome:
         """Checks what lies in the slot: the shared memory is in other hands, too."""
@@ -107,13 +108,13 @@ class MooncakeStore:
         """What is there already is left as it is."""
         until = self._until()
         client = self._clients.connected(until)
-        outcomes: list[Outcome] = []
+        codes: list[int] = []
         for some in _runs(len(keys), client.lane_values):
             with client.lane(until) as lane:
-                for key, block, value in zip(keys[some], blocks[some], lane.values, strict=False):
+                for value, key, block in zip(lane.values, keys[some], blocks[some], strict=False):
                     self._fill(value, key, block)
-                outcomes += map(self._written, _checked(client.call(lane, "write", self._names(keys[some]), some.stop - some.start, until)))
-        return _some_worked(outcomes)
+                codes += lane.exchange("write", self._names(keys[some]), until)
+        return _some_worked([self._written(code) for code in _checked(codes)])
 
     def _fill(self, value: memoryview, key: bytes, block: memoryview) -> None:
         value[:HEADER_BYTES] = pack(key, self._space.digest, block)

@@ -7,19 +7,14 @@ is being written has no key; one that is being read is pinned.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.ssd.format import SlotHead
+from penstock.kv.tiers.ssd.earlier import ABSENT, EarlierLife
 from penstock.kv.tiers.store import Outcome
-
-ABSENT = -1
-_NEVER = 1 << 64  # above every sequence: what was written since the start is the newest
-_PIECE = 1000  # blocks whose recency is restored under one hold of the lock
 
 
 @dataclass(slots=True, eq=False)
@@ -53,9 +48,7 @@ class SlotIndex:
         self._generation = generation
         self._lock = threading.Lock()
         self._writing: dict[bytes, Claim] = {}
-        self._sequence = 0
-        self._unread: set[int] = set()  # slots of blocks from an earlier life: whether they are whole shows when they are first read
-        self._recent: dict[bytes, None] | None = None  # while a scan runs: blocks used since it began, the latest last
+        self.earlier = EarlierLife(pool, self._lock, generation)
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
@@ -80,18 +73,12 @@ class SlotIndex:
         with self._lock:
             slots = self._pool.find_each(keys)
             here = dict.fromkeys(slot for slot in slots if slot != ABSENT)
-            self._note_use(key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT)
+            self.earlier.note_use(key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT)
             return slots, self._pool.pin(list(here), "read") if here else None
 
     def unpin(self, pin: Pin) -> None:
         with self._lock:
             pin.end()
-
-    def note_good(self, slots: Iterable[int]) -> None:
-        """What was read there is whole."""
-        if self._unread:
-            with self._lock:
-                self._unread.difference_update(slots)
 
     def forget(self, key: bytes, slot: int) -> None:
         """The block in `slot` is not what it was written as. It may have been forgotten, or written elsewhere, in the meantime."""
@@ -108,7 +95,7 @@ class SlotIndex:
             new: list[int] = []
             for place, (key, slot) in enumerate(zip(keys, self._pool.find_each(keys), strict=True)):
                 if slot != ABSENT:
-                    if slot in self._unread:
+                    if slot in self.earlier.unread:
                         claim.doubtful.append(place)
                     continue
                 if (other := self._writing.get(key)) is not None:
@@ -122,7 +109,7 @@ class SlotIndex:
             if new:
                 claim.reservation = self._reserve(len(new), "write")
                 claim.slots = list(claim.reservation.slots)
-                claim.sequence = self._next_sequence(len(keys))
+                claim.sequence = self.earlier.next_sequence(len(keys))
                 for place in new:
                     claim.outcomes[place] = Outcome.FAILED
             return claim
@@ -138,20 +125,14 @@ class SlotIndex:
                 claim.reservation.commit(hold)
                 pairs = list(zip(claim.places, claim.slots, strict=True))
                 good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
-                self._unread.difference_update(claim.slots)
+                self.earlier.unread.difference_update(claim.slots)
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
                 hold.end()
-                self._note_use(keys[place] for place, _ in good)
+                self.earlier.note_use(keys[place] for place, _ in good)
             for place in written:
                 claim.outcomes[place] = Outcome.DONE
                 claim.landed.add(keys[place])
             claim.over.set()
-
-    def _next_sequence(self, num: int) -> int:
-        """The first of `num` numbers: times, so that a human can read them, but never twice the same."""
-        first = max(self._sequence + 1, time.time_ns())
-        self._sequence = first + num - 1
-        return first
 
     def _reserve(self, num_slots: int, owner: str) -> Reservation:
         reservation = self._pool.try_reserve(num_slots, owner)
@@ -169,55 +150,6 @@ class SlotIndex:
         """They can be used, and hold nothing."""
         with self._lock:
             withheld.rollback()
-
-    def begin_scan(self) -> None:
-        self._recent = {}
-
-    def publish(self, withheld: Reservation, heads: Mapping[int, SlotHead], found: dict[bytes, int]) -> None:
-        """They hold the blocks with these heads, by slot, all of one file. `found` has the sequences of all blocks that the scan has
-        published; of two with one key the newer stays, or the one that has been used since the start."""
-        newest = sorted(heads.items(), key=lambda item: item[1].envelope.sequence, reverse=True)
-        keys = [head.envelope.key for _, head in newest]
-        with self._lock:
-            hold = self._pool.hold("scan")
-            withheld.commit(hold)
-            if newest and newest[0][1].generation == self._generation(newest[0][0]):
-                recent = self._recent or {}
-                chosen: dict[bytes, tuple[int, SlotHead]] = {}
-                for (slot, head), key, older in zip(newest, keys, self._pool.find_each(keys), strict=True):
-                    if key in chosen or (older != ABSENT and (key in recent or found.get(key, _NEVER) >= head.envelope.sequence)):
-                        continue
-                    if older != ABSENT:
-                        self._pool.forget([older])
-                    chosen[key] = (slot, head)
-                    found[key] = head.envelope.sequence
-                slots = [slot for slot, _ in chosen.values()]
-                self._pool.seal(slots, list(chosen), [head.depth for _, head in chosen.values()])
-                self._unread.update(slots)
-                self._sequence = max(self._sequence, newest[0][1].envelope.sequence)
-            hold.end()
-
-    def end_scan(self, found: Mapping[bytes, int]) -> None:
-        """Blocks count as used in the order in which they were written, before all that was used since the start."""
-        oldest = sorted(found, key=found.__getitem__)
-        for first in range(0, len(oldest), _PIECE):
-            with self._lock:
-                recent = self._recent or {}
-                self._use_again([key for key in oldest[first : first + _PIECE] if key not in recent])
-        with self._lock:
-            self._use_again(list(self._recent or ()))
-            self._recent = None
-
-    def _use_again(self, keys: Sequence[bytes]) -> None:
-        """Pinned and let go, they are the latest used; of a pin's slots the last is the first to go."""
-        slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
-        self._pool.pin(slots[::-1], "scan").end()
-
-    def _note_use(self, keys: Iterable[bytes]) -> None:
-        if self._recent is not None:
-            for key in keys:
-                self._recent.pop(key, None)
-                self._recent[key] = None
 
     # ------------------------------------------------------------------------------------------------------------------ end
 

@@ -7,27 +7,17 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
-from penstock.kv.blocks.handles import Reservation
 from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, slot_bytes, stands, unpack_slot
 from penstock.kv.tiers.ssd.index import SlotIndex
-from penstock.kv.tiers.ssd.segments import Segment
+from penstock.kv.tiers.ssd.pieces import Piece
 
 log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8  # most of their time is the disk's
 _SKIP_BYTES = 16 << 10  # slots up to this size are read with all that lies between their heads: fewer calls are worth more than bytes
 _TELL_S = 3.0
-
-
-class Piece(NamedTuple):
-    """Slots that become usable together."""
-
-    segment: Segment
-    slots: range  # as the segment counts them
-    withheld: Reservation
 
 
 class Scan:
@@ -45,7 +35,7 @@ class Scan:
         self._stop = threading.Event()
         self._tell_s = time.monotonic() + _TELL_S
         self._thread = threading.Thread(target=self._run, name="ssd-scan", daemon=True)
-        index.begin_scan()
+        index.earlier.begin_scan()
 
     def start(self) -> None:
         self._thread.start()
@@ -71,7 +61,7 @@ class Scan:
                 for thread in others:
                     thread.join()
             if not self._stop.is_set():
-                self._index.end_scan(self._found)
+                self._index.earlier.end_scan(self._found)
                 if self._num_slots:
                     log.info("SSD cache: %d blocks found in %d slots", len(self._found), self._num_slots)
             self._found = {}
@@ -90,7 +80,7 @@ class Scan:
             except OSError as error:
                 log.warning("SSD cache: %d slots of file %d cannot be read: %s", len(piece.slots), piece.segment.head.number, error)
             finally:
-                self._index.publish(piece.withheld, heads, self._found)
+                self._index.earlier.publish(piece.withheld, heads, self._found)
             self._num_seen += len(piece.slots)
             self._tell()
 

@@ -4,7 +4,7 @@ own modules. What is on disk at each instant is in docs/decisions/0013-ssd-files
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import EvictionName
@@ -14,17 +14,16 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.ssd.blocks import BlockIo, Blocks
 from penstock.kv.tiers.ssd.directory import Directory, make_directory
 from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.earlier import ABSENT
 from penstock.kv.tiers.ssd.files import SegmentFiles
-from penstock.kv.tiers.ssd.index import ABSENT, SlotIndex
+from penstock.kv.tiers.ssd.index import SlotIndex
+from penstock.kv.tiers.ssd.pieces import Growth, withhold_all
 from penstock.kv.tiers.ssd.runs import runs_of
-from penstock.kv.tiers.ssd.scan import Piece, Scan
-from penstock.kv.tiers.ssd.segments import Segment, Segments
+from penstock.kv.tiers.ssd.scan import Scan
+from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 
 log = logging.getLogger(__name__)
-
-_PIECE = 256  # slots that become usable together, at most
-_PIECES = 8  # of a segment, at least: so much of it can be used where the disk has not enough room for all
 
 
 class SsdStore:
@@ -39,12 +38,9 @@ class SsdStore:
         self._blocks = BlockIo(segments.files, space.digest)
         pool = BlockPool(segments.num_slots, "ssd", eviction=make_order(eviction, segments.num_slots))
         self._index = SlotIndex(pool, segments.generation)
-        pieces = [Piece(segment, slots, self._index.withhold(len(slots))) for segment in segments for slots in _pieces(segment)]
-        self._later: dict[Segment, list[Piece]] = {segment: [] for segment in segments}  # what does not lie in its file yet
-        for piece in pieces:
-            if not _is_ready(piece):
-                self._later[piece.segment].append(piece)
-        self._scan = Scan(segments.files.io, self._index, list(filter(_is_ready, pieces)))
+        pieces = withhold_all(segments, self._index)
+        self._growth = Growth(segments, self._index, [piece for piece in pieces if not piece.is_in_file])
+        self._scan = Scan(segments.files.io, self._index, [piece for piece in pieces if piece.is_in_file])
         self._closed = False
         self._scan.start()
 
@@ -86,7 +82,7 @@ class SsdStore:
                 if slot != ABSENT and first[slot] != place:  # asked for twice
                     outcomes[place] = outcomes[first[slot]]
                     into[place][:] = into[first[slot]]
-            self._index.note_good(slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE)
+            self._index.earlier.note_good(slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE)
         finally:
             self._index.unpin(pin)
         return outcomes
@@ -99,8 +95,7 @@ class SsdStore:
 
     def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
         self._require_open()
-        while self._index.num_free < len(keys) and self._grow():
-            pass
+        self._growth.make_room(len(keys))
         claim = self._index.claim(keys)
         written: dict[int, bytes] = {}
         try:
@@ -122,17 +117,6 @@ class SsdStore:
         """A crash may have torn a block of an earlier life, and whoever persists this write is to be right that it is there."""
         (outcome,) = self.read([key], [memoryview(bytearray(len(block)))])
         return outcome if outcome is Outcome.DONE else self.write([key], [depth], [block])[0]
-
-    def _grow(self) -> bool:
-        """Whether there are more slots than before."""
-        segment = self._segments.try_grow()
-        if segment is None:
-            return False
-        pieces = self._later[segment]
-        self._later[segment] = [piece for piece in pieces if not _is_ready(piece)]
-        for piece in filter(_is_ready, pieces):
-            self._index.release(piece.withheld)
-        return True
 
     # ---------------------------------------------------------------------------------------------------------------- place
 
@@ -161,24 +145,12 @@ class SsdStore:
         finally:
             self._segments.close()
             self._directory.close()
-        for pieces in self._later.values():
-            for piece in pieces:
-                self._index.release(piece.withheld)
+        self._growth.close()
         self._index.close()
 
     def _require_open(self) -> None:
         if self._closed:
             raise StoreFailed(f"the SSD cache in {self._directory.path} is closed")
-
-
-def _pieces(segment: Segment) -> Iterator[range]:
-    step = min(_PIECE, -(-segment.num_slots // _PIECES))
-    for first in range(0, segment.num_slots, step):
-        yield range(first, min(first + step, segment.num_slots))
-
-
-def _is_ready(piece: Piece) -> bool:
-    return piece.slots.stop <= piece.segment.num_ready
 
 
 def open_ssd(directory: str | Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo | None = None) -> SsdStore:

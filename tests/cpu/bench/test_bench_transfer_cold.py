@@ -1,0 +1,218 @@
+"""`bench transfer` behind host memory: what is compared with what, that bytes have arrived, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.bench import store_clients, transfer_remote, transfer_ssd
+from penstock.bench.cold_rig import Shape
+from penstock.bench.run import Results
+from penstock.bench.transfer import layout_of
+from penstock.bench.transfer_remote import measure_remote
+from penstock.bench.transfer_ssd import measure_ssd
+from penstock.cli import main
+from penstock.config import Config, ModelSource, OffloadConfig
+from penstock.errors import ConfigError, InvariantBroken, StoreFailed
+from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.ssd.blocks import BlockIo
+from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.store import Outcome
+from penstock.kv.transfer.copies import CpuCopier
+from penstock.models.progress import silent
+from penstock.testing.stores import MemoryStore
+from store_servers import valkey_or_skip
+
+SHAPE = Shape(layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0)
+REMOTE = OffloadConfig(remote="valkey://elsewhere")
+
+
+def on_disk(folder: Path, *sizes: int) -> Results:
+    return measure_ssd(folder, sizes or (5,), SHAPE, silent)
+
+
+def test_the_disk_is_measured_both_ways_and_to_the_device_each_beside_raw(tmp_path: Path) -> None:
+    results = on_disk(tmp_path, 5, 3)
+    assert results.skipped == []
+    write, read = "host to ssd", "ssd to host"
+    seen = [(row["direction"], row["way"], row["beside"]) for row in results.rows]
+    expected = [
+        (write, "raw", None),
+        (write, "tier", f"{write}, raw"),
+        (write, "raw, synced", None),
+        (write, "tier, persisted", f"{write}, raw, synced"),
+        (read, "raw", None),
+        (read, "tier", f"{read}, raw"),
+        ("ssd to device", "pipelined", f"{read}, raw"),
+    ]
+    assert seen == 2 * expected and [row["blocks"] for row in results.rows] == [5] * 7 + [3] * 7
+    of = {(row["direction"], row["way"]): row for row in results.rows[:7]}
+    for row in of.values():
+        assert row["bytes"] == 5 * SHAPE.layout.block_bytes
+        assert row["gb_s"] == pytest.approx(row["bytes"] / row["total_ms"]["median"] / 1e6)
+        assert len(row["total_ms"]["all"]) == len(row["submit_ms"]["all"]) == 2
+    for way, beside in ((("ssd to device", "pipelined"), (read, "raw")), ((write, "tier, persisted"), (write, "raw, synced"))):
+        assert of[way]["percent_of_raw"] == pytest.approx(100 * of[way]["gb_s"] / of[beside]["gb_s"])
+    assert not (tmp_path / "raw").exists()
+
+
+def test_blocks_that_are_no_whole_sectors_and_sizes_that_do_not_fit_are_skipped(tmp_path: Path) -> None:
+    odd = SHAPE._replace(layout=BlockLayout(1, 1, 24, 8, "float32"))
+    assert "no whole sectors" in measure_ssd(tmp_path, (5,), odd, silent).skipped[0]
+    results = on_disk(tmp_path, 1 << 40)
+    assert results.rows == [] and "are free" in results.skipped[0]
+
+
+def _lie(self: Any, run: Any, keys: Any, into: Any) -> dict[int, Outcome]:
+    return dict.fromkeys(run.places, Outcome.DONE)
+
+
+def test_bytes_that_do_not_come_from_the_disk_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockIo, "read", _lie)
+    with pytest.raises(InvariantBroken, match="ssd to host, tier: block 0 is not what was written"):
+        on_disk(tmp_path)
+
+
+def test_bytes_that_do_not_reach_the_device_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuCopier, "copy", lambda self, source, dest, layers: None)
+    with pytest.raises(InvariantBroken, match="ssd to device: block 0 is not what was written"):
+        on_disk(tmp_path)
+
+
+def test_a_block_that_is_not_written_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = SsdStore.write
+    monkeypatch.setattr(SsdStore, "write", lambda self, *asked: [Outcome.FULL, *honest(self, *asked)[1:]])
+    with pytest.raises(StoreFailed, match="1 of 5 blocks did not come across"):
+        on_disk(tmp_path)
+
+
+def test_every_run_writes_everything_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there already would be written at any speed."""
+    written: list[int] = []
+    honest = SsdStore.write
+    monkeypatch.setattr(SsdStore, "write", lambda self, keys, *rest: written.append(len(keys)) or honest(self, keys, *rest))  # type: ignore[func-returns-value]
+    on_disk(tmp_path)
+    assert sum(written) == 5 * 2 * (1 + SHAPE.repeat)
+
+
+def test_a_file_system_without_direct_access_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_ssd.os, "O_DIRECT", 0o100000000)  # a flag that no file system has
+    honest = transfer_ssd.os.open
+
+    def refuse(path: Any, flags: int, *mode: int) -> int:
+        if flags & 0o100000000:
+            raise OSError(22, "Invalid argument")
+        return honest(path, flags, *mode)
+
+    monkeypatch.setattr(transfer_ssd.os, "open", refuse)
+    assert "figures are of memory" in on_disk(tmp_path).skipped[0]
+
+
+# ------------------------------------------------------------------------------------------------------------------- stores
+
+
+class FakeClient:
+    """A store's client over the dictionary that the store has, too."""
+
+    at_once = 2, 1
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self.values = values
+        self.closed = False
+
+    def write(self, name: str, value: bytes) -> None:
+        assert name not in self.values
+        self.values[name] = value
+
+    def read(self, name: str) -> bytes | None:
+        return self.values.get(name)
+
+    def remove(self, names: Any) -> None:
+        for name in names:
+            del self.values[name]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    store = MemoryStore()
+
+    def open_store(url: str, space: Any, timeout_s: float) -> MemoryStore:
+        store._space = space.digest
+        return store
+
+    monkeypatch.setattr(transfer_remote, "open_store", open_store)
+    return store
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    client = FakeClient({})
+    monkeypatch.setattr(transfer_remote, "open_client", lambda url, at_once: client)
+    return client
+
+
+def test_a_store_is_measured_beside_its_own_client_and_left_empty(store: MemoryStore, client: FakeClient) -> None:
+    results = measure_remote(REMOTE, (5,), SHAPE, silent)
+    seen = [(row["direction"], row["way"], row["beside"]) for row in results.rows]
+    write, read = "host to remote", "remote to host"
+    assert seen == [(write, "client", None), (write, "tier", f"{write}, client"), (read, "client", None), (read, "tier", f"{read}, client")]
+    assert results.rows[3]["percent_of_raw"] == pytest.approx(100 * results.rows[3]["gb_s"] / results.rows[2]["gb_s"])
+    assert client.values == {} and store.blocks == {} and client.closed and store.closed
+
+
+def test_other_bytes_than_were_written_are_noticed(store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "read", lambda name: bytes(len(client.values[name])))
+    with pytest.raises(InvariantBroken, match="remote to host, client: other bytes"):
+        measure_remote(REMOTE, (5,), SHAPE, silent)
+    assert client.values == {} and store.closed
+
+
+def test_a_client_that_fails_tells_none_of_its_settings(store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise RuntimeError("password is sekret")
+
+    monkeypatch.setattr(client, "read", fail)
+    with pytest.raises(StoreFailed, match=r"own client failed \(RuntimeError\)") as raised:
+        measure_remote(REMOTE, (5,), SHAPE, silent)
+    assert "sekret" not in repr(raised.value) and raised.value.__suppress_context__
+
+
+def test_a_store_that_is_down_is_a_clear_error(store: MemoryStore, client: FakeClient) -> None:
+    store.die()
+    with pytest.raises(StoreFailed):
+        measure_remote(REMOTE, (5,), SHAPE, silent)
+
+
+def test_a_kind_without_a_client_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no client of ftp://"):
+        store_clients.open_client("ftp://user:sekret@elsewhere", (1, 1))
+
+
+def test_the_command_measures_disk_and_a_real_store_and_shows_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, near = tmp_path / "transfer.json", tmp_path / "disk"
+    near.mkdir()
+    server = valkey_or_skip(password="sekret")
+    try:
+        argv = ["--model", "tiny-qwen3", "--device", "cpu", "--blocks", "4", "--layers", "1", "--repeat", "1"]
+        tiers = ["--kv-offload-ssd-dir", str(near), "--kv-offload-remote", server.url(), "--kv-offload-remote-timeout-s", "10"]
+        assert main(["bench", "transfer", *argv, *tiers, "--json", str(file)]) == 0
+        assert server.ask("DBSIZE") == b":0"
+    finally:
+        server.close()
+    shown = capsys.readouterr()
+    directions = {row["direction"] for row in json.loads(file.read_text())["results"]}
+    assert {"promote", "host to ssd", "ssd to device", "host to remote", "remote to host"} <= directions
+    assert "sekret" not in file.read_text() + shown.out + shown.err
+    assert list(near.iterdir()) == []
+
+
+def test_a_time_for_a_store_needs_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfer", "--kv-offload-remote-timeout-s", "3"]) == 2
+    assert "needs --kv-offload-remote" in capsys.readouterr().err

@@ -1,0 +1,482 @@
+"""Blocks on their way from cold tiers through host memory to the device: in any order of reads, copies and ends, what comes is right, what
+does not come is known, and nothing is left; and faults that turn these tests red."""
+
+from __future__ import annotations
+
+import pytest
+from stacked_rig import GROUP, PART, Stacked
+
+from penstock.contract import Match
+from penstock.errors import InvariantBroken, TransferFailed
+from penstock.kv.tiers import behind
+
+EIGHT = 8  # blocks: four groups, two on each lane
+
+
+def from_ssd(num_blocks: int = EIGHT, **rig: int) -> Stacked:
+    """A prefix that is on disk alone."""
+    made = Stacked(**rig)
+    made.remembered(num_blocks, tiers=("ssd",))
+    return made
+
+
+def test_the_first_blocks_are_promoted_while_later_ones_are_read() -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    seen = []
+    for lane in (0, 1, 0, 1):
+        seen.append((haul.num_ready, haul.num_sent, haul.num_landed, haul.arrivals, haul.settled, haul.error()))
+        rig.read(lane)
+        assert haul.num_sent == haul.num_ready == seen[-1][0] + GROUP
+        rig.copy()
+    assert seen == [(num, num, num, None, False, None) for num in (0, 2, 4, 6)]
+    assert haul.settled and haul.over and haul.arrivals == () and haul.num_landed == EIGHT and haul.error() is None
+    assert rig.device_has(EIGHT) == [True] * EIGHT and table.num_keyed == EIGHT
+    assert rig.cache.stats().promoted_total == EIGHT
+    rig.end(table)
+
+
+def test_groups_that_are_read_out_of_order_are_promoted_in_order() -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    rig.read(1)
+    rig.read(1)
+    assert haul.num_ready == 0 and haul.num_sent == 0, "the first has not come"
+    rig.read(0)
+    assert haul.num_sent == 2 * GROUP, "the first, and the second behind it"
+    rig.copy()
+    assert haul.num_landed == 2 * GROUP and not haul.settled
+    rig.read(0)
+    assert haul.num_sent == EIGHT
+    rig.copy()
+    assert haul.settled and rig.device_has(EIGHT) == [True] * EIGHT
+    rig.end(table)
+
+
+def test_it_can_be_waited_for_once_everything_is_sent_and_is_nearly_there_before_its_last_part() -> None:
+    rig = from_ssd(6)
+    table, haul = rig.load(6)
+    rig.read(0, 1, 0)
+    assert haul.num_sent == 6 and len(haul.parts) == 3 and haul.arrivals is None and not haul.nearly_landed(), "not launched"
+    for _ in range(3):
+        rig.lane("launch load").step()
+    arrivals = haul.arrivals
+    assert arrivals is not None and len(arrivals) == 3 and not haul.nearly_landed(), "two of them come before the last"
+    rig.lane("load").step()
+    rig.lane("load").step()
+    assert not haul.nearly_landed()
+    rig.lane("load").step()
+    rig.lane("load").step()
+    assert haul.nearly_landed() and [arrival.fence.passed() for arrival in arrivals] == [True, True, False]
+    rig.cache.settle()
+    assert haul.arrivals == arrivals[2:] and haul.nearly_landed() and not haul.settled and haul.num_landed == 4
+    rig.copy()
+    assert haul.settled and haul.arrivals == () and haul.nearly_landed()
+    rig.end(table)
+
+
+def test_what_the_host_has_comes_first_and_in_between() -> None:
+    rig = Stacked("ssd", "remote")
+    keys = rig.keys(EIGHT)
+    rig.remembered(EIGHT, tiers=("host",))
+    slots = rig.host._pool.find_each([*keys[2:4], *keys[5:]])
+    rig.host._pool.forget(slots)
+    rig.put("ssd", keys[2:4])
+    rig.put("remote", keys[5:7])
+    lease = rig.cache.lease("request", rig.prefix(EIGHT))
+    assert lease is not None and not lease.ready, "the store far away has not answered"
+    assert lease.runs_from(0) == [("host", 2), ("ssd", 2), ("host", 1)]
+    rig.run("ask remote")
+    assert lease.ready and lease.runs_from(0) == [("host", 2), ("ssd", 2), ("host", 1), ("remote", 2)] and lease.num_from(0) == 7
+    assert lease.runs_from(3) == [("ssd", 1), ("host", 1), ("remote", 2)]
+    assert rig.cache.match(rig.prefix(EIGHT).keys, lease) == Match(0, 0, False, 7)
+    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
+    haul = rig.cache.promote(table, lease, 7, 1)
+    rig.cache.settle()
+    assert haul.num_sent == 2, "what is in host memory need not wait"
+    rig.flow()
+    assert haul.settled and haul.num_landed == 7 and rig.device_has(7) == [True] * 7
+    assert rig.store_has(keys[5:7]) == [True] * 2, "what came from the second tier is written to the first"
+    rig.end(table)
+
+
+# -------------------------------------------------------------------------------------------------------------------- the table ends
+
+
+@pytest.mark.parametrize("num_read", range(5))
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_cancel_at_any_moment_keeps_what_is_under_way_and_brings_nothing_more(num_read: int, copied: bool) -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    for number in range(num_read):
+        rig.read(number % 2)
+        if copied:
+            rig.copy()
+    sent = haul.num_sent
+    rig.cache.release(table, None)
+    rig.cache.settle()
+    rig.check()
+    assert haul.limit == haul.num_sent == sent == num_read * GROUP
+    assert haul.settled == (copied or num_read == 0), "copies that were sent go on"
+    assert rig.pool.counts.pinned == (0 if copied else sent) and rig.pool.counts.active == 0
+    assert haul.over == (haul.settled and num_read == 4)
+    rig.flow()
+    assert haul.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT, "what was being read is in host memory"
+    assert rig.device_has(EIGHT) == [True] * sent + [False] * (EIGHT - sent), "and what was sent is on the device"
+    rig.end()
+
+
+def test_a_device_slot_of_a_cancelled_request_is_not_written_by_its_haul() -> None:
+    rig = from_ssd(num_device=EIGHT)
+    table, haul = rig.load(EIGHT)
+    rig.read(0)
+    rig.cache.release(table, None)
+    other = rig.ran(6, "b", "other")  # all the slots that no copy has
+    rig.flow()
+    assert haul.over and table.num_slots == EIGHT and rig.device_has(6, "b") == [True] * 6
+    rig.end(other)
+
+
+# ---------------------------------------------------------------------------------------------------------------- something is missing
+
+
+@pytest.mark.parametrize("lost", range(EIGHT))
+@pytest.mark.parametrize("how", ["lost", "spoiled", "failing"])
+def test_it_ends_before_a_block_that_does_not_come(lost: int, how: str) -> None:
+    rig = from_ssd()
+    keys = rig.keys(EIGHT)
+    table, haul = rig.load(EIGHT)
+    if how == "failing":
+        rig.stores["ssd"].fails.add(keys[lost])
+    else:
+        (rig.stores["ssd"].lose if how == "lost" else rig.stores["ssd"].spoil)(keys[lost])
+    rig.flow()
+    assert haul.settled and haul.over and haul.num_landed == haul.limit == lost
+    assert isinstance(haul.error(), TransferFailed) and f"{lost} of {EIGHT} blocks came" in str(haul.error())
+    assert rig.device_has(EIGHT) == [True] * lost + [False] * (EIGHT - lost) and table.num_keyed == lost
+    assert rig.host_has(keys) == [place != lost for place in range(EIGHT)], "those behind it are in host memory"
+    rig.fill(table, EIGHT)
+    assert rig.device_has(EIGHT) == [True] * EIGHT
+    rig.end(table)
+
+
+def test_a_block_that_is_missing_ends_it_at_once_and_reads_behind_it_go_on() -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    rig.stores["ssd"].lose(rig.keys(EIGHT)[0])
+    rig.read(0)
+    assert haul.settled and haul.num_landed == 0 and not haul.over, "its request need not wait for the rest"
+    rig.fill(table, EIGHT)
+    rig.flow()
+    assert haul.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT
+    rig.end(table)
+
+
+def test_what_ended_short_is_computed_behind_the_earlier_users_of_its_slots() -> None:
+    rig = from_ssd(4, num_device=4)
+    earlier = rig.cache.open("earlier", None, 0)
+    assert rig.cache.try_extend(earlier, 4)
+    fence = rig.step()
+    rig.cache.release(earlier, fence)
+    rig.stores["ssd"].fails.add(rig.keys(4)[3])
+    table, haul = rig.load(4)
+    assert haul.after == (fence,) and table.take_after() == ()
+    rig.read(0, 1)
+    assert haul.num_sent == haul.limit == 3 and not haul.settled
+    rig.run("launch load", "load")
+    assert not haul.settled, "the copies wait for the step that has not run"
+    rig.run("compute", "load")
+    assert haul.settled and haul.num_landed == 3
+    rig.end(table)
+
+
+def test_a_table_that_computes_at_once_waits_for_the_earlier_users_itself() -> None:
+    rig = from_ssd(2, num_device=2)
+    earlier = rig.cache.open("earlier", None, 0)
+    assert rig.cache.try_extend(earlier, 2)
+    fence = rig.step()
+    rig.cache.release(earlier, fence)
+    rig.stores["ssd"].lose()
+    table = rig.cache.open("request", rig.prefix(2), 0)
+    rig.put("ssd", rig.keys(2))
+    lease = rig.cache.lease("request", rig.prefix(2))
+    assert lease is not None
+    haul = rig.cache.promote(table, lease, 2, 1)
+    rig.stores["ssd"].lose()
+    rig.read(0)
+    assert haul.settled and table.take_after() == (fence,), "told once"
+    rig.cache.settle()
+    assert table.take_after() == ()
+    rig.end(table)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- a copy fails
+
+
+@pytest.mark.parametrize("failed", range(4))
+def test_a_part_that_fails_while_later_ones_are_in_flight(failed: int) -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    rig.read(0, 1, 0)
+    for number in range(3):
+        rig.loads.fail_next = number == failed
+        rig.lane("launch load").step()
+        rig.lane("load").step()
+        rig.lane("load").step()
+    rig.cache.settle()
+    rig.check()
+    came = min(failed, 3) * PART
+    assert haul.num_landed == came
+    if failed < 3:
+        assert isinstance(haul.error(), TransferFailed) and haul.settled and haul.limit == 6, "what is not sent is not sent any more"
+    assert table.num_keyed == came and rig.device_has(EIGHT) == [True] * came + [False] * (EIGHT - came), "no key for what lies behind it"
+    rig.loads.fail_next = failed == 3
+    rig.flow()
+    assert haul.over and haul.num_landed == came and rig.device_has(EIGHT)[came:] == [False] * (EIGHT - came)
+    rig.fill(table, EIGHT)
+    assert rig.device_has(EIGHT) == [True] * EIGHT
+    rig.end(table)
+
+
+def test_parts_behind_one_that_failed_are_of_use_when_the_table_has_gone() -> None:
+    rig = from_ssd(4)
+    table, haul = rig.load(4)
+    rig.read(0, 1)
+    rig.loads.fail_next = 1
+    rig.cache.release(table, None)
+    rig.flow()
+    assert haul.over and rig.device_has(4) == [False, False, True, True]
+    rig.end()
+
+
+def test_a_part_that_cannot_be_sent_ends_it() -> None:
+    rig = from_ssd(4)
+    table, haul = rig.load(4)
+    rig.read(0)
+    rig.copy()
+    rig.lane("launch load").close()
+    rig.read(1)
+    assert haul.settled and haul.num_landed == 2 and isinstance(haul.error(), TransferFailed)
+    rig.end(table)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ no room
+
+
+def test_without_room_in_host_memory_it_ends_before_the_first_that_has_none() -> None:
+    rig = from_ssd(num_host=EIGHT)
+    private = rig.host.take_private(5, "somebody")
+    assert private is not None
+    table, haul = rig.load(EIGHT)
+    assert haul.limit == 3 and rig.tiers["ssd"].num_reading == 2
+    rig.flow()
+    assert haul.settled and haul.num_landed == 3 and rig.device_has(EIGHT) == [True] * 3 + [False] * 5
+    private.rollback()
+    rig.fill(table, EIGHT)
+    rig.end(table)
+
+
+def test_without_any_room_nothing_is_read_and_nothing_waits() -> None:
+    rig = from_ssd(num_host=EIGHT)
+    private = rig.host.take_private(8, "somebody")
+    assert private is not None
+    table, haul = rig.load(EIGHT)
+    assert haul.settled and haul.over and haul.limit == 0 and rig.tiers["ssd"].num_reading == 0
+    assert isinstance(haul.error(), TransferFailed)
+    private.rollback()
+    rig.end(table)
+
+
+def test_host_blocks_of_the_same_haul_are_not_evicted_for_its_reads() -> None:
+    rig = Stacked(num_host=4)
+    rig.remembered(2, tiers=("host",))
+    rig.put("ssd", rig.keys(6))
+    table, haul = rig.load(6)
+    assert haul.limit == 4, "two slots are free, and the two that it reads from are its own"
+    rig.flow()
+    assert haul.num_landed == 4
+    rig.end(table)
+
+
+# ------------------------------------------------------------------------------------------------------------------- a little at a time
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group is read at a time, and one more begun in each turn."""
+    monkeypatch.setattr(behind, "_READ_AHEAD", 1)
+    monkeypatch.setattr(behind, "_READ_AT_ONCE", 1)
+
+
+@pytest.mark.usefixtures("slow")
+def test_room_for_all_of_it_is_taken_though_little_is_read_at_a_time() -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    assert rig.host.slots.reserved == EIGHT and rig.tiers["ssd"].num_reading == 1
+    for lane in (0, 1, 0, 1):
+        assert len(haul.staged) == 1
+        rig.read(lane)
+    rig.copy()
+    assert haul.over and haul.num_landed == EIGHT
+    rig.end(table)
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_is_not_being_read_yet_is_not_read_for_a_request_that_has_gone() -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    rig.read(0)
+    rig.cache.release(table, None)
+    rig.cache.settle()
+    assert rig.host.slots.reserved == GROUP and not haul.over, "the one group that is being read"
+    rig.flow()
+    assert haul.over and rig.host_has(rig.keys(EIGHT)) == [True] * 4 + [False] * 4
+    rig.end()
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("lost", range(EIGHT))
+def test_what_lies_behind_a_block_that_does_not_come_is_not_read(lost: int) -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    rig.stores["ssd"].lose(rig.keys(EIGHT)[lost])
+    rig.flow()
+    group = lost - lost % GROUP
+    expected = [True] * group + [place != lost for place in range(group, group + GROUP)]
+    assert haul.over and haul.num_landed == lost and rig.host_has(rig.keys(EIGHT))[: group + GROUP] == expected
+    assert sum(rig.host_has(rig.keys(EIGHT)[group + GROUP :])) <= GROUP, "at most what was begun already"
+    rig.end(table)
+
+
+# ---------------------------------------------------------------------------------------------------------------- two for the same
+
+
+def test_the_second_request_for_the_same_blocks_waits_for_the_first() -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    keys = rig.prefix(EIGHT).keys
+    lease = rig.cache.lease("second", rig.prefix(EIGHT))
+    assert rig.cache.match(keys, lease) == Match(0, 0, True, 0)
+    rig.read(0)
+    rig.copy()
+    assert rig.cache.match(keys, lease) == Match(GROUP, 0, True, 0)
+    rig.cache.release(table, None)
+    rig.cache.settle()
+    assert rig.cache.match(keys, lease).pending, "what is being read is about to be in host memory"
+    haul.deadline_s = 0.0
+    assert not rig.cache.match(keys, lease).pending, "nobody waits for what is late, whoever had asked for it"
+    rig.flow()
+    assert rig.cache.match(keys, lease) == Match(GROUP, GROUP, False, EIGHT - GROUP)
+    second = rig.cache.open("second", rig.prefix(EIGHT), GROUP)
+    assert lease is not None
+    load = rig.cache.promote(second, lease, EIGHT - GROUP, 1)
+    assert rig.tiers["ssd"].num_reading == 0, "it is there by now"
+    rig.flow()
+    assert load.settled and load.error() is None and rig.device_has(EIGHT) == [True] * EIGHT
+    rig.end(second)
+
+
+def test_blocks_that_another_reads_at_the_moment_are_computed_where_nothing_is_shared() -> None:
+    rig = from_ssd(prefix_cache=False, num_device=2 * EIGHT)
+    one, first = rig.load(EIGHT, owner="one")
+    two, second = rig.load(EIGHT, owner="two")
+    assert second.limit == 0 and second.settled and not first.settled
+    rig.fill(two, EIGHT)
+    rig.flow()
+    assert first.num_landed == EIGHT
+    rig.end(one, two)
+
+
+def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> None:
+    rig = from_ssd()
+    lease = rig.cache.lease("request", rig.prefix(EIGHT))
+    assert lease is not None and lease.runs_from(0) == [("ssd", EIGHT)]
+    rig.cache.release(rig.ran(3, owner="other"), None)
+    rig.flow()
+    rig.forget_device()
+    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
+    haul = rig.cache.promote(table, lease, EIGHT, 1)
+    assert haul.num_ready == 3 and rig.tiers["ssd"].num_reading == 3, "half a group, and two whole ones"
+    rig.flow()
+    assert haul.num_landed == EIGHT
+    rig.end(table)
+
+
+# -------------------------------------------------------------------------------------------------------------- leases and trouble
+
+
+def test_a_lease_that_has_expired_covers_nothing_and_cannot_be_used() -> None:
+    rig = from_ssd()
+    lease = rig.cache.lease("request", rig.prefix(EIGHT))
+    assert lease is not None and lease.num_from(0) == EIGHT
+    rig.now_s += 1000.0
+    rig.cache.settle()
+    assert lease.expired and lease.num_from(0) == 0 and lease.runs_from(0) == [] and lease.ready
+    assert rig.cache.match(rig.prefix(EIGHT).keys, lease).num_colder == 0
+    with pytest.raises(InvariantBroken, match="has expired"):
+        rig.behind.haul(rig.pool.hold("request"), 0, lease, (), (), 0.0)  # type: ignore[arg-type]
+    assert rig.behind.num_hauls == 0
+
+
+def test_a_lease_whose_time_ends_during_its_haul_protects_it_to_the_end() -> None:
+    rig = Stacked()
+    rig.remembered(4, tiers=("host",))
+    rig.put("ssd", rig.keys(6))
+    table, haul = rig.load(6)
+    rig.now_s += 1000.0
+    rig.cache.settle()
+    rig.cache.reset(["host"])
+    rig.flow()
+    assert haul.num_landed == 6
+    rig.end(table)
+
+
+def test_a_tier_that_breaks_between_match_and_haul_means_computing() -> None:
+    rig = from_ssd()
+    lease = rig.cache.lease("request", rig.prefix(EIGHT))
+    rig.stores["ssd"].die()
+    rig.tiers["ssd"].find(rig.keys(1), 0.0)
+    assert lease is not None and not rig.tiers["ssd"].usable
+    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
+    haul = rig.cache.promote(table, lease, EIGHT, 1)
+    rig.flow()
+    assert haul.settled and haul.over and haul.num_landed == 0 and not any(rig.host_has(rig.keys(EIGHT)))
+    rig.fill(table, EIGHT)
+    rig.stores["ssd"].raises = None
+    rig.end(table)
+
+
+def test_a_tier_that_breaks_between_two_reads_brings_what_it_had_read() -> None:
+    rig = from_ssd()
+    table, haul = rig.load(EIGHT)
+    rig.read(0)
+    rig.stores["ssd"].die()
+    rig.flow()
+    assert haul.over and haul.num_landed == GROUP and rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6
+    rig.stores["ssd"].raises = None
+    rig.end(table)
+
+
+def test_it_is_overdue_until_its_request_knows_how_it_ended() -> None:
+    rig = from_ssd(2)
+    table, haul = rig.load(2)
+    assert not haul.overdue
+    haul.deadline_s = 0.0
+    assert haul.overdue
+    rig.flow()
+    assert not haul.overdue
+    rig.end(table)
+
+
+def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back() -> None:
+    rig = from_ssd(4)
+    table, haul = rig.load(4)
+    whole = rig.stores["ssd"]._read
+    rig.stores["ssd"].read = lambda keys, into: [whole(key, into[0]) for key in keys[:1]]  # type: ignore[method-assign]
+    rig.lanes.run_all()
+    with pytest.raises(InvariantBroken, match="said 1 things about 2 blocks"):
+        rig.cache.settle()
+    with pytest.raises(InvariantBroken, match="said 1 things about 2 blocks"):
+        rig.cache.settle()
+    assert rig.cache.settle() is not None and haul.settled and haul.num_landed == 0
+    rig.end(table)
