@@ -36,7 +36,6 @@ from penstock.kv.transfer.mover import Mover
 from penstock.lanes.cpu import CpuLane
 from penstock.models.progress import Progress
 
-READERS, WRITERS = COLD_READERS, COLD_WRITERS  # lanes, as many as the engine has
 OWNER = "bench"
 _WAIT_S = 600.0
 _CLOSE_S = 60.0
@@ -137,7 +136,7 @@ class ColdRig:
                 return
             if time.monotonic() > by_s:
                 raise DeadlineExceeded(f"blocks are still on their way after {_WAIT_S:g} s")
-            self._woken.wait(POLL_S if self.cache.num_in_flight else POLL_BEHIND_S)
+            self._woken.wait(POLL_S if self.cache.num_in_flight and not self.cache.is_hauling else POLL_BEHIND_S)
 
     def wait_idle(self) -> None:
         self.wait_until(lambda: not (self.cache.num_in_flight or self.cache.num_behind))

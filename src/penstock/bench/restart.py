@@ -140,7 +140,8 @@ def _ask_again(job: Job, num_blocks: int, progress: Progress) -> After:
             progress(f"after the restart, {length} tokens", run, 1 + job.repeat)
             restored = sample(driver, job.prompt(length, run, vocab), "ssd", expected)
             computed = sample(driver, job.prompt(length, run + FRESH, vocab), "device", 0)
-            driver.flush("persisted")  # nothing of this run is written beside the next
+            driver.flush("persisted")  # nothing of this run is written beside the next,
+            driver.reset_cache("device", "host")  # which begins as the first one did: with nothing in memory
             if run == WARM_UP:
                 after.first[length] = restored
             else:

@@ -1,4 +1,4 @@
-"""How fast blocks move between memory and the disk, beside raw O_DIRECT of as many bytes on as many threads in a file next to it. Owns that
+"""How fast blocks move between memory and the disk, beside raw O_DIRECT of as many bytes in a file next to it. Owns that
 file and the comparison; the turns are `transfer_cold`'s."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _open(folder: Path, blocks: int, space: Space) -> SsdStore:
 
 
 class RawFile:
-    """A file of as many bytes as the rig's blocks have, in the same folder, and as many threads as a tier has lanes."""
+    """A file of as many bytes as the rig's blocks have, in the same folder, and threads that move them."""
 
     def __init__(self, folder: Path, rig: ColdRig) -> None:
         self.rig = rig

@@ -59,8 +59,8 @@ _HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
 _LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
 _CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
 # Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute checksums.
-COLD_READERS = 8
-COLD_WRITERS = 8
+COLD_READERS = 6
+COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run

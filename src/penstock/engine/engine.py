@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 FlushLevel = Literal["captured", "visible", "persisted"]
 POLL_S = 20e-6  # between two looks at transfers, while there is nothing else to do
-POLL_BEHIND_S = 1e-3  # the same for tiers behind host memory, which wake the engine when something is over: only their deadlines do not
+POLL_BEHIND_S = 0.5e-3  # while tiers behind host memory read or write: looking more often would take the interpreter from their lanes
 RESET_DEADLINE_S = 60.0  # for the engine thread to come round; a step takes seconds at most
 
 
@@ -198,7 +198,7 @@ class Engine:
             self._inbox.wait(timeout_s)
             return
         started = time.monotonic()
-        self._inbox.wait(min(timeout_s, POLL_S if cache.num_in_flight else POLL_BEHIND_S))
+        self._inbox.wait(min(timeout_s, POLL_S if cache.num_in_flight and not cache.is_hauling else POLL_BEHIND_S))
         if self._parts.scheduler.num_by_state()["loading"]:
             self._load_exposed_s += time.monotonic() - started
 

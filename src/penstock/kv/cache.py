@@ -110,6 +110,11 @@ class KvCache:
         """Reads, writes and questions of tiers behind the host tier that are not over. Whoever waits for them is woken."""
         return 0 if self.ladder is None or self.ladder.behind is None else self.ladder.behind.num_in_flight
 
+    @property
+    def is_hauling(self) -> bool:
+        """Whether blocks are being read from behind host memory for somebody."""
+        return bool(self._hauls)
+
     def prefix_of(self, tokens: Tokens, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         """What KV of `tokens` may be shared under; None where nothing is shared."""
         if not self._prefix_cache and self.ladder is None:

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
 
-from penstock.errors import ConfigError, StoreFailed
+from penstock.errors import StoreFailed
 from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
-from penstock.kv.tiers.remote import mooncake_store, open_store
-from penstock.kv.tiers.remote.mooncake import parse
+from penstock.kv.tiers.remote import mooncake_store, open_store, values
 from penstock.kv.tiers.remote.mooncake_client import MooncakeClient
 from penstock.kv.tiers.remote.mooncake_store import MooncakeStore
 from penstock.kv.tiers.store import Outcome
@@ -184,7 +183,7 @@ def test_without_the_check_a_flipped_bit_would_be_served(
     slots.write(store, [key])
     intruder.put(store, key, WRONG["a bit flipped in the bytes"](intruder.get(store, key), b""))
     blind = type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
-    monkeypatch.setattr(mooncake_store, "unpack", lambda header: blind)
+    monkeypatch.setattr(values, "unpack", lambda header: blind)
     with pytest.raises(AssertionError, match="never written"):
         slots.read(store, [key])
 
@@ -195,14 +194,14 @@ def test_what_lies_in_the_slot_is_checked_and_not_what_was_received(
     """Others may write into the shared memory at any time, also between the copy and the check."""
     keys = keys_of("late writer", 2)
     slots.write(store, keys)
-    unpack = mooncake_store.unpack
+    unpack = values.unpack
 
     def spoiling(header: bytes) -> object:
         for view in slots.views(1):
             view[100] ^= 1
         return unpack(header)
 
-    monkeypatch.setattr(mooncake_store, "unpack", spoiling)
+    monkeypatch.setattr(values, "unpack", spoiling)
     assert slots.read(store, keys[:1]) == [CORRUPT]
 
 
@@ -394,39 +393,3 @@ def test_one_block_whose_node_is_gone_is_one_failed_block() -> None:
     assert mooncake_store._some_worked([DONE, failed, MISSING]) == [DONE, failed, MISSING]
     with pytest.raises(StoreFailed):
         mooncake_store._some_worked([failed, failed])
-
-
-# ----------------------------------------------------------------------------------------------------------------------- URL
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "mooncake://",
-        "mooncake://user:hunter2@host",
-        "mooncake://host:hunter2",
-        "mooncake://host/hunter2",
-        "mooncake://host?protocol=hunter2",
-        "mooncake://host?segment_gib=hunter2",
-        "mooncake://host?segment_gib=-1",
-        "mooncake://host?secret=hunter2",
-        "mooncake://host?local=a&local=hunter2",
-    ],
-)
-def test_a_url_that_cannot_work_is_refused_without_repeating_it(url: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_store(url, Slots().space, TIMEOUT_S)
-    assert "--kv-offload-remote" in str(caught.value)
-    assert "hunter2" not in str(caught.value)
-
-
-def test_a_url_says_master_and_options() -> None:
-    address = parse("mooncake://host:7?metadata=http://meta:1/x&protocol=rdma&device=mlx5_0&local=me&segment_gib=1.5&buffer_gib=1")
-    assert address == ("host", 7, "http://meta:1/x", "rdma", "mlx5_0", "me", 3 << 29, 1 << 30)
-    assert parse("mooncake://host") == ("host", 50051, "P2PHANDSHAKE", "tcp", "", "", 0, 16 << 20)
-
-
-def test_a_missing_library_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="penstock\\[mooncake\\]"):
-        open_store("mooncake://host", Slots().space, TIMEOUT_S)

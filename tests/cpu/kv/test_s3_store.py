@@ -17,7 +17,7 @@ from remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys
 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack  # noqa: E402
-from penstock.kv.tiers.remote import open_store, s3_bucket  # noqa: E402
+from penstock.kv.tiers.remote import open_store, s3_bucket, values  # noqa: E402
 from penstock.kv.tiers.remote.s3 import parse  # noqa: E402
 from penstock.kv.tiers.remote.s3_bucket import BucketStore  # noqa: E402
 from penstock.kv.tiers.store import Outcome  # noqa: E402
@@ -54,11 +54,11 @@ def store(bucket: Bucket, slots: Slots, request: pytest.FixtureRequest) -> Itera
 
 
 def raw_put(store: BucketStore, key: bytes, value: bytes) -> None:
-    obstore.put(store._bucket, store._path(key), value)
+    obstore.put(store._objects.bucket, store._objects.path(key), value)
 
 
 def raw_get(store: BucketStore, key: bytes) -> bytes:
-    return bytes(obstore.get(store._bucket, store._path(key)).bytes())
+    return bytes(obstore.get(store._objects.bucket, store._objects.path(key)).bytes())
 
 
 def test_what_was_written_is_read(store: BucketStore, slots: Slots) -> None:
@@ -73,7 +73,7 @@ def test_an_object_is_the_header_and_the_bytes(store: BucketStore, slots: Slots)
     (key,) = keys_of("layout", 1)
     slots.write(store, [key])
     assert raw_get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
-    assert store._path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
+    assert store._objects.path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
 
 
 def test_what_is_not_there_is_missing(store: BucketStore, slots: Slots) -> None:
@@ -89,8 +89,8 @@ def test_a_block_that_is_there_is_not_sent_again(store: BucketStore, slots: Slot
     keys = keys_of("twice", 3)
     slots.write(store, keys[:2])
     sent: list[bytes] = []
-    put = store._put
-    monkeypatch.setattr(store, "_put", lambda named: (sent.append(named[0]), put(named)))
+    put = store._objects.put
+    monkeypatch.setattr(store._objects, "put", lambda named: (sent.append(named[0]), put(named)))
     assert slots.write(store, keys) == [DONE] * 3
     assert sent == keys[2:]
 
@@ -125,9 +125,8 @@ def test_without_the_check_a_flipped_bit_would_be_served(store: BucketStore, slo
     (key,) = keys_of("unchecked", 1)
     slots.write(store, [key])
     raw_put(store, key, WRONG["a bit flipped in the bytes"](raw_get(store, key), b""))
-    monkeypatch.setattr(
-        s3_bucket, "unpack", lambda header: type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
-    )
+    blind = type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
+    monkeypatch.setattr(values, "unpack", lambda header: blind)
     with pytest.raises(AssertionError, match="never written"):
         slots.read(store, [key])
 
@@ -152,7 +151,7 @@ def test_two_spaces_never_meet(bucket: Bucket, store: BucketStore, slots: Slots,
 def test_the_number_of_leading_blocks_is_found(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     keys = keys_of("leading", 40)
     there = set(keys[:num])
-    monkeypatch.setattr(store, "_has", lambda key: key in there)
+    monkeypatch.setattr(store._objects, "has", lambda key: key in there)
     assert store.find(keys) == num
 
 
@@ -160,9 +159,9 @@ def test_few_rounds_of_questions_find_a_place_among_thousands(store: BucketStore
     keys = keys_of("many", 5000)
     there = set(keys[:3210])
     rounds = []
-    each = store._each
-    monkeypatch.setattr(store, "_has", lambda key: key in there)
-    monkeypatch.setattr(store, "_each", lambda job, things, until: (rounds.append(len(things)), each(job, things, until))[1])
+    each = store._requests.each
+    monkeypatch.setattr(store._objects, "has", lambda key: key in there)
+    monkeypatch.setattr(store._requests, "each", lambda job, things, until: (rounds.append(len(things)), each(job, things, until))[1])
     assert store.find(keys) == 3210
     assert len(rounds) <= 4 and max(rounds) <= 16
 
@@ -170,7 +169,7 @@ def test_few_rounds_of_questions_find_a_place_among_thousands(store: BucketStore
 def test_a_hole_that_find_does_not_see_shows_on_reading(store: BucketStore, slots: Slots) -> None:
     keys = keys_of("hole", 40)
     slots.write(store, keys)
-    obstore.delete(store._bucket, store._path(keys[20]))
+    obstore.delete(store._objects.bucket, store._objects.path(keys[20]))
     assert store.find(keys) in (20, 40)
     assert slots.read(store, keys)[19:22] == [DONE, MISSING, DONE]
 
@@ -231,15 +230,15 @@ def test_what_one_process_writes_another_reads(bucket: Bucket, store: BucketStor
 def test_one_broken_request_is_one_failed_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of("one broken", 4)
     bad = keys[2]
-    get, put, has = store._get, store._put, store._has
+    get, put, has = store._objects.get, store._objects.put, store._objects.has
 
     def broken(key: bytes) -> None:
         if key == bad:
             raise ConnectionError("with the request in it")
 
-    monkeypatch.setattr(store, "_has", lambda key: (broken(key), has(key))[1])
-    monkeypatch.setattr(store, "_put", lambda named: (broken(named[0]), put(named))[1])
-    monkeypatch.setattr(store, "_get", lambda key: (broken(key), get(key))[1])
+    monkeypatch.setattr(store._objects, "has", lambda key: (broken(key), has(key))[1])
+    monkeypatch.setattr(store._objects, "put", lambda named: (broken(named[0]), put(named))[1])
+    monkeypatch.setattr(store._objects, "get", lambda key: (broken(key), get(key))[1])
     assert slots.write(store, keys) == [DONE, DONE, Outcome.FAILED, DONE]
     assert slots.read(store, keys) == [DONE, DONE, Outcome.FAILED, DONE]
     assert store.find(keys) == 2
@@ -267,20 +266,20 @@ def test_a_late_answer_touches_no_slot(bucket: Bucket, store: BucketStore, slots
     keys = keys_of("late", NUM_SLOTS)
     slots.write(store, keys)
     late = threading.Event()
-    get = store._get
+    get = store._objects.get
 
     def slow(key: bytes) -> memoryview | None:
         value = get(key)
         assert late.wait(60)
         return value
 
-    monkeypatch.setattr(store, "_get", slow)
-    monkeypatch.setattr(store, "_timeout_s", 0.2)
+    monkeypatch.setattr(store._objects, "get", slow)
+    monkeypatch.setattr(store._requests, "_timeout_s", 0.2)
     views = slots.views(len(keys))
     assert_fails(lambda: store.read(keys, views))
     slots.memory[:] = b"\x55" * len(slots.memory)  # somebody else has the slots now
     late.set()
-    store._threads.shutdown(wait=True)
+    store._requests._threads.shutdown(wait=True)
     assert slots.memory == b"\x55" * len(slots.memory)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from valkey_rig import (
@@ -16,14 +16,16 @@ from valkey_rig import (
     block,
     keys_of,
     name_of,
+    num_idle,
     opened,
     read,
     space,
     write,
 )
 
-from penstock.errors import StoreFailed
+from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.tiers import envelope
+from penstock.kv.tiers.remote import valkey_links
 from penstock.kv.tiers.remote.valkey import ValkeyStore
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.servers import LOOPBACK, Valkey
@@ -59,7 +61,7 @@ def test_a_long_prompt_is_found_in_several_exchanges(store: ValkeyStore, server:
 
 @pytest.mark.parametrize("size", [720 * 1024, 6 << 20])
 def test_large_blocks_are_read_into_the_given_memory_and_nowhere_else(server: Valkey, size: int) -> None:
-    """More than fits into a socket's buffer, and more than is on its way at once."""
+    """More than fits into a socket's buffer."""
     keys = keys_of(3)
     blocks = [memoryview(os.urandom(size)) for _ in keys]
     slots = memoryview(bytearray(b"\xee" * (5 * size)))
@@ -69,6 +71,37 @@ def test_large_blocks_are_read_into_the_given_memory_and_nowhere_else(server: Va
         assert store.read(keys, into) == [DONE] * 3
     assert [bytes(view) for view in into] == [bytes(data) for data in blocks]
     assert slots[2 * size : 3 * size] == slots[4 * size :] == b"\xee" * size
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["on this machine", "over a network"])
+def test_blocks_are_asked_for_ahead_without_mixing_them_up(
+    store: ValkeyStore, server: Valkey, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    monkeypatch.setattr(valkey_links, "_NEAR_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(valkey_links, "_FAR_BYTES", 5 * BLOCK_BYTES)
+    monkeypatch.setattr(valkey_links.Link, "near", property(lambda link: near, lambda link, found: None), raising=False)
+    owed = watched_debts(monkeypatch)
+    keys = keys_of(13)
+    assert write(store, keys) == [DONE] * 13
+    assert read(store, keys) == [DONE] * 13
+    server.ask("DEL", name_of(keys[6]))
+    damages(server, keys[3])["longer"]()
+    assert read(store, keys) == [*[DONE] * 3, CORRUPT, DONE, DONE, MISSING, *[DONE] * 6]
+    assert max(owed) == (1 if near else 4)  # a value is a little longer than its block
+
+
+def watched_debts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many answers with values, or to values, were owed at each moment."""
+    owed: list[int] = []
+    send = valkey_links.Wire.send
+
+    def watched(self: valkey_links.Wire, parts: Sequence[bytes], num_answers: int) -> None:
+        send(self, parts, num_answers)
+        if b"GET" in bytes(parts[0]) or len(parts) > 1:
+            owed.append(self.num_owed)
+
+    monkeypatch.setattr(valkey_links.Wire, "send", watched)
+    return owed
 
 
 def test_a_block_that_is_there_is_not_sent_again(store: ValkeyStore, server: Valkey) -> None:
@@ -82,6 +115,18 @@ def test_a_block_that_is_there_is_not_sent_again(store: ValkeyStore, server: Val
 def received_bytes(server: Valkey) -> int:
     lines = server.ask("INFO", "stats").split(b"\r\n")
     return next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"total_net_input_bytes:"))
+
+
+@pytest.mark.parametrize(
+    "view", [memoryview(bytearray(BLOCK_BYTES + 1)), memoryview(bytearray(8)), memoryview(bytearray(4 * BLOCK_BYTES)).cast("i")]
+)
+def test_a_view_of_another_size_than_a_block_is_refused_before_anything_is_sent(
+    store: ValkeyStore, server: Valkey, view: memoryview
+) -> None:
+    for call in (lambda: store.read(keys_of(1), [view]), lambda: store.write(keys_of(1), [0], [view])):
+        with pytest.raises(InvariantBroken):
+            call()
+    assert server.ask("DBSIZE") == b":0" and num_idle(store) == 0
 
 
 def test_two_spaces_never_meet(server: Valkey, store: ValkeyStore) -> None:

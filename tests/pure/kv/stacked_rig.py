@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ladder_rig import BLOCK, LAYERS, Rig
 
 from penstock.config import AdmissionName
-from penstock.contract import Fence, Prefix
+from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.kv.blocks.key import KEY_BYTES, Scope
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
@@ -65,7 +65,7 @@ class Stacked(Rig):
         names = ([f"read {store.name} {i}" for i in range(2)], [f"write {store.name}"])
         readers, writers = ([self.lane(name) for name in some] for some in names)
         asker = None if store.local else self.lane(f"ask {store.name}")
-        limits = ColdLimits(group_bytes=GROUP * BLOCK_BYTES, queue_bytes=8 * BLOCK_BYTES, stuck_s=1e9)
+        limits = ColdLimits(group_bytes=GROUP * BLOCK_BYTES, write_bytes=GROUP * BLOCK_BYTES, queue_bytes=8 * BLOCK_BYTES, stuck_s=1e9)
         return ColdTier(store, ColdLanes(readers, writers, asker), self.host_arena.view, ("host", LAYERS), limits, self.clock)
 
     @property
@@ -101,10 +101,12 @@ class Stacked(Rig):
         """Its blocks up to there are computed, after whom they have to wait for, and sealed."""
         if table.num_slots < num_blocks:
             assert self.cache.try_extend(table, num_blocks - table.num_slots)
-        for fence in table.take_after():
-            fence.wait_passed()
+        fences = table.take_after()
+        while not all(fence.passed() for fence in fences):
+            assert self.compute.step(), "it waits for something else than steps"
         keys = self.keys(num_blocks, name)
         slots = table.hold.slots[table.num_keyed : num_blocks]
+        self.lanes.touch(Access("device", slots, ALL, Mode.WRITE), table.owner)
         self.device.write(slots, ALL, [[key] * LAYERS for key in keys[table.num_keyed :]])
         self.cache.seal(table, [ord(name)] * (num_blocks * BLOCK), num_blocks * BLOCK, None)
         self.cache.submit_saves()

@@ -159,7 +159,7 @@ def test_persist_waits_for_a_write_that_was_under_way() -> None:
     rig.cache.settle()
     assert one is not None and one.keys == rig.keys(4) and rig.tiers["ssd"].num_writing == 2, "one of them, and the sync"
     rig.run("write ssd")
-    assert one.settled and one.error is None and rig.stores["ssd"].calls.count("write") == 2
+    assert one.settled and one.error is None and rig.tiers["ssd"].counts.num_written == 4, "each of them once"
     rig.end(table)
 
 
@@ -281,6 +281,18 @@ def test_a_write_that_was_done_before_the_reset_does_not_count_behind_it() -> No
     assert one is not None and one.settled and isinstance(one.error, StoreFailed), "it is not there any more"
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end()
+
+
+def test_a_block_that_was_read_before_the_reset_is_not_in_the_store_behind_it() -> None:
+    rig = Stacked()
+    rig.remembered(2, tiers=("ssd",))
+    table, haul = rig.load(2)
+    rig.lanes.run_all()
+    assert rig.tiers["ssd"].reset() == 2
+    rig.cache.forgotten("ssd")
+    rig.flow()
+    assert haul.num_landed == 2 and rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
+    rig.end(table)
 
 
 # --------------------------------------------------------------------------------------------------------------------------- faults

@@ -36,7 +36,9 @@ class World:
         self.store = MemoryStore()
         self.load, self.save = lanes["load"], lanes["save"]
         cold = ColdLanes([lanes["read-0"], lanes["read-1"]], [lanes["write-0"], lanes["write-1"]], lanes["ask"])
-        self.tier = ColdTier(self.store, cold, self.host.view, ARENA, ColdLimits(group_bytes=BLOCK_BYTES), HandClock())
+        self.tier = ColdTier(
+            self.store, cold, self.host.view, ARENA, ColdLimits(group_bytes=BLOCK_BYTES, write_bytes=BLOCK_BYTES), HandClock()
+        )
         self.seen: list[bytes] = []
 
     def fill(self, keys: Sequence[bytes], after: Sequence[Fence]) -> Fence:
@@ -190,10 +192,6 @@ def a_fence_before_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dealer, "_close_group", early)
 
 
-def a_persist_that_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Writing, "over", lambda self: all(group.over() for group in self.groups))
-
-
 def a_persist_that_waits_for_its_own_lane_only(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Dealer.behind_all
 
@@ -212,7 +210,7 @@ PROGRAMS: dict[Callable[[World], None], tuple[Sequence[Fault], Sequence[Fault]]]
         [writings_that_are_over_at_once, a_handle_that_ends_at_submit],
     ),
     publish_what_was_read_and_promote_it: ([a_fence_before_the_op], [done_before_it_ran]),
-    persist_what_is_being_written: ([a_persist_that_comes_alone, a_persist_that_waits_for_its_own_lane_only], []),
+    persist_what_is_being_written: ([a_persist_that_waits_for_its_own_lane_only], []),
 }
 
 

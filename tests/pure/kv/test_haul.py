@@ -4,6 +4,7 @@ does not come is known, and nothing is left; and faults that turn these tests re
 from __future__ import annotations
 
 import pytest
+from behind_faults import lets_go_of_what_it_read_when_its_table_ends
 from stacked_rig import GROUP, PART, Stacked
 
 from penstock.contract import Match
@@ -135,6 +136,31 @@ def test_a_device_slot_of_a_cancelled_request_is_not_written_by_its_haul() -> No
     rig.flow()
     assert haul.over and table.num_slots == EIGHT and rig.device_has(6, "b") == [True] * 6
     rig.end(other)
+
+
+def cancelled_with_a_copy_in_flight() -> None:
+    rig = from_ssd(4, num_host=4)
+    table, haul = rig.load(4)
+    rig.read(0)
+    assert haul.num_sent == GROUP
+    rig.cache.release(table, None)
+    rig.cache.settle()
+    rig.cache.reset(["host"])
+    other = rig.ran(4, "b", "other")
+    rig.run("launch save", "save")
+    rig.flow()
+    assert haul.over and rig.device_has(4) == [True] * GROUP + [False] * GROUP
+    rig.end(other)
+
+
+def test_what_a_copy_reads_stays_where_it_is_though_its_request_has_gone() -> None:
+    cancelled_with_a_copy_in_flight()
+
+
+def test_it_is_noticed_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    lets_go_of_what_it_read_when_its_table_ends(monkeypatch)
+    with pytest.raises((InvariantBroken, AssertionError)):
+        cancelled_with_a_copy_in_flight()
 
 
 # ---------------------------------------------------------------------------------------------------------------- something is missing

@@ -156,11 +156,7 @@ class Scheduler:
         """Loading requests whose KV has come, or is about to, take part in steps from now on."""
         for track, load in [(track, track.load) for track in self._running.values() if track.load is not None]:
             if load.settled:
-                if load.error() is not None:
-                    self._compute_instead(track)
-                track.load = None
-                if track.state is State.LOADING:
-                    self._set_off(track)
+                self._end_load(track, load)
             elif track.state is State.RUNNING:
                 continue  # set off, and no step has had room for it yet
             elif load.overdue:
@@ -168,6 +164,13 @@ class Scheduler:
             elif self._num_loading == len(self._running) and load.error() is None and _may_begin(load):
                 # Nobody else computes now, so nobody is kept waiting by a step that waits for this load.
                 self._set_off(track)
+
+    def _end_load(self, track: Track, load: Load) -> None:
+        if load.error() is not None:
+            self._compute_instead(track)
+        track.load = None
+        if track.state is State.LOADING:
+            self._set_off(track)
 
     def _set_off(self, track: Track) -> None:
         """It takes part in steps from now on."""
@@ -199,20 +202,20 @@ class Scheduler:
         index = 0
         while index < min(len(self._line), _LOOK_AHEAD) and room > 0 and self._free_rows:
             track = self._line.tracks[index]
-            if track.num_in_flight:  # retracted while a step still samples for it: its tokens are not all known yet
-                index += 1
-                continue
-            if track.lease is not None and not track.lease.ready:  # what it computed before its retraction is still being saved
+            # Retracted while a step still samples for it; or what it had is still being saved, or a store has not answered yet.
+            if track.num_in_flight or not _is_known(track.lease):
                 index += 1
                 continue
             match = self._match(track)
-            waits = match.pending and not track.computes
-            if waits and (self._running or self._ledger.num_settling):  # it comes without this one's doing: share it
+            waits = match.pending and not track.computes and (self._running or self._ledger.num_settling)
+            if waits or not _is_known(track.lease):  # it comes without this one's doing, so it is shared; or a store was asked just now
                 index += 1
                 continue
             if not self._fits(track, match):
                 break  # nobody overtakes: what is freed goes to the first in line
             self._start(track, match)
+            if track.load is not None and track.load.settled:  # there was no room on its way: nobody will say that it is over
+                self._end_load(track, track.load)
             if track.state is State.LOADING:
                 continue
             num_tokens = min(track.num_left, room)
@@ -472,6 +475,11 @@ class Scheduler:
         rows = sorted([t.row for t in self._running.values()] + self._free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")
+
+
+def _is_known(lease: Lease | None) -> bool:
+    """Whether it is known what it covers."""
+    return lease is None or lease.ready
 
 
 def _covers(lease: Lease | None, block: int) -> bool:

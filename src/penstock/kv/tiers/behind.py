@@ -57,7 +57,8 @@ class Behind:
         self._hauls: list[Haul] = []  # not over
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
-        self._void: set[bytes] = set()  # of those: the tier was emptied since, so that it says nothing when they are done
+        self._era = 0  # of the first tier: it was emptied so often. What was read or written before that says nothing about it
+        self._eras: dict[Writing, int] = {}  # of writes to it that are not over
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
 
@@ -70,6 +71,7 @@ class Behind:
 
     @property
     def num_hauls(self) -> int:
+        """Of blocks that are being read for somebody."""
         return len(self._hauls)
 
     def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float) -> list[Part]:
@@ -144,7 +146,7 @@ class Behind:
                 raise InvariantBroken(f"the {haul.label} reads blocks that it has no room for")
             tier = self.tiers[name]
             reading = tier.read(taken.keys, taken.reservation.slots, taken.reservation.after, haul.label)
-            haul.staged.append(Staged(blocks, taken, tier, reading))
+            haul.staged.append(Staged(blocks, taken, tier, reading, self._era))
 
     def advance(self) -> None:
         """Take in what was read, send on what is ready, forget hauls that are over."""
@@ -202,7 +204,8 @@ class Behind:
         if lost:
             haul.cut(lost[0])
         keys, depths = [staged.taken.keys[place] for place in done], [staged.taken.depths[place] for place in done]
-        self.landed(keys, depths, staged.tier.name)
+        is_there_still = staged.tier is not self._first or staged.era == self._era
+        self.landed(keys, depths, staged.tier.name if is_there_still else "")
 
     # ----------------------------------------------------------------------------------------------------------- write down
 
@@ -246,7 +249,8 @@ class Behind:
         if writing is None:
             self._host.end_handles([pin])
         elif tier is self._first:
-            self._writing.update(kept)
+            self._eras[writing] = self._era
+            self._writing.update(key for group in writing.groups for key in group.keys)  # not those that the queue had no room for
         return writing
 
     # ------------------------------------------------------------------------------------------------------------- persist
@@ -295,15 +299,14 @@ class Behind:
 
     def _end_write(self, writing: Writing) -> None:
         done = writing.done_keys
-        for key in done:
-            if key not in self._void:
+        if self._eras.pop(writing, self._era) == self._era:
+            for key in done:
                 self._dirty.pop(key, None)
-        self._writing.difference_update(writing.keys)
-        self._void.difference_update(writing.keys)
+        self._writing.difference_update(key for group in writing.groups for key in group.keys)
         self._rests |= not done
 
     def forgotten(self, tier: str) -> None:
         """`tier` has been emptied: what host memory has is no longer there as well."""
         if tier == self._first.name:
-            self._void |= self._writing
+            self._era += 1
             self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}

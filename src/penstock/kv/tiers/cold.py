@@ -41,7 +41,8 @@ class ColdLanes:
 
 @dataclass(frozen=True, slots=True)
 class ColdLimits:
-    group_bytes: int = 4 << 20  # about so much is one op: enough for the device behind it, little enough to follow it block by block
+    group_bytes: int = 8 << 20  # about so much is read in one op: enough for the device behind it, little enough to begin soon
+    write_bytes: int = 8 << 20  # and so much written
     queue_bytes: int = 512 << 20  # of writes that are not over; what comes on top is dropped and counted
     stuck_s: float = 10.0  # an op that takes longer makes the tier unusable until it is over
     probe_s: float = 1.0  # between two looks whether a broken store is back; doubles up to 30
@@ -261,6 +262,7 @@ class ColdTier(ColdFigures):
         tally = Tally(view(0).nbytes, clock)
         super().__init__(Exchanges(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s), lanes)
         self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are read together
+        self._write_blocks = max(1, limits.write_bytes // tally.block_bytes)
         self._lanes = lanes
         self._limits = limits
         self._readers = Dealer(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
@@ -275,7 +277,7 @@ class ColdTier(ColdFigures):
 
     def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> Reading:
         """In groups of `group_blocks`, dealt out to the readers in order; slots are written after `after`. Never raises."""
-        groups = self._groups(range(len(keys)), keys, slots)
+        groups = self._groups(self.group_blocks, range(len(keys)), keys, slots)
         self._readers.deal(groups, after, self._exchanges.read, f"read of {owner}")
         reading = Reading(groups)
         self._readings.append(reading)
@@ -301,7 +303,7 @@ class ColdTier(ColdFigures):
         if new and not places:
             return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
-        writing = Writing(handle, keys, outcomes, self._groups(places, keys, slots, depths))
+        writing = Writing(handle, keys, outcomes, self._groups(self._write_blocks, places, keys, slots, depths))
         self._writers.deal(writing.groups, after, self._exchanges.write, f"write to {self.name}")
         self._writings.append(writing)
         return writing
@@ -368,8 +370,10 @@ class ColdTier(ColdFigures):
         asker = self._lanes.asker
         return [*self._lanes.readers, *self._lanes.writers, *(() if asker is None else (asker,))]
 
-    def _groups(self, places: Sequence[int], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()) -> list[Group]:
-        runs = [places[start : start + self.group_blocks] for start in range(0, len(places), self.group_blocks)]
+    def _groups(
+        self, size: int, places: Sequence[int], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()
+    ) -> list[Group]:
+        runs = [places[start : start + size] for start in range(0, len(places), size)]
         span = Span(self._exchanges.breaker.clock(), len(runs))
         return [
             Group(run, [keys[place] for place in run], [slots[place] for place in run], span, [depths[place] for place in run if depths])

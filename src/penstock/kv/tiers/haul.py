@@ -28,6 +28,7 @@ class Staged(NamedTuple):
     taken: Taken
     tier: ColdTier
     reading: Reading
+    era: int  # of the first cold tier, in which it was begun
 
 
 class Haul:

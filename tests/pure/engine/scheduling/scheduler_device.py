@@ -7,6 +7,7 @@ advance, however it was batched, shared, promoted, retracted or resumed.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,13 @@ from penstock.contract import (
     TokenLogprob,
 )
 from penstock.kv.blocks.key import Scope, prefix_keys
-from penstock.testing.stepped import SteppedLanes, TagArena
+from penstock.testing.stepped import ByteArena, Cell, SteppedArena, SteppedLanes, TagArena
 
 BLOCK = 4
 LAYERS = 6  # enough for a promotion to come in two groups
 VOCAB = 8
 EOS = 7
+_NODES = struct.Struct(f"<{BLOCK}q")
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="none")
 
 
@@ -69,10 +71,13 @@ class Row:
 class Device:
     """Runs steps in the order it is given them. What lies in a block of one tier is, for every layer, a node per token."""
 
-    def __init__(self, num_slots: int, num_host: int = 1) -> None:
+    def __init__(self, num_slots: int, num_host: int = 1, host_bytes: bool = False) -> None:
+        """`host_bytes`: host memory is to be seen as bytes, for stores behind it."""
         self._num_garbage = 0
         self.arena = TagArena("device", num_slots, LAYERS, self._garbage)
-        self.host = TagArena("host", num_host, LAYERS, self._garbage)
+        cell = Cell(_NODES.size, lambda nodes: _NODES.pack(*nodes), _NODES.unpack, self._garbage)
+        tags = TagArena("host", num_host, LAYERS, self._garbage)
+        self.host: SteppedArena = ByteArena("host", num_host, LAYERS, cell) if host_bytes else tags
         self.lanes = SteppedLanes(self.arena, self.host)
         self._rows: dict[int, Row] = {}
         self._nodes: dict[tuple[int, int], int] = {}
@@ -111,9 +116,9 @@ class Device:
             self._scribble(chunk)
         return StepResult(plan.number, (), error=error)
 
-    def check_sealed(self, arena: TagArena, slot: int, key: bytes) -> None:
+    def check_sealed(self, arena: SteppedArena, slot: int, key: bytes) -> None:
         """What a key promises is what lies in its slot, in every layer."""
-        for cell in arena.cells[slot]:
+        for cell in arena.read([slot], (0, LAYERS))[0]:
             if self._right.get(cell) == key:
                 continue
             assert isinstance(cell, tuple)

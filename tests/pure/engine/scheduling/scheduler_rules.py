@@ -10,6 +10,7 @@ from scheduler_device import BLOCK, prompt_logprobs
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Start, StepPlan, TokenEvent
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.track import State
+from penstock.kv.tiers.haul import Haul
 
 if TYPE_CHECKING:
     from scheduler_world import Asked, World
@@ -82,6 +83,11 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
         assert len(asked.lives) > 1, "nobody else's blocks end inside a block"
         world.seen["resume with its tail"] += 1
     world.seen["partial match"] += bool(chunk.start and chunk.writes)
+    if isinstance(asked.load, Haul):
+        num_came = asked.load.num_landed if asked.load.settled else asked.num_asked
+        assert chunk.start == min((asked.num_opened + num_came) * BLOCK, num_known - 1), "it computes what did not come, and nothing else"
+        world.seen["haul that ended short"] += 0 < num_came < asked.num_asked
+        world.seen["haul that brought nothing"] += num_came == 0
     asked.found(chunk.start)
 
 
@@ -102,15 +108,19 @@ def _check_loads(world: World, plan: StepPlan) -> None:
 
 
 def _check_after(world: World, plan: StepPlan) -> None:
-    """Slots that a launched step still uses are written behind it: the step waits for it, or for a load that does."""
+    """Slots that a launched step still uses are written behind it: the step waits for it, or for a load that does, or an earlier step of
+    the same table has waited."""
     covered = max((f.number for f in plan.after), default=0)  # type: ignore[attr-defined]
-    loaded = {slot for load in plan.loads for slot in load.dest_slots.tolist()}  # type: ignore[attr-defined]
+    copies = [copy for load in plan.loads for copy in (load.parts if isinstance(load, Haul) else [load])]
+    loaded = {slot for copy in copies for slot in copy.dest_slots.tolist()}  # type: ignore[attr-defined]
     for chunk in plan.chunks:
+        life = world.asked[chunk.request_id].lives[-1]
+        life.covered = max(life.covered, covered)
         for slot in chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else ():
             fence = world.cache.last_fence.pop(slot, None)
             if fence is not None and not fence.passed() and slot not in loaded:
                 world.seen["slot reused under a fence"] += 1
-                assert covered >= fence.number, f"slot {slot} is written without waiting for step {fence.number}"
+                assert life.covered >= fence.number, f"slot {slot} is written without waiting for step {fence.number}"
 
 
 def check_event(world: World, event: TokenEvent) -> None:
@@ -148,5 +158,6 @@ def _check_source(event: TokenEvent, asked: Asked) -> None:
     source, num_prompt = event.source, len(asked.request.prompt)
     assert source is not None
     assert sum(dataclasses.astuple(source)) == num_prompt and min(dataclasses.astuple(source)) >= 0, "sources sum to the prompt"
-    assert (source.device, source.host) == (asked.num_device, asked.num_host), "the source is not true"
-    assert source.host <= asked.num_landed, "it never got so much from the host"
+    told = {tier: num for tier, num in dataclasses.asdict(source).items() if num and tier != "computed"}
+    assert told == +asked.num_by_tier, "the source is not true"
+    assert source.host + source.ssd + source.remote <= asked.num_landed, "it never got so much from colder tiers"

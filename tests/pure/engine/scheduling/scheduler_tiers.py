@@ -1,18 +1,26 @@
-"""What is colder than the device in the scheduler's world: the real host tier, ladder and movers, over lanes that are run by hand."""
+"""What is colder than the device in the scheduler's world: the real host tier, ladder, movers and cold tiers, over lanes that are run by
+hand and stores that are the test's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from scheduler_device import BLOCK, LAYERS, Device
 
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers import behind as behind_module
+from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers import saves
+from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.transfer.mover import Mover
-from penstock.testing.stepped import SteppedLane, TagArena, TagCopier
+from penstock.testing.stepped import ByteArena, SteppedArena, SteppedLane, TagCopier
+from penstock.testing.stores import HandClock, MemoryStore
 
 LEASE_S = 100.0
 LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens=BLOCK, dtype="float32")
@@ -20,10 +28,11 @@ LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens
 
 @dataclass
 class Cold:
-    """`num_host`: blocks of host memory. `overlap_tokens`: steps over fewer wait for all of a load."""
+    """`num_host`: blocks of host memory. `overlap_tokens`: steps over fewer wait for all of a load. `behind`: tiers behind that."""
 
     num_host: int
     overlap_tokens: int = 0
+    behind: tuple[str, ...] = ()
     ladder: Callable[..., Ladder] = Ladder
     host: Callable[..., HostTier] = HostTier
 
@@ -39,10 +48,22 @@ class Tiers:
         self.promotions, self.demotions = TagCopier(device.host, device.arena), TagCopier(device.arena, device.host)
         movers = self._mover(device.host, device.arena, self.promotions), self._mover(device.arena, device.host, self.demotions)
         self.ladder = cold.ladder(pool, self.host, movers, LAYOUT, LadderLimits(cold.overlap_tokens, 1e9))
+        self.clock = HandClock()
+        self.stores = {name: MemoryStore(name, local=name == "ssd") for name in cold.behind}
+        if cold.behind:
+            self.ladder.put_behind(Behind(self.host, [self._cold_tier(store) for store in self.stores.values()], LAYOUT.block_bytes))
         judge = self.ladder.worth
         self.ladder.worth = lambda lease, depth: judge(lease, depth) if self.worth else 0  # type: ignore[method-assign]
 
-    def _mover(self, source: TagArena, dest: TagArena, copier: TagCopier) -> Mover:
+    def _cold_tier(self, store: MemoryStore) -> ColdTier:
+        arena, lane = self._device.host, self._device.lanes.lane
+        assert isinstance(arena, ByteArena)
+        readers = [lane(f"read {store.name} {number}") for number in range(2)]
+        lanes = ColdLanes(readers, [lane(f"write {store.name}")], None if store.local else lane(f"ask {store.name}"))
+        limits = ColdLimits(group_bytes=arena.view(0).nbytes, stuck_s=1e9)
+        return ColdTier(store, lanes, arena.view, ("host", LAYERS), limits, self.clock)
+
+    def _mover(self, source: SteppedArena, dest: SteppedArena, copier: TagCopier) -> Mover:
         name = f"to {dest.name}"
         return Mover((source.name, dest.name), copier, self._device.lanes.lane(name), self._device.lanes.lane(f"launch {name}"))
 
@@ -61,7 +82,24 @@ class Tiers:
         """What is on its way to the device takes longer than anybody should wait."""
         for promotion in self.ladder.promoter.in_flight():
             promotion.deadline_s = 0.0
+        for haul in () if self.ladder.behind is None else self.ladder.behind._hauls:
+            haul.deadline_s = 0.0
+
+    def heal(self) -> None:
+        """Stores are well again, and the next look at them finds out."""
+        for store in self.stores.values():
+            store.raises = store.max_blocks = None
+            store.fails.clear()
+        self.clock.advance(100.0)
 
     def expire(self) -> None:
         """A lease's time goes by."""
         self.now_s += 2 * LEASE_S
+
+
+def land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of a few blocks are in several parts already."""
+    monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(ladder_module, "_LAST_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(behind_module, "_PART_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(behind_module, "_READ_AHEAD", 2)

@@ -1,25 +1,21 @@
-"""Random walks through the scheduler's world with a tier behind the device: every event in any order. Owns the choice of events, and how a
-walk that fails is made short.
-
-An event is a name and a number; all that it does follows from the two and from the world it meets. So events can be left out of a walk,
-and what is left means the same.
-"""
+"""Random walks through the scheduler's world with tiers behind the device: every event in any order. Owns the choice of events."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from scheduler_device import BLOCK
 from scheduler_tiers import Cold
 from scheduler_world import World
 
+from event_walks import Event, choose_events, told_shortly
+
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
 KINDS: list[dict[str, object]] = [{}, {}, {"ignore_eos": True}, {"prompt_logprobs": 0}, {"logprobs": 1}, {"stop_token_ids": (2, 3)}]
 MAX_OPEN = 8
-Event = tuple[str, int]
 
 
 class Shape(NamedTuple):
@@ -33,6 +29,7 @@ class Shape(NamedTuple):
     num_host: int
     overlap_tokens: int
     depth: int  # steps in flight at most; the engine has two
+    behind: tuple[str, ...] = ()  # tiers behind the host
 
 
 class Walker:
@@ -40,7 +37,7 @@ class Walker:
 
     def __init__(self, shape: Shape) -> None:
         self.depth = shape.depth
-        self.world = World(*shape[:5], cold=Cold(shape.num_host, shape.overlap_tokens))
+        self.world = World(*shape[:5], cold=Cold(shape.num_host, shape.overlap_tokens, shape.behind))
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
 
@@ -52,6 +49,7 @@ class Walker:
     def end(self) -> None:
         """From here on nothing goes wrong: every request ends, and nothing is left."""
         self.tiers.promotions.fail_next = self.tiers.demotions.fail_next = 0
+        self.tiers.heal()
         while len(self.world.in_flight) > 1:
             self.world.commit()
         self.world.close()
@@ -154,6 +152,54 @@ class Walker:
         self.world.cache.reset([r.choice(["device"] * 5 + ["host"])])
 
 
+    # --------------------------------------------------------------------------------------------------- tiers behind the host
+
+    def a_prefix_comes_back_from_far_away(self, r: random.Random) -> None:
+        """Neither device nor host have it any more."""
+        if r.random() < 0.5:
+            for _ in range(30):
+                if not self.world.step():
+                    break
+        self.world.cache.reset(["device", "host"])
+        self.continue_a_conversation(r)
+        for _ in range(r.randint(0, 3)):
+            self.stores_go_on(r)
+        self.plan(r)
+
+    def stores_go_on(self, r: random.Random) -> None:
+        """One lane to a store, by a few steps."""
+        lanes = [lane for lane in self.world.device.lanes if lane.name.startswith(("read", "write", "ask")) and len(lane)]
+        if lanes:
+            lane = r.choice(lanes)
+            for _ in range(r.randint(1, 6)):
+                lane.step()
+
+    def a_block_goes_bad(self, r: random.Random) -> None:
+        store = r.choice(list(self.tiers.stores.values()))
+        if store.blocks:
+            key = r.choice(sorted(store.blocks))
+            r.choice([store.lose, store.spoil, store.fails.add])(key)
+
+    def a_store_dies_or_is_full(self, r: random.Random) -> None:
+        store = r.choice(list(self.tiers.stores.values()))
+        if r.random() < 0.5:
+            store.die()
+        else:
+            store.max_blocks = len(store.blocks)
+
+    def stores_are_well_again(self, r: random.Random) -> None:
+        self.tiers.heal()
+
+    def host_memory_is_short(self, r: random.Random) -> None:
+        """Somebody takes all of it, for a while."""
+        taken = self.tiers.host.take_private(self.tiers.host.slots.free, "somebody")
+        self.plan(r)
+        self.stores_go_on(r)
+        self.plan(r)
+        if taken is not None:
+            taken.rollback()
+
+
 WEIGHTS = {
     "submit": 3,
     "submit_full_blocks": 5,
@@ -176,7 +222,19 @@ WEIGHTS = {
 }
 
 
-def choose(seed: int) -> tuple[Shape, list[Event]]:
+COLD_WEIGHTS = {
+    **WEIGHTS,
+    "a_prefix_comes_back": 6,
+    "a_prefix_comes_back_from_far_away": 20,
+    "stores_go_on": 24,
+    "a_block_goes_bad": 6,
+    "a_store_dies_or_is_full": 2,
+    "stores_are_well_again": 3,
+    "host_memory_is_short": 2,
+}
+
+
+def choose(seed: int, behind: bool = False) -> tuple[Shape, list[Event]]:
     r = random.Random(seed)
     shape = Shape(
         num_slots=r.randint(4, 10),
@@ -188,8 +246,9 @@ def choose(seed: int) -> tuple[Shape, list[Event]]:
         overlap_tokens=r.choice([0, 4, 1000]),
         depth=r.choice([2, 2, 3]),
     )
-    names = r.choices(list(WEIGHTS), list(WEIGHTS.values()), k=r.randint(20, 80))
-    return shape, [(name, r.getrandbits(32)) for name in names]
+    if behind:
+        shape = shape._replace(behind=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]))
+    return shape, choose_events(r, COLD_WEIGHTS if behind else WEIGHTS, r.randint(20, 80))
 
 
 def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
@@ -201,38 +260,7 @@ def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
     return walker.world.seen
 
 
-def walk_and_shorten(seed: int) -> Counter[str]:
+def walk_and_shorten(seed: int, behind: bool = False) -> Counter[str]:
     """A walk; where it fails, as few events as fail in the same way are named."""
-    shape, events = choose(seed)
-    try:
-        return walk(shape, events)
-    except Exception as error:
-        kind = type(error)
-        short = _shortened(events, lambda some: _fails(shape, some, kind))
-        error.add_note(f"walk {seed} through {shape}, of which this is enough:")
-        for event in short:
-            error.add_note(f"    {event!r},")
-        raise
-
-
-def _fails(shape: Shape, events: Sequence[Event], kind: type[Exception]) -> bool:
-    try:
-        walk(shape, events)
-    except Exception as error:
-        return isinstance(error, kind)
-    return False
-
-
-def _shortened(events: Sequence[Event], fails: Callable[[Sequence[Event]], bool]) -> Sequence[Event]:
-    """Leave out ever smaller pieces, as long as it fails without them."""
-    size = len(events) // 2
-    while size:
-        at = 0
-        while at < len(events):
-            without = [*events[:at], *events[at + size :]]
-            if fails(without):
-                events = without
-            else:
-                at += size
-        size //= 2
-    return events
+    shape, events = choose(seed, behind)
+    return told_shortly(lambda some: walk(shape, some), events, f"walk {seed} through {shape}")

@@ -22,7 +22,8 @@ from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.ladder import Promotion
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.promotion import Promotion
 
 
 class StepFence:
@@ -55,21 +56,23 @@ class WatchedCache(KvCache):
         assert owner not in self.tables, f"{owner} opens a second table"
         self.tables[owner] = super().open(owner, prefix, num_blocks)
         if owner in self._world.asked:
-            self._world.asked[owner].num_opened = num_blocks
+            self._world.asked[owner].num_opened, self._world.asked[owner].runs = num_blocks, []
         return self.tables[owner]
 
-    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion:
+    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion | Haul:
         assert isinstance(table, BlockTable)
-        promotion = super().promote(table, lease, num_blocks, num_next)
-        asked = self._world.asked[table.owner]
+        asked, first = self._world.asked[table.owner], table.num_slots
+        assert lease.ready, "what it has is not known yet"
+        asked.runs = [(tier, num * BLOCK) for tier, num in lease.runs_from(first)]
+        load = super().promote(table, lease, num_blocks, num_next)
         assert asked.request.may_match, "it cannot use what is cached"
-        asked.load, asked.load_waited = promotion, False
-        covered = max((fence.number for fence in promotion.after), default=0)  # type: ignore[attr-defined]
-        for slot in promotion.dest_slots.tolist():
+        asked.load, asked.load_waited, asked.num_asked = load, False, num_blocks
+        covered = max((fence.number for fence in load.after), default=0)  # type: ignore[attr-defined]
+        for slot in table.hold.slots[first : first + num_blocks]:
             fence = self.last_fence.get(slot)
             assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
-        self._world.seen["promotion"] += 1
-        return promotion
+        self._world.seen["haul" if isinstance(load, Haul) else "promotion"] += 1
+        return load
 
     def _land(self, promotion: Promotion, own: BlockTable) -> None:
         super()._land(promotion, own)
@@ -108,6 +111,7 @@ class Life:
     row: int
     end: int = 0  # positions planned so far
     slots: list[int] = field(default_factory=list)
+    covered: int = 0  # its steps come behind step number so much
 
 
 @dataclass
@@ -123,11 +127,13 @@ class Asked:
     lives: list[Life] = field(default_factory=list)
     first: TokenEvent | None = None
     num_opened: int = 0  # blocks found on the device, for its newest table
-    num_landed: int = 0  # tokens that came from the host for it
+    num_landed: int = 0  # tokens that came from colder tiers for it
+    runs: list[tuple[str, int]] = field(default_factory=list)  # what its newest load was to bring: tokens by tier, in order
+    num_asked: int = 0  # blocks of it
     ran: bool = False  # a step has computed some of it, or will have before what it has is saved
     num_device: int = 0  # prompt tokens found on the device
-    num_host: int = 0  # and those that were promoted
-    load: Promotion | None = None  # the newest for it
+    colder: list[tuple[str, int]] = field(default_factory=list)  # and those that were promoted, by tier, in order
+    load: Promotion | Haul | None = None  # the newest for it
     load_waited: bool = False  # a step has waited for it
 
     @property
@@ -145,10 +151,21 @@ class Asked:
         """A life begins with so many tokens there. Until it has computed anything itself that is all others' work."""
         if not self.ran:
             self.num_device = min(self.num_opened * BLOCK, num_tokens)
-            self.num_host = num_tokens - self.num_device
+            self.colder = self.runs
         elif self.first is None:
             self.num_device = min(self.num_device, num_tokens)
-            self.num_host = min(self.num_host, num_tokens - self.num_device)
+        num_left = num_tokens - self.num_device
+        if self.first is None:
+            self.colder = [(tier, min(num, num_left - sum(n for _, n in self.colder[:i]))) for i, (tier, num) in enumerate(self.colder)]
+            self.colder = [(tier, num) for tier, num in self.colder if num > 0]
+
+    @property
+    def num_by_tier(self) -> Counter[str]:
+        """Prompt tokens by source."""
+        tokens = Counter(device=self.num_device)
+        for tier, num in self.colder:
+            tokens[tier] += num
+        return tokens
 
 
 class World:
@@ -172,7 +189,7 @@ class World:
         self.in_flight: deque[StepPlan] = deque()
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
-        self.device = Device(num_slots, 1 if cold is None else cold.num_host)
+        self.device = Device(num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.behind))
         pool = BlockPool(num_slots, "device")
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
         self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
@@ -298,7 +315,7 @@ class World:
         plan = self.plan()
         if behind:
             self.commit()
-        return behind or plan is not None or settled or self.cache.num_in_flight > 0
+        return behind or plan is not None or settled or self.cache.num_in_flight + self.cache.num_behind > 0
 
     def finish(self) -> None:
         """Step on until every request has ended, within the turns that it would take one after the other, each of them computed twice;
@@ -311,7 +328,8 @@ class World:
         assert all(asked.ended is not None for asked in self.asked.values()), "a request was left behind"
         assert not self.scheduler.has_work() and not self.scheduler._tracks and not self.cache.tables
         assert sorted(self.scheduler._free_rows) == list(range(self.budget.max_batch))
-        assert self.cache.num_in_flight == 0 and not self.cache._promoting and not self.cache._arriving
+        assert self.cache.num_in_flight == self.cache.num_behind == 0
+        assert not self.cache._promoting and not self.cache._arriving and not self.cache._hauls
         for counts in self.cache.stats().slots.values():
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:

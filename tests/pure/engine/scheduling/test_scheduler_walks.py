@@ -6,11 +6,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from scheduler_tiers import LAYOUT
+from scheduler_tiers import land_in_parts
 from scheduler_walks import choose, walk, walk_and_shorten
 from tier_faults import WALKED, Fault, ends_requests_whose_load_failed
-
-from penstock.kv.tiers import ladder, saves
 
 NUM_WALKS = 150
 WANTED = (
@@ -35,8 +33,7 @@ WANTED = (
 
 @pytest.fixture(autouse=True)
 def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
-    monkeypatch.setattr(ladder, "_LAST_BYTES", LAYOUT.block_bytes)
+    land_in_parts(monkeypatch)
 
 
 def test_the_scheduler_keeps_its_promises_over_a_host_tier_in_any_order_of_events() -> None:

@@ -17,11 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack, unpack
+from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES
 from penstock.kv.tiers.remote.mooncake_client import Clients, MooncakeClient
+from penstock.kv.tiers.remote.values import fill, place
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 
 if TYPE_CHECKING:
@@ -92,17 +91,12 @@ class MooncakeStore:
                 client.ask("remove", self._names(bad), until)
 
     def _placed(self, code: int, value: memoryview, key: bytes, slot: memoryview) -> Outcome:
-        """Checks what lies in the slot: the shared memory is in other hands, too."""
+        """`code`: the length, or why there is none."""
         if code in _ABSENT:
             return Outcome.MISSING
         if code < 0:
             return Outcome.FAILED
-        if code != self._value_bytes:
-            return Outcome.CORRUPT
-        np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(value, np.uint8, offset=HEADER_BYTES))  # without the interpreter's lock
-        envelope = unpack(bytes(value[:HEADER_BYTES]))
-        ours = envelope is not None and envelope.key == key and envelope.space == self._space.digest and envelope.fits(slot)
-        return Outcome.DONE if ours else Outcome.CORRUPT
+        return place(value[:code], key, self._space.digest, slot)
 
     def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
         """What is there already is left as it is."""
@@ -112,13 +106,9 @@ class MooncakeStore:
         for some in _runs(len(keys), client.lane_values):
             with client.lane(until) as lane:
                 for value, key, block in zip(lane.values, keys[some], blocks[some], strict=False):
-                    self._fill(value, key, block)
+                    fill(value, key, self._space.digest, block)
                 codes += lane.exchange("write", self._names(keys[some]), until)
         return _some_worked([self._written(code) for code in _checked(codes)])
-
-    def _fill(self, value: memoryview, key: bytes, block: memoryview) -> None:
-        value[:HEADER_BYTES] = pack(key, self._space.digest, block)
-        np.copyto(np.frombuffer(value, np.uint8, offset=HEADER_BYTES), np.frombuffer(block, np.uint8))
 
     def _written(self, code: int) -> Outcome:
         if code in _NO_ROOM:

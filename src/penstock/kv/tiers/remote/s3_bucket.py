@@ -17,12 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import obstore
 from obstore.store import S3Store
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack, unpack
+from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
+from penstock.kv.tiers.remote.values import place
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 
 if TYPE_CHECKING:
@@ -64,26 +64,22 @@ class BucketStore:
     local = False
 
     def __init__(self, bucket: S3Store, address: Address, space: Space, timeout_s: float) -> None:
-        self._bucket = bucket
         self._address = address
-        self._space = space
-        self._folder = f"{FORMAT}/{space.digest.hex()}"
-        self._timeout_s = timeout_s
-        self._threads = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "s3")
+        self._digest = space.digest
+        self._objects = Objects(bucket, f"{FORMAT}/{space.digest.hex()}", HEADER_BYTES + space.block_bytes)
+        self._requests = Requests(timeout_s)
 
     def __repr__(self) -> str:
         return f"<BucketStore {self._address.bucket}/{self._address.prefix}>"
 
-    # ------------------------------------------------------------------------------------------------------------- questions
-
     def find(self, keys: Sequence[bytes]) -> int:
         """Asks for a few places at once, and again between the last that is there and the first that is not. A hole further ahead is not
         seen: reading shows it."""
-        until = self._until()
+        until = self._requests.until()
         there, missing = 0, len(keys)  # all before `there` count as there; `missing` is not, or does not exist
         while there < missing:
             places = _spread(there, missing)
-            found = self._each(self._has, [keys[place] for place in places], until)
+            found = self._requests.each(self._objects.has, [keys[place] for place in places], until)
             first = next((i for i, has in enumerate(found) if has is not True), None)
             if first is None:
                 there = places[-1] + 1
@@ -92,123 +88,126 @@ class BucketStore:
                 there = places[first - 1] + 1 if first else there
         return there
 
-    def _has(self, key: bytes) -> bool:
-        try:
-            return obstore.head(self._bucket, self._path(key))["size"] == HEADER_BYTES + self._space.block_bytes
-        except FileNotFoundError:
-            return False
-
-    # ---------------------------------------------------------------------------------------------------------------- blocks
-
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
-        until = self._until()
+        until = self._requests.until()
         outcomes = [Outcome.FAILED] * len(keys)
-        for place, value in self._together(self._get, keys, until):
-            if not isinstance(value, _Broken):
-                outcomes[place] = Outcome.MISSING if value is None else self._place(value, keys[place], into[place])
+        for i, value in self._requests.together(self._objects.get, keys, until):
+            if not isinstance(value, Broken):
+                outcomes[i] = Outcome.MISSING if value is None else place(value, keys[i], self._digest, into[i])
         bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
-            self._each(self._remove, bad, until)
+            self._requests.each(self._objects.remove, bad, until)
         return outcomes
-
-    def _get(self, key: bytes) -> memoryview | None:
-        """Nothing is received of an object whose length is not that of a block."""
-        try:
-            answer = obstore.get(self._bucket, self._path(key))
-            right = answer.meta["size"] == HEADER_BYTES + self._space.block_bytes
-            return memoryview(answer.bytes() if right else b"")
-        except FileNotFoundError:
-            return None
-
-    def _place(self, value: memoryview, key: bytes, slot: memoryview) -> Outcome:
-        """Checks what lies in the slot, after the copy."""
-        if len(value) != HEADER_BYTES + len(slot):
-            return Outcome.CORRUPT
-        np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(value, np.uint8, offset=HEADER_BYTES))  # without the interpreter's lock
-        envelope = unpack(value[:HEADER_BYTES])
-        ours = envelope is not None and envelope.key == key and envelope.space == self._space.digest and envelope.fits(slot)
-        return Outcome.DONE if ours else Outcome.CORRUPT
 
     def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
         """What is there already is not sent again."""
-        until = self._until()
-        there = self._each(self._has, keys, until)
-        new = [place for place, has in enumerate(there) if has is not True]
-        values = [(keys[place], self._value(keys[place], blocks[place])) for place in new]
+        until = self._requests.until()
+        there = self._requests.each(self._objects.has, keys, until)
+        new = [i for i, has in enumerate(there) if has is not True]
+        values = [(keys[i], b"".join((pack(keys[i], self._digest, blocks[i]), blocks[i]))) for i in new]
         outcomes = [Outcome.DONE] * len(keys)
-        for place, answer in zip(new, self._each(self._put, values, until), strict=True):
-            if isinstance(answer, _Broken):
-                outcomes[place] = Outcome.FAILED
+        for i, answer in zip(new, self._requests.each(self._objects.put, values, until), strict=True):
+            if isinstance(answer, Broken):
+                outcomes[i] = Outcome.FAILED
         return outcomes
-
-    def _value(self, key: bytes, block: memoryview) -> bytes:
-        return b"".join((pack(key, self._space.digest, block), block))
-
-    def _put(self, named: tuple[bytes, bytes]) -> None:
-        key, value = named
-        obstore.put(self._bucket, self._path(key), value, use_multipart=False)  # in parts, a broken upload would stay and cost money
-
-    def _remove(self, key: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._bucket, self._path(key))
-
-    # ------------------------------------------------------------------------------------------------------------- the whole
 
     def persist(self) -> None:
         """An object store has answered a write when it keeps it."""
 
     def probe(self) -> None:
         """A list of nothing: it needs the bucket, and the right to look into it."""
-        self._one(self._some_paths, f"{self._folder}/probe")
+        self._requests.one(self._objects.some_paths, "probe")
 
     def reset(self) -> int:
         removed = 0
         before: list[str] = []
-        while paths := self._one(self._some_paths, self._folder):
+        while paths := self._requests.one(self._objects.some_paths, ""):
             if paths == before:
                 raise StoreFailed("the bucket does not let go of its objects")
-            self._one(lambda some: obstore.delete(self._bucket, some), paths)
+            self._requests.one(self._objects.remove_paths, paths)
             removed, before = removed + len(paths), paths
         return removed
-
-    def _some_paths(self, folder: str) -> list[str]:
-        chunk = next(iter(obstore.list(self._bucket, folder, chunk_size=_REMOVE_AT_ONCE)), [])
-        return [entry["path"] for entry in chunk]
 
     def usage(self) -> StoreUsage:
         """Others write and remove there, too: nobody counts."""
         return StoreUsage(0)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._requests.close()
 
-    # ------------------------------------------------------------------------------------------------------------- exchanges
 
-    def _path(self, key: bytes) -> str:
+class Objects:
+    """One request to the bucket, about one object or a page of them. Blocks, and raises what the library raises."""
+
+    def __init__(self, bucket: S3Store, folder: str, value_bytes: int) -> None:
+        self.bucket = bucket
+        self._folder = folder
+        self._value_bytes = value_bytes
+
+    def path(self, key: bytes) -> str:
         return f"{self._folder}/{key.hex()}"
 
-    def _until(self) -> float:
+    def has(self, key: bytes) -> bool:
+        try:
+            return obstore.head(self.bucket, self.path(key))["size"] == self._value_bytes
+        except FileNotFoundError:
+            return False
+
+    def get(self, key: bytes) -> memoryview | None:
+        """Nothing is received of an object whose length is not that of a block."""
+        try:
+            answer = obstore.get(self.bucket, self.path(key))
+            right = answer.meta["size"] == self._value_bytes
+            return memoryview(answer.bytes() if right else b"")
+        except FileNotFoundError:
+            return None
+
+    def put(self, named: tuple[bytes, bytes]) -> None:
+        key, value = named
+        obstore.put(self.bucket, self.path(key), value, use_multipart=False)  # in parts, a broken upload would stay and cost money
+
+    def remove(self, key: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self.bucket, self.path(key))
+
+    def remove_paths(self, paths: list[str]) -> None:
+        obstore.delete(self.bucket, paths)
+
+    def some_paths(self, below: str) -> list[str]:
+        """Of what lies in the folder, or in one in it."""
+        chunk = next(iter(obstore.list(self.bucket, f"{self._folder}/{below}".rstrip("/"), chunk_size=_REMOVE_AT_ONCE)), [])
+        return [entry["path"] for entry in chunk]
+
+
+class Requests:
+    """Requests that run at once, on threads of their own, under a deadline. One that is overdue is left to itself."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._threads = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "s3")
+
+    def until(self) -> float:
         return time.monotonic() + self._timeout_s
 
-    def _each(self, job: Callable[[U], T], things: Sequence[U], until: float) -> list[T | _Broken]:
-        done = dict(self._together(job, things, until))
+    def each(self, job: Callable[[U], T], things: Sequence[U], until: float) -> list[T | Broken]:
+        done = dict(self.together(job, things, until))
         return [done[place] for place in range(len(things))]
 
-    def _one(self, job: Callable[[U], T], thing: U) -> T:
-        (answer,) = self._each(job, [thing], self._until())
-        if isinstance(answer, _Broken):
+    def one(self, job: Callable[[U], T], thing: U) -> T:
+        (answer,) = self.each(job, [thing], self.until())
+        if isinstance(answer, Broken):
             raise answer.failure()
         return answer
 
-    def _together(self, job: Callable[[U], T], things: Sequence[U], until: float) -> Iterator[tuple[int, T | _Broken]]:
+    def together(self, job: Callable[[U], T], things: Sequence[U], until: float) -> Iterator[tuple[int, T | Broken]]:
         """Answers with their places, as they come. Raises StoreFailed where none came, or not all by the deadline."""
         running = {self._threads.submit(job, thing): place for place, thing in enumerate(things)}
-        broken: list[_Broken] = []
+        broken: list[Broken] = []
         try:
             for future in concurrent.futures.as_completed(running, max(0.0, until - time.monotonic())):
                 error = future.exception()
                 if isinstance(error, Exception):
-                    broken.append(_Broken(error))
+                    broken.append(Broken(error))
                     yield running[future], broken[-1]
                 else:
                     yield running[future], future.result()
@@ -220,8 +219,11 @@ class BucketStore:
         if broken and len(broken) == len(things):
             raise broken[0].failure()
 
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-class _Broken:
+
+class Broken:
     """A request that failed. Of its error only the kind is told: the message has the request in it."""
 
     def __init__(self, error: Exception) -> None:

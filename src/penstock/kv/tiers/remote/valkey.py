@@ -1,5 +1,5 @@
-"""A `BlockStore` in Valkey or Redis, a single server or a cluster, shared by all engines that name it. Owns the deadline of each call and
-how much is on its way at once; what is exchanged is `valkey_exchange`'s business.
+"""A `BlockStore` in Valkey or Redis, a single server or a cluster, shared by all engines that name it. Owns the deadline of each
+call; what is exchanged is `valkey_exchange`'s business, and connections are `valkey_links`'.
 
 One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`. The server forgets blocks as its own memory policy
 or their time to live says: that is a miss like any other.
@@ -10,11 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.envelope import HEADER_BYTES
 from penstock.kv.tiers.remote.valkey_url import Address, parse
 from penstock.kv.tiers.store import BlockStore, Outcome, Space, StoreUsage
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:  # both need the client library
     from penstock.kv.tiers.remote.valkey_links import Links
 
 _FIND_KEYS = 512  # questions on their way at once
-_WINDOW_BYTES = 16 << 20  # of values on their way at once: the server keeps them in memory until they are taken
 
 
 def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
@@ -37,8 +35,7 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     from penstock.kv.tiers.remote.valkey_links import Links
 
     links = Links(address)
-    window = max(1, _WINDOW_BYTES // (HEADER_BYTES + space.block_bytes))
-    return ValkeyStore(address, links, Exchange(address, links, space), window, timeout_s)
+    return ValkeyStore(address, links, Exchange(address, links, space), timeout_s)
 
 
 class ValkeyStore:
@@ -47,11 +44,10 @@ class ValkeyStore:
     name = "remote"
     local = False
 
-    def __init__(self, address: Address, links: Links, exchange: Exchange, window: int, timeout_s: float) -> None:
+    def __init__(self, address: Address, links: Links, exchange: Exchange, timeout_s: float) -> None:
         self._address = address
         self._links = links
         self._exchange = exchange
-        self._window = window  # blocks on their way at once
         self._timeout_s = timeout_s
 
     def __repr__(self) -> str:
@@ -61,23 +57,19 @@ class ValkeyStore:
     def find(self, keys: Sequence[bytes]) -> int:
         deadline = self._deadline()
         num_found = 0
-        for some in _runs(len(keys), _FIND_KEYS):
-            there = self._exchange.exist(keys[some], deadline)
+        while num_found < len(keys):
+            there = self._exchange.exist(keys[num_found : num_found + _FIND_KEYS], deadline)
             if not all(there):
                 return num_found + there.index(False)
             num_found += len(there)
         return num_found
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
-        deadline = self._deadline()
-        runs = _runs(len(keys), self._window)
-        return [outcome for some in runs for outcome in self._exchange.read(keys[some], into[some], deadline)]
+        return self._exchange.read(keys, into, self._deadline())
 
     def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
         """What is there already is not sent again, only marked as used."""
-        deadline = self._deadline()
-        runs = _runs(len(keys), self._window)
-        return [outcome for some in runs for outcome in self._exchange.write(keys[some], blocks[some], deadline)]
+        return self._exchange.write(keys, blocks, self._deadline())
 
     def persist(self) -> None:
         """What outlives the server is for its owner to say: nothing is asked of it here."""
@@ -102,8 +94,3 @@ class ValkeyStore:
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
-
-
-def _runs(num: int, at_once: int) -> Iterator[slice]:
-    for first in range(0, num, at_once):
-        yield slice(first, min(num, first + at_once))

@@ -1,8 +1,8 @@
 """How blocks are kept in Valkey or Redis, and what the server's answers mean. Owns names, commands and their outcomes; connections are
 `valkey_links`' and the bytes on them `wire`'s.
 
-Every call sends all it has to send to each node concerned, then takes the answers in that order. An answer that ends the call leaves its
-connections with answers owed, so they are thrown away.
+Commands are sent ahead of the answers to those before them, to each node as many as its link has on their way at once, and answered in that
+order. An answer that ends the call leaves its connections with answers owed, so they are thrown away.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-from penstock.errors import StoreFailed
+from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack, unpack
 from penstock.kv.tiers.remote.valkey_links import Link, Links
 from penstock.kv.tiers.remote.valkey_url import Address, Node
@@ -31,7 +31,7 @@ class Exchange:
         self._ttl_s = address.ttl_s
         self._links = links
         self._digest = space.digest
-        self._block_bytes = space.block_bytes
+        self._value_bytes = HEADER_BYTES + space.block_bytes
         self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:".encode()
 
     def exist(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
@@ -59,18 +59,25 @@ class Exchange:
         return answers
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        _need_whole(into, self._value_bytes - HEADER_BYTES)
         names = self._names(keys)
         outcomes = [Outcome.MISSING] * len(keys)
         with self._calls(names, deadline) as calls:
             for link, places in calls:
-                link.wire.send([b"".join(command(b"GET", names[place]) for place in places)], len(places))
+                _ask_for(link.wire, [names[place] for place in places[: link.at_once(self._value_bytes)]])
             for link, places in calls:
-                for place in places:
-                    outcomes[place] = self._receive(link.wire, keys[place], into[place])
+                ahead = link.at_once(self._value_bytes)
+                for index, place in enumerate(places):
+                    received = self._receive(link.wire, into[place])
+                    _ask_for(link.wire, [names[later] for later in places[index + ahead : index + ahead + 1]])
+                    if not isinstance(received, Outcome):
+                        received = _checked(received, keys[place], self._digest, into[place])
+                    outcomes[place] = received
                 _unlink(link.wire, [names[place] for place in places if outcomes[place] is Outcome.CORRUPT])
         return outcomes
 
-    def _receive(self, wire: Wire, key: bytes, target: memoryview) -> Outcome:
+    def _receive(self, wire: Wire, target: memoryview) -> memoryview | Outcome:
+        """A value's header, and the rest of it in `target`; an outcome where there is no such value."""
         size = wire.read_value_size()
         if size is None:
             return Outcome.MISSING
@@ -79,7 +86,7 @@ class Exchange:
                 return Outcome.CORRUPT
             self._moved_or_failed(size)
             return Outcome.MISSING
-        if size != HEADER_BYTES + self._block_bytes:
+        if size != self._value_bytes:
             wire.skip(size)
             wire.end_value()
             return Outcome.CORRUPT
@@ -87,11 +94,10 @@ class Exchange:
         wire.read_into(header)
         wire.read_into(target)
         wire.end_value()
-        envelope = unpack(header)
-        ours = envelope is not None and envelope.key == key and envelope.space == self._digest and envelope.fits(target)
-        return Outcome.DONE if ours else Outcome.CORRUPT
+        return header
 
     def write(self, keys: Sequence[bytes], blocks: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        _need_whole(blocks, self._value_bytes - HEADER_BYTES)
         names = self._names(keys)
         there = self._ask_each(names, [self._mark_used(name) for name in names], deadline)
         left = [place for place, known in enumerate(there) if not known]
@@ -111,12 +117,15 @@ class Exchange:
         outcomes = [Outcome.FAILED] * len(keys)
         with self._calls(names, deadline) as calls:
             for link, places in calls:
-                for place in places:
-                    header = pack(keys[place], self._digest, blocks[place])
-                    before, behind = command_with_value((b"SET", names[place]), len(header) + len(blocks[place]), expiry)
+                ahead = link.at_once(self._value_bytes)
+                for index, place in enumerate(places):
+                    if index >= ahead:
+                        outcomes[places[index - ahead]] = self._written(link.wire.read_answer())
+                    header = pack(keys[place], self._digest, blocks[place])  # just before they are sent: both passes over one cache
+                    before, behind = command_with_value((b"SET", names[place]), self._value_bytes, expiry)
                     link.wire.send([before, header, blocks[place], behind], 1)
             for link, places in calls:
-                for place in places:
+                for place in places[-link.wire.num_owed :]:
                     outcomes[place] = self._written(link.wire.read_answer())
         return outcomes
 
@@ -170,6 +179,23 @@ class Exchange:
             for place, name in enumerate(names):
                 places.setdefault(node_of(name), []).append(place)
             yield [(stack.enter_context(self._links.link(node, deadline)), some) for node, some in places.items() if node is not None]
+
+
+def _need_whole(blocks: Sequence[memoryview], block_bytes: int) -> None:
+    """Bytes beyond the length that was announced would be taken for commands."""
+    if any(len(view) != block_bytes or view.nbytes != block_bytes for view in blocks):
+        raise InvariantBroken(f"a block is a view of {block_bytes} bytes")
+
+
+def _checked(header: memoryview, key: bytes, digest: bytes, payload: memoryview) -> Outcome:
+    envelope = unpack(header)
+    ours = envelope is not None and envelope.key == key and envelope.space == digest and envelope.fits(payload)
+    return Outcome.DONE if ours else Outcome.CORRUPT
+
+
+def _ask_for(wire: Wire, names: Sequence[bytes]) -> None:
+    if names:
+        wire.send([b"".join(command(b"GET", name) for name in names)], len(names))
 
 
 def _unlink(wire: Wire, names: Sequence[bytes]) -> list[bytes | int | Refusal]:

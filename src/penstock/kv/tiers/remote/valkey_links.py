@@ -24,6 +24,9 @@ from penstock.errors import StoreFailed
 from penstock.kv.tiers.remote.valkey_url import Address, Node
 from penstock.kv.tiers.remote.wire import Wire
 
+_NEAR_BYTES = 1 << 20  # of values on their way at once from the same machine: what is asked ahead only falls out of caches
+_FAR_BYTES = 4 << 20  # over a network, where the next one shall be under way while one is taken in
+
 _Places = list[tuple[int, int, int, str, tuple[object, ...]]]
 
 
@@ -44,11 +47,18 @@ class Link(Connection):
         self.node = node
         self._tls = address.tls
         self._until = deadline
+        self.near = False  # the server is on this machine
         self.wire: Wire
 
     def _connect(self) -> Wire:
-        self.wire = Wire(dial(self.node, self._tls, self._until), self._until)
+        connected = dial(self.node, self._tls, self._until)
+        self.near = connected.getsockname()[0] == connected.getpeername()[0]
+        self.wire = Wire(connected, self._until)
         return self.wire
+
+    def at_once(self, value_bytes: int) -> int:
+        """How many values of that size to have on their way."""
+        return max(1, _NEAR_BYTES // value_bytes) if self.near else max(2, _FAR_BYTES // value_bytes)
 
     def ask(self, *words: bytes) -> object:
         """One exchange whose answer is more than a line."""

@@ -30,9 +30,12 @@ def withhold_all(segments: Segments, index: SlotIndex) -> list[Piece]:
 
 
 def _ranges(num_slots: int) -> Iterator[range]:
-    step = min(_MOST_SLOTS, -(-num_slots // _FEWEST))
-    for first in range(0, num_slots, step):
-        yield range(first, min(first + step, num_slots))
+    """Small ones first: of however few slots the disk has room for, more than half can be used."""
+    step, first = min(_MOST_SLOTS, -(-num_slots // _FEWEST)), 0
+    while first < num_slots:
+        end = min(first + min(max(1, first), step), num_slots)
+        yield range(first, end)
+        first = end
 
 
 class Growth:

@@ -1,0 +1,108 @@
+"""Two engine processes on one real store: what one has computed, the other restores, with the same tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.troubled import FULL_BLOCKS, PROMPT_TOKENS, prompt
+from penstock.testing.driving import generate, tiny_config
+from penstock.testing.sanitized import build_sanitized
+from penstock.testing.servers import ServerMissing, Valkey
+from penstock.testing.servers_more import Mooncake, mooncake_environment
+
+TESTS = Path(__file__).resolve().parents[1]
+NUMBERS = (0, 1, 2)
+
+
+class EngineProcess:
+    """One that answers questions; ends with `with`."""
+
+    def __init__(self, url: str, environment: Mapping[str, str]) -> None:
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "e2e" / "engine_process.py"), url],
+            env={**os.environ, **environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended with {self.process.wait()}"
+        return line
+
+    def wait_ready(self) -> None:
+        assert self._line() == "ready\n"
+
+    def ask(self, *numbers: int) -> tuple[list[list[int]], list[dict[str, int]]]:
+        """Tokens and sources, by prompt."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(numbers) + "\n")
+        self.process.stdin.flush()
+        answers: list[tuple[list[int], dict[str, int]]] = json.loads(self._line())
+        return [tokens for tokens, _ in answers], [source for _, source in answers]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60.0)  # it closes what it has
+        self.kill()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[list[list[int]]]:
+    """The tokens of an engine without tiers, of `NUMBERS` and one more."""
+    engine, _ = build_sanitized(tiny_config())
+    yield [generate(engine, prompt(number), max_tokens=4).tokens for number in (*NUMBERS, 3)]
+    engine.close(20.0)
+
+
+@pytest.fixture(params=["valkey", "mooncake"])
+def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Its URL, and what a process needs to reach it."""
+    try:
+        environment = mooncake_environment() if request.param == "mooncake" else {}
+        server: Any = Mooncake() if request.param == "mooncake" else Valkey()
+    except ServerMissing as missing:
+        pytest.skip(f"NO REAL {request.param.upper()}: {missing}")
+    with server:
+        yield server.url(), environment
+
+
+def source(remote: int) -> dict[str, int]:
+    return {"device": 0, "host": 0, "ssd": 0, "remote": remote, "computed": PROMPT_TOKENS - remote}
+
+
+def test_what_one_process_has_computed_another_restores_also_after_the_first_was_killed(
+    store: tuple[str, Mapping[str, str]], alone: list[list[int]]
+) -> None:
+    with EngineProcess(*store) as first, EngineProcess(*store) as second:
+        first.wait_ready()
+        second.wait_ready()
+        assert first.ask(*NUMBERS) == (alone[:3], [source(0)] * 3)
+        assert second.ask(*NUMBERS) == (alone[:3], [source(FULL_BLOCKS)] * 3)
+        assert second.ask(3) == (alone[3:], [source(0)])
+        assert first.ask(3, *NUMBERS) == ([alone[3], *alone[:3]], [source(FULL_BLOCKS)] * 4), "and the other way round"
+        first.kill()
+        assert second.ask(*NUMBERS) == (alone[:3], [source(FULL_BLOCKS)] * 3)

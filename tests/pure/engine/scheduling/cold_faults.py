@@ -1,0 +1,114 @@
+"""Defects in what scheduler and cache do about loads that come from behind host memory, one function each, to show that the tests see
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.track import Track
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.cache import KvCache
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.host import HostLease
+from penstock.kv.tiers.promotion import Promotion
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+
+def computes_all_of_it_where_a_load_ended_short(patch: Patch) -> None:
+    patch.setattr(Haul, "num_landed", 0)
+
+
+def believes_that_all_of_a_short_load_came(patch: Patch) -> None:
+    patch.setattr(Haul, "num_landed", property(lambda self: len(self.keys)))
+
+
+def takes_a_short_load_for_a_whole_one(patch: Patch) -> None:
+    patch.setattr(Haul, "error", lambda self: None)
+
+
+def counts_every_colder_token_to_the_host(patch: Patch) -> None:
+    note = Track.note_sources
+
+    def faulty(self: Track) -> None:
+        note(self)
+        self.colder = (("host", sum(num for _, num in self.colder)),) if self.colder else ()
+
+    patch.setattr(Track, "note_sources", faulty)
+
+
+def counts_tokens_that_did_not_come_to_their_tier(patch: Patch) -> None:
+    compute = Scheduler._compute_instead
+
+    def faulty(self: Scheduler, track: Track) -> None:
+        colder = track.colder
+        compute(self, track)
+        track.colder = colder
+
+    patch.setattr(Scheduler, "_compute_instead", faulty)
+
+
+def counts_from_the_wrong_end(patch: Patch) -> None:
+    """Of a load that ended short the first blocks came, and the last are counted."""
+    note = Track.note_sources
+
+    def faulty(self: Track) -> None:
+        loading, self.loading = self.loading, self.loading[::-1]
+        note(self)
+        self.loading = loading
+
+    patch.setattr(Track, "note_sources", faulty)
+
+
+def begins_before_all_of_it_is_sent(patch: Patch) -> None:
+    def arrivals(self: Haul) -> Any:
+        return tuple(arrival for part in self.parts for arrival in part.arrivals or ())
+
+    patch.setattr(Haul, "arrivals", property(arrivals))
+
+
+def waits_for_the_rest_of_a_load_that_ended_short(patch: Patch) -> None:
+    patch.setattr(Haul, "settled", property(lambda self: self.num_sent == len(self.keys) and all(part.settled for part in self.parts)))
+
+
+def waits_for_a_store_that_never_answers(patch: Patch) -> None:
+    patch.setattr(HostLease, "ready", property(lambda self: not self.saving and not self.parts))
+
+
+def gives_keys_to_the_blocks_behind_a_part_that_failed(patch: Patch) -> None:
+    def faulty(self: KvCache, promotion: Promotion, own: BlockTable) -> None:
+        if own in self._tables:
+            self._give_keys(own, own.num_keyed, promotion.keys)
+
+    patch.setattr(KvCache, "_land", faulty)
+
+
+def keeps_those_in_line_waiting_for_a_haul_that_is_over(patch: Patch) -> None:
+    whole = KvCache._no_longer_arriving
+
+    def faulty(self: KvCache, load: Any) -> None:
+        if not isinstance(load, Haul):
+            whole(self, load)
+
+    patch.setattr(KvCache, "_no_longer_arriving", faulty)
+
+
+# Those that any walk brings to light sooner or later.
+WALKED: list[Fault] = [
+    computes_all_of_it_where_a_load_ended_short,
+    believes_that_all_of_a_short_load_came,
+    takes_a_short_load_for_a_whole_one,
+    counts_every_colder_token_to_the_host,
+    counts_tokens_that_did_not_come_to_their_tier,
+    counts_from_the_wrong_end,
+    begins_before_all_of_it_is_sent,
+    waits_for_the_rest_of_a_load_that_ended_short,
+    waits_for_a_store_that_never_answers,
+    gives_keys_to_the_blocks_behind_a_part_that_failed,
+    keeps_those_in_line_waiting_for_a_haul_that_is_over,
+]

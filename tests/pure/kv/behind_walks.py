@@ -1,0 +1,327 @@
+"""Random walks of requests over device, host, disk and store: reads and copies half done, failing and late, stores that lose, damage,
+refuse and die, resets and flushes. Owns the choice of events, and what must hold between any two.
+
+The model is short. Whatever has a key holds what the key says. The books add up. Blocks that a load says have landed are there. What a
+flush acknowledged is in the first tier. When nothing goes wrong any more everything ends, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ladder_rig import LAYERS
+from stacked_rig import ALL, Stacked
+
+from event_walks import Event, choose_events, told_shortly
+from penstock.config import AdmissionName
+from penstock.contract import Lease, Prefix
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.tiers import behind
+from penstock.kv.tiers.behind import Persisting
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.promotion import Promotion
+from penstock.testing.stores import MemoryStore
+
+MAX_OPEN = 5
+
+
+@dataclass
+class Asked:
+    """One request."""
+
+    name: str
+    num_blocks: int
+    prefix: Prefix
+    lease: Lease | None
+    table: BlockTable | None = None
+    first: int = 0  # blocks that were on the device
+    num_wanted: int = 0  # that are loaded behind them
+    load: Haul | Promotion | None = None
+    filled: bool = False
+
+
+@dataclass
+class Claim:
+    """A flush, and the blocks that it is about: in host memory when it was asked for, and ever since."""
+
+    persisting: Persisting
+    keys: set[bytes]
+    lost: set[bytes] = field(default_factory=set)  # by a reset since
+
+
+class Shape(NamedTuple):
+    tiers: tuple[str, ...]
+    admission: AdmissionName
+    num_device: int
+    num_host: int
+    prefix_cache: bool
+    read_ahead: int
+    num_stored: int
+
+
+class Walker:
+    """Does events; the method's name is the event's."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.rig = Stacked(
+            *shape.tiers,
+            admission=shape.admission,
+            num_device=shape.num_device,
+            num_host=shape.num_host,
+            prefix_cache=shape.prefix_cache,
+        )
+        self.asked: list[Asked] = []
+        self.claims: list[Claim] = []
+        self.gone: set[bytes] = set()  # that stores have lost or damaged on their own account
+        self.seen: Counter[str] = Counter()
+        for tier in shape.tiers:
+            self.rig.put(tier, self.rig.keys(shape.num_stored))
+
+    def do(self, event: Event) -> None:
+        name, number = event
+        getattr(self, name)(random.Random(number))
+        self.check()
+
+    # --------------------------------------------------------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        self.rig.check()
+        for asked in self.asked:
+            if asked.load is not None and asked.table is not None and not asked.filled:
+                self._check_load(asked, asked.load, asked.table)
+        for claim in self.claims:
+            claim.keys.intersection_update(self.rig.host._pool.keys())
+            if claim.persisting.settled and claim.persisting.error is None:
+                there = self.rig.first.blocks.keys() | claim.lost | self.gone
+                assert claim.keys <= there, "a flush has acknowledged what is not there"
+                self.seen["persisted"] += bool(claim.keys)
+        self.claims = [claim for claim in self.claims if not claim.persisting.settled]
+
+    def _check_load(self, asked: Asked, load: Haul | Promotion, table: BlockTable) -> None:
+        num, wanted = load.num_landed, asked.num_wanted
+        keys = asked.prefix.keys[asked.first : asked.first + num]
+        slots = table.hold.slots[asked.first : asked.first + num]
+        assert self.rig.device.read(slots, ALL) == [[key] * LAYERS for key in keys], "what is said to have landed is not there"
+        assert num <= wanted and table.num_keyed == asked.first + num
+        is_haul = isinstance(load, Haul)
+        if load.settled:
+            assert (load.error() is None) == (num == wanted), "it says that all of it has come, and it has not"
+            self.seen["ended short"] += is_haul and 0 < num < wanted
+            self.seen["came"] += is_haul and num == wanted
+        if isinstance(load, Haul):
+            assert num <= load.num_sent <= load.limit <= wanted
+            assert load.arrivals is None or load.num_sent == wanted, "a fence that does not exist cannot be waited for"
+            self.seen["part of it under way"] += any(part.settled for part in load.parts) and not load.settled
+
+    # ------------------------------------------------------------------------------------------------------------- requests
+
+    def _those(self, wanted: Callable[[Asked], bool]) -> list[Asked]:
+        return [asked for asked in self.asked if wanted(asked)]
+
+    def submit(self, r: random.Random) -> None:
+        if len(self.asked) < MAX_OPEN:
+            name, num_blocks = r.choice("aaab"), r.randint(1, 6)
+            prefix = self.rig.prefix(num_blocks, name)
+            self.asked.append(Asked(name, num_blocks, prefix, self.rig.cache.lease("request", prefix)))
+
+    def start(self, r: random.Random) -> None:
+        """As the scheduler would: those that wait for somebody else's blocks, or for room, do not."""
+        waiting = self._those(lambda one: one.table is None and (one.lease is None or one.lease.ready))
+        if not waiting:
+            return
+        asked, cache = r.choice(waiting), self.rig.cache
+        match = cache.match(asked.prefix.keys, asked.lease)
+        self.seen["pending"] += match.pending
+        if match.pending or asked.num_blocks - match.num_blocks > cache.num_available - match.num_idle:
+            return
+        asked.table = cache.open(f"request {self.asked.index(asked)}", asked.prefix, match.num_blocks)
+        asked.first, asked.num_wanted = match.num_blocks, match.num_colder
+        lease, asked.lease = asked.lease, None
+        if lease is not None and match.num_colder:
+            asked.load = cache.promote(asked.table, lease, match.num_colder, 1)
+            self.seen["haul"] += isinstance(asked.load, Haul)
+        elif lease is not None:
+            lease.end()
+
+    def a_prefix_comes_back(self, r: random.Random) -> None:
+        """It was computed, and hotter tiers have forgotten it."""
+        self.compute(r)
+        if r.random() < 0.5:
+            self.rig.flow()
+        self.rig.cache.reset(["device", "host"] if r.random() < 0.7 else ["device"])
+        self.submit(r)
+        if r.random() < 0.5:
+            self.rig.run("ask remote")
+        self.start(r)
+
+    def compute(self, r: random.Random) -> None:
+        ready = self._those(lambda one: one.table is not None and not one.filled and (one.load is None or one.load.settled))
+        if ready:
+            asked = r.choice(ready)
+            assert asked.table is not None
+            if asked.num_blocks - asked.table.num_slots <= self.rig.cache.num_available:
+                self.rig.fill(asked.table, asked.num_blocks, asked.name)
+                asked.filled = True
+
+    def end(self, r: random.Random) -> None:
+        if self.asked:
+            asked = self.asked.pop(r.randrange(len(self.asked)))
+            if asked.lease is not None:
+                asked.lease.end()
+            if asked.table is not None:
+                self.seen["cancelled while loading"] += isinstance(asked.load, Haul) and not asked.load.settled
+                self.rig.cache.release(asked.table, self.rig.step() if r.random() < 0.5 else None)
+
+    # ---------------------------------------------------------------------------------------------------------------- lanes
+
+    def go_on(self, r: random.Random) -> None:
+        busy = [lane for lane in self.rig.lanes if len(lane)]
+        if busy:
+            lane = r.choice(busy)
+            for _ in range(r.randint(1, 6)):
+                lane.step()
+            if r.random() < 0.5:
+                self.rig.cache.settle()
+
+    def settle(self, r: random.Random) -> None:
+        self.rig.cache.settle()
+
+    def flow(self, r: random.Random) -> None:
+        self.rig.flow()
+
+    # -------------------------------------------------------------------------------------------------------------- trouble
+
+    def _store(self, r: random.Random) -> MemoryStore:
+        return r.choice(list(self.rig.stores.values()))
+
+    def a_block_goes_bad(self, r: random.Random) -> None:
+        store = self._store(r)
+        if store.blocks:
+            key, how = r.choice(sorted(store.blocks)), r.choice(["lose", "spoil", "fail"])
+            if how == "fail":
+                store.fails.add(key)
+            else:
+                (store.lose if how == "lose" else store.spoil)(key)
+                self.gone.add(key)
+
+    def a_store_dies(self, r: random.Random) -> None:
+        self._store(r).die()
+
+    def a_store_is_full(self, r: random.Random) -> None:
+        store = self._store(r)
+        store.max_blocks = len(store.blocks)
+
+    def stores_are_well_again(self, r: random.Random) -> None:
+        for store in self.rig.stores.values():
+            store.raises = store.max_blocks = None
+            store.fails.clear()
+        self.rig.clock.advance(100.0)
+
+    def copies_fail(self, r: random.Random) -> None:
+        self.rig.loads.fail_next = r.randint(1, 2)
+
+    def loads_are_late(self, r: random.Random) -> None:
+        for haul in self.rig.behind._hauls:
+            haul.deadline_s = 0.0
+
+    def leases_expire(self, r: random.Random) -> None:
+        self.rig.now_s += 1000.0
+        self.rig.cache.settle()
+
+    def reset(self, r: random.Random) -> None:
+        tier = r.choice(["device", "host", "first"])
+        first = next(iter(self.rig.tiers.values()))
+        if tier != "first":
+            self.rig.cache.reset([tier])
+        elif self.rig.first.raises is None and first.usable:
+            for claim in self.claims:
+                claim.lost.update(self.rig.first.blocks)
+            first.reset()
+            self.rig.cache.forgotten(first.name)
+
+    def persist(self, r: random.Random) -> None:
+        persisting = self.rig.cache.persist()
+        assert persisting is not None
+        self.claims.append(Claim(persisting, set(self.rig.host._pool.keys())))
+
+    # ------------------------------------------------------------------------------------------------------------------ end
+
+    def finish(self) -> None:
+        """Nothing goes wrong any more: everything ends, and nothing is left."""
+        r = random.Random(0)
+        self.stores_are_well_again(r)
+        self.rig.loads.fail_next = 0
+        self.rig.flow()
+        self.check()
+        for asked in self.asked:
+            assert asked.load is None or asked.load.settled, "it would wait for ever"
+            assert asked.lease is None or asked.lease.ready
+        assert not self.claims, "a flush would wait for ever"
+        while self.asked:
+            self.end(r)
+        self.rig.end()
+
+
+WEIGHTS = {
+    "submit": 8,
+    "start": 14,
+    "a_prefix_comes_back": 8,
+    "compute": 10,
+    "end": 6,
+    "go_on": 40,
+    "settle": 8,
+    "flow": 3,
+    "a_block_goes_bad": 4,
+    "a_store_dies": 1,
+    "a_store_is_full": 1,
+    "stores_are_well_again": 3,
+    "copies_fail": 3,
+    "loads_are_late": 1,
+    "leases_expire": 1,
+    "reset": 5,
+    "persist": 4,
+}
+
+
+def choose(seed: int) -> tuple[Shape, list[Event]]:
+    r = random.Random(seed)
+    shape = Shape(
+        tiers=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]),
+        admission=r.choice(["always", "reuse", "evict"]),
+        num_device=r.choice([6, 12, 24]),
+        num_host=r.choice([4, 8, 16]),
+        prefix_cache=r.random() < 0.8,
+        read_ahead=r.choice([1, 2, 256]),
+        num_stored=r.randint(0, 6),
+    )
+    return shape, choose_events(r, WEIGHTS, r.randint(30, 100))
+
+
+@contextmanager
+def reading_ahead(num_groups: int) -> Iterator[None]:
+    before = behind._READ_AHEAD, behind._READ_AT_ONCE
+    behind._READ_AHEAD = behind._READ_AT_ONCE = num_groups
+    try:
+        yield
+    finally:
+        behind._READ_AHEAD, behind._READ_AT_ONCE = before
+
+
+def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
+    """What was met on the way, if nothing was wrong."""
+    with reading_ahead(shape.read_ahead):
+        walker = Walker(shape)
+        for event in events:
+            walker.do(event)
+        walker.finish()
+        return walker.seen
+
+
+def walk_and_shorten(seed: int) -> Counter[str]:
+    """A walk; where it fails, as few events as fail in the same way are named."""
+    shape, events = choose(seed)
+    return told_shortly(lambda some: walk(shape, some), events, f"walk {seed} through {shape}")
