@@ -121,7 +121,6 @@ class Writing:
         self.error: BaseException | None = None  # why some of it was not tried, or could not be
         self.outcomes = outcomes  # by key, once it is settled; FULL also where the queue had no room
         self.groups = groups
-        self.behind: Sequence[Writing] = ()  # these are settled first
 
     @property
     def done_keys(self) -> list[bytes]:
@@ -129,7 +128,7 @@ class Writing:
         return [key for key, outcome in zip(self.keys, self.outcomes, strict=True) if self.settled and outcome is Outcome.DONE]
 
     def over(self) -> bool:
-        return all(writing.settled for writing in self.behind) and all(group.over() for group in self.groups)
+        return all(group.over() for group in self.groups)
 
     def settle(self) -> list[BaseException]:
         """It is over. Returns defects of ours."""
@@ -329,8 +328,7 @@ class ColdTier(ColdFigures):
         that were not given out before: if one of their blocks is lost, that is an error, too."""
         group = Group((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
-        writing.behind = tuple(self._writings)
-        groups = [group for one in writing.behind for group in one.groups]
+        groups = [group for one in self._writings for group in one.groups]
         self._writers.behind_all(group, partial(self._exchanges.persist, group, groups), f"persist {self.name}")
         self._writings.append(writing)
         return writing
