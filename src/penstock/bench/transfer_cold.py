@@ -19,6 +19,7 @@ WARM_UP = 0  # number of the run that is not measured, but checked byte by byte
 RAW, TIER, PERSISTED = "raw", "tier", "tier, persisted"
 
 Wait = Callable[[], None]
+Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before
 
 
 class ColdWay(Protocol):
@@ -31,8 +32,8 @@ class ColdWay(Protocol):
     def name(self) -> str: ...
 
     @property
-    def beside(self) -> tuple[str, str]:
-        """Direction and name of what it is compared with, which comes before it; its own where it is compared with nothing."""
+    def beside(self) -> Beside:
+        """What it is compared with, the fastest of them; none: with nothing."""
 
     def prepare(self, spoil: bool) -> None:
         """Untimed. `spoil`: nothing of what is to arrive is there yet."""
@@ -84,10 +85,10 @@ class Room:
 class TierWrite:
     """From host slots into a store that has none of it, on the tier's lanes; over when the tier says so, or when it is safe as well."""
 
-    def __init__(self, rig: ColdRig, direction: str, beside: str, persist: bool = False) -> None:
+    def __init__(self, rig: ColdRig, direction: str, beside: Sequence[str], persist: bool = False) -> None:
         self.direction = direction
         self.name = PERSISTED if persist else TIER
-        self.beside = direction, beside
+        self.beside: Beside = tuple((direction, name) for name in beside)
         self._rig = rig
         self._persist = persist
 
@@ -119,9 +120,9 @@ class TierRead:
 
     name = TIER
 
-    def __init__(self, rig: ColdRig, direction: str, beside: str) -> None:
+    def __init__(self, rig: ColdRig, direction: str, beside: Sequence[str]) -> None:
         self.direction = direction
-        self.beside = direction, beside
+        self.beside: Beside = tuple((direction, name) for name in beside)
         self._rig = rig
         self._room = Room(rig)
 
@@ -148,7 +149,7 @@ class Promoted:
 
     def __init__(self, rig: ColdRig, direction: str, beside: tuple[str, str]) -> None:
         self.direction = direction
-        self.beside = beside
+        self.beside: Beside = (beside,)
         self._rig = rig
         self._table: Table | None = None
 
@@ -214,7 +215,9 @@ def take_turns(rig: ColdRig, ways: Sequence[ColdWay], repeat: int, progress: Pro
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for way, runs in zip(ways, taken, strict=True):
         row = rows[way.direction, way.name] = _row(rig, way, runs)
-        row["percent_of_raw"] = 100 * row["gb_s"] / rows[way.beside]["gb_s"]
+        if way.beside:
+            fastest = max(way.beside, key=lambda name: rows[name]["gb_s"])
+            row |= {"beside": ", ".join(fastest), "percent_of_raw": 100 * row["gb_s"] / rows[fastest]["gb_s"]}
     return list(rows.values())
 
 
@@ -236,7 +239,7 @@ def _row(rig: ColdRig, way: ColdWay, runs: list[Timed]) -> dict[str, Any]:
         "blocks": len(rig.keys),
         "bytes": rig.num_bytes,
         "way": way.name,
-        "beside": None if way.beside == (way.direction, way.name) else ", ".join(way.beside),
+        "beside": None,
         "layers": None,
         "gb_s": rig.num_bytes / total_s / 1e9,
         "percent_of_raw": 100.0,

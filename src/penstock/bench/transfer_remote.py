@@ -12,7 +12,7 @@ from functools import partial
 from penstock.bench.cold_rig import OWNER, ColdRig, Shape
 from penstock.bench.run import Results
 from penstock.bench.store_clients import Client, open_client
-from penstock.bench.transfer_cold import ColdWay, TierRead, TierWrite, Wait, take_turns
+from penstock.bench.transfer_cold import Beside, ColdWay, TierRead, TierWrite, Wait, take_turns
 from penstock.config import OffloadConfig
 from penstock.engine.build import COLD_READERS, COLD_WRITERS
 from penstock.errors import InvariantBroken, PenstockError, StoreFailed
@@ -22,7 +22,6 @@ from penstock.kv.tiers.remote import open_store
 from penstock.models.progress import Progress
 
 WRITE, READ = "host to remote", "remote to host"
-CLIENT = "client"
 
 
 def measure_remote(offload: OffloadConfig, sizes: Sequence[int], shape: Shape, progress: Progress) -> Results:
@@ -39,7 +38,16 @@ def measure_remote(offload: OffloadConfig, sizes: Sequence[int], shape: Shape, p
 
 
 def _ways(rig: ColdRig, values: Values) -> list[ColdWay]:
-    return [ClientWrite(values), TierWrite(rig, WRITE, CLIENT), ClientRead(values), TierRead(rig, READ, CLIENT)]
+    """A client may be faster on one thread than on several, where they are in each other's way."""
+    readers, writers = (sorted({1, num}) for num in values.client.at_once)
+    writes: list[ColdWay] = [ClientWrite(values, num) for num in writers]
+    reads: list[ColdWay] = [ClientRead(values, num) for num in readers]
+    tier_write, tier_read = TierWrite(rig, WRITE, [way.name for way in writes]), TierRead(rig, READ, [way.name for way in reads])
+    return [*writes, tier_write, *reads, tier_read]
+
+
+def _name(num_threads: int) -> str:
+    return f"client, {num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
 class Values:
@@ -97,20 +105,22 @@ def _wait_all(started: Sequence[Future[None]]) -> None:
 
 
 class ClientWrite:
-    """One value, one call, on as many threads as the tier writes with."""
+    """One value, one call, on each of some threads."""
 
-    direction, name = WRITE, CLIENT
-    beside = WRITE, CLIENT
+    direction = WRITE
+    beside: Beside = ()
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, num_threads: int) -> None:
+        self.name = _name(num_threads)
         self._values = values
+        self._num_threads = num_threads
 
     def prepare(self, spoil: bool) -> None:
         self._values.rename()
 
     def launch(self) -> Wait:
         values = self._values
-        return values.start(lambda name: values.client.write(name, values.named[name]), values.client.at_once[1])
+        return values.start(lambda name: values.client.write(name, values.named[name]), self._num_threads)
 
     def finish(self, check: bool) -> None:
         """What was written is checked when it is read."""
@@ -119,11 +129,13 @@ class ClientWrite:
 class ClientRead:
     """The same in the other direction, into memory that the client brings."""
 
-    direction, name = READ, CLIENT
-    beside = READ, CLIENT
+    direction = READ
+    beside: Beside = ()
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, num_threads: int) -> None:
+        self.name = _name(num_threads)
         self._values = values
+        self._num_threads = num_threads
         self._came: dict[str, bytes | memoryview | None] = {}
         self._keep = False
 
@@ -131,7 +143,7 @@ class ClientRead:
         self._keep = spoil
 
     def launch(self) -> Wait:
-        return self._values.start(self._read, self._values.client.at_once[0])
+        return self._values.start(self._read, self._num_threads)
 
     def _read(self, name: str) -> None:
         value = self._values.client.read(name)

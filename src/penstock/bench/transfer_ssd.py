@@ -14,7 +14,7 @@ import torch
 
 from penstock.bench.cold_rig import OWNER, ColdRig, Shape
 from penstock.bench.run import Results
-from penstock.bench.transfer_cold import RAW, ColdWay, Promoted, Room, TierRead, TierWrite, Wait, take_turns
+from penstock.bench.transfer_cold import RAW, Beside, ColdWay, Promoted, Room, TierRead, TierWrite, Wait, take_turns
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.memory.arena import free_bytes
@@ -49,11 +49,11 @@ def measure_ssd(folder: Path, sizes: Sequence[int], shape: Shape, progress: Prog
 def _ways(rig: ColdRig, file: RawFile) -> list[ColdWay]:
     return [
         RawWrite(file),
-        TierWrite(rig, WRITE, RAW),
+        TierWrite(rig, WRITE, [RAW]),
         RawWrite(file, synced=True),
-        TierWrite(rig, WRITE, SYNCED, persist=True),
+        TierWrite(rig, WRITE, [SYNCED], persist=True),
         RawRead(file),
-        TierRead(rig, READ, RAW),
+        TierRead(rig, READ, [RAW]),
         Promoted(rig, PROMOTE, (READ, RAW)),
     ]
 
@@ -132,10 +132,10 @@ class RawWrite:
     """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it has them."""
 
     direction = WRITE
+    beside: Beside = ()
 
     def __init__(self, file: RawFile, synced: bool = False) -> None:
         self.name = SYNCED if synced else RAW
-        self.beside = self.direction, self.name
         self._file = file
         self._synced = synced
         self._pin: Pin | None = None
@@ -168,7 +168,7 @@ class RawRead:
 
     direction = READ
     name = RAW
-    beside = READ, RAW
+    beside: Beside = ()
 
     def __init__(self, file: RawFile) -> None:
         self._file = file

@@ -202,13 +202,15 @@ class Scheduler:
         index = 0
         while index < min(len(self._line), _LOOK_AHEAD) and room > 0 and self._free_rows:
             track = self._line.tracks[index]
-            # Retracted while a step still samples for it; or what it had is still being saved, or a store has not answered yet.
-            if track.num_in_flight or not _is_known(track.lease):
+            if track.num_in_flight:  # retracted while a step still samples for it: its tokens are not all known yet
+                index += 1
+                continue
+            if track.lease is not None and not track.lease.ready:  # what it had is still being saved, or a store has not answered yet
                 index += 1
                 continue
             match = self._match(track)
-            waits = match.pending and not track.computes and (self._running or self._ledger.num_settling)
-            if waits or not _is_known(track.lease):  # it comes without this one's doing, so it is shared; or a store was asked just now
+            waits = match.pending and not track.computes
+            if waits and (self._running or self._ledger.num_settling):  # it comes without this one's doing: share it
                 index += 1
                 continue
             if not self._fits(track, match):
@@ -475,11 +477,6 @@ class Scheduler:
         rows = sorted([t.row for t in self._running.values()] + self._free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")
-
-
-def _is_known(lease: Lease | None) -> bool:
-    """Whether it is known what it covers."""
-    return lease is None or lease.ready
 
 
 def _covers(lease: Lease | None, block: int) -> bool:

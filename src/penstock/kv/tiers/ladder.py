@@ -143,7 +143,8 @@ class Ladder:
         if missing:
             tokens = self._layout.block_tokens
             compute_s = self.prefill.seconds(len(missing) * tokens, (missing[0] + len(missing) / 2) * tokens)
-            lease.parts = behind.find(keys, missing, min(_PATIENCE_S, _PATIENCE_S if compute_s is None else compute_s))
+            patience_s = _PATIENCE_S if compute_s is None or self._limits.load_always else min(_PATIENCE_S, compute_s)
+            lease.parts = behind.find(keys, missing, patience_s)
         if lease.parts or len(missing) < len(keys) - first:
             return lease
         lease.end()

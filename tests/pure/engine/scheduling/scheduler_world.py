@@ -62,7 +62,6 @@ class WatchedCache(KvCache):
     def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion | Haul:
         assert isinstance(table, BlockTable)
         asked, first = self._world.asked[table.owner], table.num_slots
-        assert lease.ready, "what it has is not known yet"
         asked.runs = [(tier, num * BLOCK) for tier, num in lease.runs_from(first)]
         load = super().promote(table, lease, num_blocks, num_next)
         assert asked.request.may_match, "it cannot use what is cached"

@@ -122,6 +122,12 @@ class Segments:
     def num_slots(self) -> int:
         return self._all[-1].first + self._all[-1].num_slots if self._all else 0
 
+    @property
+    def num_usable(self) -> int:
+        """Slots that can be had, without those of files for which the disk had no room."""
+        refused = self._grow_again_s > 0.0
+        return sum(segment.num_ready if segment.fd >= 0 else 0 if refused else segment.num_slots for segment in self._all)
+
     def locate(self, slot: int) -> tuple[Segment, int]:
         """The segment that has `slot`, and its number there."""
         segment = self._all[bisect_right(self._firsts, slot) - 1]

@@ -61,7 +61,7 @@ class SsdStore:
         return self._index.find(keys)
 
     def usage(self) -> StoreUsage:
-        return StoreUsage(self._index.num_keys, self._segments.num_slots)
+        return StoreUsage(self._index.num_keys, max(self._index.num_keys, self._segments.num_usable))
 
     # --------------------------------------------------------------------------------------------------------------- blocks
 
