@@ -235,9 +235,15 @@ def test_a_queue_smaller_than_a_block_still_takes_one(make: Make) -> None:
     assert rig.write(KEYS[:1]).done_keys == KEYS[:1]
 
 
-@pytest.mark.parametrize("local", [True, False])
-def test_what_is_known_to_be_there_is_not_written_again(make: Make, local: bool) -> None:
-    rig = make(local)
+def test_a_local_store_decides_itself_what_it_has(make: Make) -> None:
+    rig = make(True)
+    rig.write(KEYS[:2])
+    assert rig.write(KEYS[:3]).done_keys == KEYS[:3]
+    assert rig.store.calls == ["write", "write", "write"], "two blocks in each, and nobody asked it what it has"
+
+
+def test_what_a_store_far_away_is_known_to_have_is_not_sent_again(make: Make) -> None:
+    rig = make(False)
     rig.write(KEYS[:2])
     again = rig.submit_write(KEYS[:3])
     assert again is not None and not again.settled

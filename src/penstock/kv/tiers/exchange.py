@@ -118,10 +118,9 @@ class Exchanges:
         return not self.stopped and self.breaker.state is State.CLOSED and not self.stuck
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of `keys` need not be written, as far as that is known without asking anybody far away."""
-        if self.store.local:
-            return [self.find([key]) == 1 for key in keys]
-        return self.known.has_each(keys)
+        """Which of `keys` need not be written, as far as that is known without asking. A store that answers from memory finds out when it
+        writes: it alone knows whether what it has under a key was ever read whole."""
+        return [False] * len(keys) if self.store.local else self.known.has_each(keys)
 
     # ------------------------------------------------------------------------------------------------------- what is said
 

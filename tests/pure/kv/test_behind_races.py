@@ -1,0 +1,338 @@
+"""The races of reads and writes behind host memory with copies to and from the device, under chosen interleavings and under the sanitizer:
+ours do not happen, and each is heard as soon as the edge or the pin that forbids it is taken away. Real pools, tiers and movers; only the
+bytes are few and the lanes are sequenced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from behind_faults import ends_the_pin_of_a_write_when_it_is_submitted as ends_the_pin_of_a_write
+from behind_faults import lets_go_of_what_it_read_when_its_table_ends as lets_go_of_its_sources
+from behind_faults import reads_into_slots_that_it_gives_back_with_its_table as gives_back_what_it_reads_into
+from ladder_rig import BLOCK, LAYERS, LAYOUT
+from stacked_rig import ALL, BLOCK_BYTES, CELL, SCOPE
+
+from penstock.contract import Access, Fence, Mode, Prefix
+from penstock.engine.execution.arriving import Arriving
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.cache import KvCache
+from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
+from penstock.kv.tiers.exchange import Group
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.host import HostLease, HostTier
+from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.store import Outcome
+from penstock.kv.transfer.mover import Mover
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.sequencer import Sequencer, explore, run_on
+from penstock.testing.stepped import ByteArena, TagArena, TagCopier
+from penstock.testing.stores import HandClock, MemoryStore
+
+SEEDS = 10  # random schedules of each program, besides the default one
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+class World:
+    """A device, host memory and a disk of one block an exchange, each with as many slots as a program needs."""
+
+    def __init__(self, sequencer: Sequencer, sanitizer: Sanitizer | None, num_device: int = 4, num_host: int = 4) -> None:
+        lane, launcher = sequencer.lane, sequencer.launcher
+        self.sequencer, self.compute = sequencer, lane("compute")
+        self.device, self.host = TagArena("device", num_device, LAYERS), ByteArena("host", num_host, LAYERS, CELL)
+        pool = BlockPool(num_device, "device", sanitizer)
+        tier = HostTier(BlockPool(num_host, "host", sanitizer), BLOCK, 1e9)
+        load = Mover(("host", "device"), TagCopier(self.host, self.device), lane("load"), launcher("launch-load"))
+        save = Mover(("device", "host"), TagCopier(self.device, self.host), lane("save"), launcher("launch-save"))
+        self.ladder = Ladder(pool, tier, (load, save), LAYOUT, LadderLimits(0, 1e9, load_always=True))
+        self.store = MemoryStore("ssd", local=True)
+        lanes = ColdLanes([lane("read-0"), lane("read-1")], [lane("write")], None)
+        limits = ColdLimits(group_bytes=BLOCK_BYTES, write_bytes=BLOCK_BYTES, stuck_s=1e9)
+        self.tier = ColdTier(self.store, lanes, self.host.view, ("host", LAYERS), limits, HandClock())
+        behind = Behind(tier, [self.tier], BLOCK_BYTES)
+        behind._part_blocks = 1
+        self.ladder.put_behind(behind)
+        self.cache = KvCache(pool, SCOPE, ladder=self.ladder)
+
+    def prefix(self, name: str, num_blocks: int = 2) -> Prefix:
+        prefix = self.cache.prefix_of([ord(name)] * (num_blocks * BLOCK))
+        assert prefix is not None
+        return prefix
+
+    def put(self, name: str, num_blocks: int = 2) -> None:
+        keys = self.prefix(name, num_blocks).keys
+        self.store.write(keys, range(num_blocks), [memoryview(key * LAYERS) for key in keys])
+
+    def run(self, name: str, num_blocks: int = 2, table: BlockTable | None = None) -> tuple[BlockTable, Fence]:
+        """A request's prefill: one op that writes the blocks that it does not have yet."""
+        own = self.cache.open(name, self.prefix(name, num_blocks), 0) if table is None else table
+        while not self.cache.try_extend(own, num_blocks - own.num_slots):
+            self.cache.drain(1.0)
+        for fence in own.take_after():
+            self.compute.wait(fence)
+        slots, keys = own.hold.slots[own.num_keyed :], self.prefix(name, num_blocks).keys[own.num_keyed :]
+
+        def fill() -> None:
+            self.device.write(slots, ALL, [[key] * LAYERS for key in keys])
+
+        self.compute.submit(fill, [Access("device", slots, ALL, Mode.WRITE)], label=f"{name} is computed")
+        return own, self.compute.record()
+
+    def save(self, name: str, num_blocks: int = 2) -> None:
+        """Computed, and on its way down."""
+        table, fence = self.run(name, num_blocks)
+        fence.wait_passed()
+        self.cache.seal(table, [ord(name)] * (num_blocks * BLOCK), num_blocks * BLOCK, fence)
+        self.cache.submit_saves()
+        self.cache.release(table, fence)
+
+    def bring_to_host(self, name: str, num_blocks: int = 2) -> None:
+        self.save(name, num_blocks)
+        self.cache.drain(1.0)
+        self.cache.reset(["device"])
+
+    def load(self, name: str, num_blocks: int = 2) -> tuple[BlockTable, Haul | Promotion]:
+        prefix = self.prefix(name, num_blocks)
+        lease = self.cache.lease(name, prefix)
+        assert isinstance(lease, HostLease) and lease.num_from(0) == num_blocks
+        table = self.cache.open(name, prefix, 0)
+        return table, self.cache.promote(table, lease, num_blocks, 1)
+
+    def read(self, table: BlockTable, num_blocks: int, load: Haul | Promotion | None = None) -> tuple[Fence, list[Any]]:
+        """A step that reads the table's first blocks, behind `load`."""
+        if load is not None:
+            Arriving([load]).wait_on(self.compute, LAYERS)
+        slots, seen = table.hold.slots[:num_blocks], list[Any]()
+        access = Access("device", slots, ALL, Mode.READ)
+        self.compute.submit(lambda: seen.extend(self.device.read(slots, ALL)), [access], label=f"{table.owner} is read")
+        return self.compute.record(), seen
+
+    def turns(self, num: int = 3) -> None:
+        """The engine comes round, whatever has happened meanwhile."""
+        for _ in range(num):
+            self.cache.settle()
+
+    def finish(self, table: BlockTable, fence: Fence) -> None:
+        fence.wait_passed()
+        self.cache.release(table, fence)
+
+    def end(self) -> None:
+        self.cache.drain(1.0)
+        self.cache.check()
+        for key, stored in self.store.blocks.items():
+            assert stored.endswith(key * LAYERS), "the disk has wrong bytes"
+        self.cache.close(1.0)
+
+
+def whole(prefix: Prefix, num_blocks: int | None = None) -> list[Any]:
+    return [[key] * LAYERS for key in prefix.keys[:num_blocks]]
+
+
+# ------------------------------------------------------------------------------------------------------------------------ programs
+
+
+def promote_what_is_still_being_read(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer)
+    world.put("a", 3)
+    table, load = world.load("a", 3)
+    world.turns()
+    world.cache.drain(1.0)
+    assert load.settled and load.num_landed == 3
+    fence, seen = world.read(table, 3, load)
+    world.finish(table, fence)
+    assert seen == whole(world.prefix("a", 3))
+    world.end()
+
+
+def read_into_host_slots_that_a_promotion_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer, num_host=2)
+    world.bring_to_host("a")
+    world.put("b")
+    one, promotion = world.load("a")
+    two, haul = world.load("b")
+    world.cache.drain(1.0)
+    fence, seen = world.read(one, 2)
+    world.finish(one, fence)
+    assert promotion.error() is None and seen == whole(world.prefix("a"))
+    assert haul.settled
+    world.finish(*world.run("b", 2, two))
+    world.end()
+
+
+def read_into_host_slots_that_the_copy_of_a_haul_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer, num_device=6, num_host=2)
+    world.put("a")
+    world.put("b")
+    one, first = world.load("a")
+    sequencer.pause("waits for the first part", lambda: world.tier._readers is not None and not world.store.calls.count("read") < 2)
+    world.turns(2)
+    world.cache.release(one, world.compute.record())
+    world.turns(1)
+    world.cache.reset(["host"])
+    two, second = world.load("b")
+    world.turns(2)
+    world.cache.drain(1.0)
+    assert isinstance(first, Haul) and first.over and second.settled
+    world.finish(*world.run("b", 2, two))
+    world.end()
+
+
+def evict_and_refill_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer, num_host=2)
+    world.save("a")
+    sequencer.pause("waits for the copies", lambda: world.ladder.demoter.lane.num_finished >= 2)  # type: ignore[attr-defined]
+    world.turns(2)
+    world.cache.reset()
+    world.save("b")
+    world.cache.drain(1.0)
+    assert all(key in world.store.blocks for key in world.prefix("a").keys)
+    world.end()
+
+
+def read_over_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer, num_host=2)
+    world.put("b")
+    world.save("a")
+    sequencer.pause("waits for the copies", lambda: world.ladder.demoter.lane.num_finished >= 2)  # type: ignore[attr-defined]
+    world.turns(2)
+    world.cache.reset()
+    table, load = world.load("b")
+    world.cache.drain(1.0)
+    assert load.settled
+    world.finish(*world.run("b", 2, table))
+    world.end()
+
+
+def cancel_while_blocks_are_read(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer, num_host=2)
+    world.put("a")
+    table, load = world.load("a")
+    world.cache.release(table, world.compute.record())
+    world.turns(1)
+    world.save("b")
+    world.cache.drain(1.0)
+    assert isinstance(load, Haul) and load.over
+    world.end()
+
+
+def haul_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer, num_device=2)
+    world.put("a")
+    table, _ = world.run("b")
+    fence, seen = world.read(table, 2)
+    world.cache.release(table, fence)  # cancelled while its step is on the lane
+    table, load = world.load("a")
+    world.turns()
+    world.cache.drain(1.0)
+    fence, _ = world.read(table, 2, load)
+    world.finish(table, fence)
+    assert seen == whole(world.prefix("b"))
+    world.end()
+
+
+def compute_where_a_haul_ended_short_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer, num_device=2)
+    world.put("a")
+    other = sequencer.lane("other")  # the step that had the slots is on no lane that the table's own steps come behind
+    table, fence = world.run("b")
+    fence.wait_passed()
+    slots, seen = table.hold.slots, list[Any]()
+    other.submit(lambda: seen.extend(world.device.read(slots, ALL)), [Access("device", slots, ALL, Mode.READ)], label="b is read")
+    world.cache.release(table, other.record())
+    table, load = world.load("a")
+    world.store.lose()
+    world.tier.drain(1.0)
+    world.turns(1)
+    assert load.settled and load.num_landed == 0
+    world.finish(*world.run("a", 2, table))
+    assert seen == whole(world.prefix("b"))
+    world.end()
+
+
+# -------------------------------------------------------------------------------------------------------------------------- faults
+
+
+def takes_what_is_being_read_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def done(self: Group) -> None:
+        self.outcomes = [Outcome.DONE] * len(self.keys)
+
+    monkeypatch.setattr(Group, "__post_init__", done)
+    monkeypatch.setattr(Group, "over", lambda self: True)
+
+
+def promotions_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_lease = HostTier.take_lease
+
+    def faulty(self: HostTier, lease: HostLease) -> list[Any] | None:
+        kept = take_lease(self, lease)
+        self.end_handles(kept or ())
+        return None if kept is None else []
+
+    monkeypatch.setattr(HostTier, "take_lease", faulty)
+
+
+def parts_that_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Haul.__init__
+
+    def faulty(self: Haul, hold: Any, first: int, keys: Any, after: Any, deadline_s: float) -> None:
+        init(self, hold, first, keys, (), deadline_s)
+
+    monkeypatch.setattr(Haul, "__init__", faulty)
+
+
+Of = Callable[[Sequencer, Sanitizer | None], None]
+PROGRAMS: dict[Of, list[Fault]] = {
+    promote_what_is_still_being_read: [takes_what_is_being_read_for_read],
+    read_into_host_slots_that_a_promotion_still_reads: [promotions_without_protection],
+    read_into_host_slots_that_the_copy_of_a_haul_still_reads: [lets_go_of_its_sources],
+    evict_and_refill_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
+    read_over_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
+    cancel_while_blocks_are_read: [gives_back_what_it_reads_into],
+    haul_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
+    compute_where_a_haul_ended_short_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
+}
+
+
+def sanitized(program: Of, seed: int | None) -> tuple[list[str], object]:
+    """What the sanitizer says to one run, and how the run failed if it did. `seed` None: the default schedule."""
+    sanitizer = Sanitizer()
+
+    def to_the_end(sequencer: Sequencer) -> None:
+        try:
+            program(sequencer, sanitizer)
+        finally:  # what was asked for before it failed still happens
+            sequencer.run_all()
+
+    _, failure = run_on(Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), to_the_end)
+    return [str(report) for report in sanitizer.reports], failure
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_no_interleaving_shows_the_race(program: Of) -> None:
+    num_runs, failure = explore(lambda sequencer: program(sequencer, None), max_preemptions=1, max_runs=80)
+    assert failure is None, str(failure)
+    assert num_runs > 20
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_sanitizer_is_silent_about(program: Of) -> None:
+    for seed in (None, *range(SEEDS)):
+        said, failure = sanitized(program, seed)
+        assert not said, f"the sanitizer reports, with seed {seed}:\n" + "\n".join(said)
+        assert failure is None, f"with seed {seed}: {failure}"
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [(program, fault) for program, faults in PROGRAMS.items() for fault in faults],
+    ids=lambda value: value.__name__,
+)
+def test_without_the_edge_it_is_heard(program: Of, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    heard = [said for seed in (None, *range(SEEDS)) for said in sanitized(program, seed)[0]]
+    assert heard, "the sanitizer hears nothing"
