@@ -1,5 +1,5 @@
-"""A cache over device, host and cold tiers on lanes that a test runs by hand, with the few moves that its tests are made of. A block under a
-key holds that key, in every layer and in every tier."""
+"""A cache over device, host and cold tiers on lanes that a test runs by hand, with the few moves that its tests are made of. A block
+under a key holds that key, in every layer and in every tier."""
 
 from __future__ import annotations
 

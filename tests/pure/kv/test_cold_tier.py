@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
@@ -325,6 +325,23 @@ def test_persist_says_why_not_everything_is_safe(make: Make, way: str) -> None:
     persisting = rig.tier.persist()
     rig.settle()
     assert persisting.settled and isinstance(persisting.error, StoreFailed)
+
+
+def test_blocks_that_a_reset_took_while_they_were_written_are_written_again(make: Make) -> None:
+    rig = make(False)
+    whole = rig.store.write
+
+    def overtaken(*args: Any) -> list[Outcome]:
+        outcomes = whole(*args)
+        rig.tier.reset()
+        return outcomes
+
+    rig.store.write = overtaken  # type: ignore[method-assign]
+    rig.write(KEYS[:2])
+    rig.store.write = whole  # type: ignore[method-assign]
+    assert not rig.store.blocks
+    rig.write(KEYS[:2])
+    assert set(rig.store.blocks) == set(KEYS[:2])
 
 
 def test_a_reset_store_is_written_again(make: Make) -> None:

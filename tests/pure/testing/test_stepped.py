@@ -7,7 +7,7 @@ import pytest
 
 from penstock.contract import Access, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.testing.stepped import SteppedLanes, TagArena, TagCopier
+from penstock.testing.stepped import ByteArena, Cell, SteppedLanes, TagArena, TagCopier
 
 BOTH = (0, 2)
 
@@ -113,3 +113,17 @@ def test_a_lane_refuses_once_when_told_and_for_good_when_closed() -> None:
     assert pair.two.cells[1] == ["a", "b"]
     with pytest.raises(LaneClosed):
         pair.copy()
+
+
+def test_an_arena_of_bytes_shows_a_slot_as_memory_and_is_copied_like_any_other() -> None:
+    cell = Cell(2, lambda value: value.to_bytes(2, "big"), lambda data: int.from_bytes(data, "big"), lambda: 0xFFFF)
+    tags, memory = TagArena("tags", 2, 2), ByteArena("memory", 2, 2, cell)
+    assert memory.read([0, 1], BOTH) == [[0xFFFF] * 2] * 2, "nothing was written"
+    tags.write([0], BOTH, [[1, 2]])
+    TagCopier(tags, memory).copy(np.array([0]), np.array([1]), BOTH)
+    assert bytes(memory.view(1)) == b"\0\1\0\2" and memory.read([0], BOTH) == [[0xFFFF] * 2]
+    memory.view(1)[:2] = b"\0\7"
+    TagCopier(memory, tags).copy(np.array([1]), np.array([1]), (0, 1))
+    assert tags.cells[1][0] == 7 and tags.cells[1][1] != 2
+    memory.spoil([1], (1, 2))
+    assert memory.read([1], BOTH) == [[7, 0xFFFF]]

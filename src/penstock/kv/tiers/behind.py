@@ -303,7 +303,7 @@ class Behind:
             for key in done:
                 self._dirty.pop(key, None)
         self._writing.difference_update(key for group in writing.groups for key in group.keys)
-        self._rests |= not done
+        self._rests |= bool(writing.keys) and not done
 
     def forgotten(self, tier: str) -> None:
         """`tier` has been emptied: what host memory has is no longer there as well."""

@@ -67,6 +67,7 @@ class KnownKeys:
     """Keys that a store far away was seen to have, the newest of them. For any thread."""
 
     def __init__(self, max_keys: int = MAX_KNOWN) -> None:
+        self.num_cleared = 0  # times
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._keys: OrderedDict[bytes, None] = OrderedDict()  # least recently seen first
@@ -75,9 +76,10 @@ class KnownKeys:
         with self._lock:
             return [key in self._keys for key in keys]
 
-    def add(self, keys: Iterable[bytes]) -> None:
+    def add(self, keys: Iterable[bytes], num_cleared: int = 0) -> None:
+        """They were seen when `num_cleared` was so much; where it has grown since, that says nothing any more."""
         with self._lock:
-            for key in keys:
+            for key in keys if num_cleared == self.num_cleared else ():
                 self._keys[key] = None
                 self._keys.move_to_end(key)
             while len(self._keys) > self._max_keys:
@@ -91,6 +93,7 @@ class KnownKeys:
     def clear(self) -> None:
         with self._lock:
             self._keys.clear()
+            self.num_cleared += 1
 
 
 class Exchanges:
@@ -190,6 +193,7 @@ class Exchanges:
 
     def _exchange(self, way: Way, group: Group, call: Callable[[], Sequence[Outcome]]) -> None:
         outcomes: Sequence[Outcome] = ()
+        num_cleared = self.known.num_cleared
         self.tally.began(way)
         try:
             outcomes, entered = self._call(way.value, call)
@@ -204,7 +208,7 @@ class Exchanges:
             self.tally.ended(way, outcomes)
         group.outcomes = outcomes
         if not self.store.local:
-            self.known.add(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome is Outcome.DONE)
+            self.known.add((key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome is Outcome.DONE), num_cleared)
             self.known.discard(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE)
         if self.breaker.note(entered, outcomes):
             self._tell_opened(f"{way.value} fails block by block")

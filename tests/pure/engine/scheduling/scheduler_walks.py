@@ -151,7 +151,6 @@ class Walker:
     def reset(self, r: random.Random) -> None:
         self.world.cache.reset([r.choice(["device"] * 5 + ["host"])])
 
-
     # --------------------------------------------------------------------------------------------------- tiers behind the host
 
     def a_prefix_comes_back_from_far_away(self, r: random.Random) -> None:
