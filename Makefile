@@ -81,10 +81,11 @@ test: setup-dev lint types
 
 # Trouble from several threads for SOAK_S seconds, then random crowds stepped by hand; both against each request's tokens alone.
 # SOAK_S=3600 CROWDS=1000 for a night.
+SOAK_DIR ?= /tmp
 SOAK_S ?= 60
 CROWDS ?= 200
 soak: setup-dev
-	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S)
+	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --kv-offload-ssd-dir $(SOAK_DIR)
 	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine/test_stress.py $(ARGS)
 
 # Writers on the SSD cache, killed with -9 KILLS times and stopped with their machine CRASHES times, for each of two loads; whatever is
@@ -118,5 +119,5 @@ size:
 	@$(PYTHON) tools/size.py src tests tools
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
