@@ -88,13 +88,15 @@ soak: setup-dev
 	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --kv-offload-ssd-dir $(SOAK_DIR)
 	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine/test_stress.py $(ARGS)
 
-# Writers on the SSD cache, killed with -9 KILLS times and stopped with their machine CRASHES times, for each of two loads; whatever is
+# Writers on the SSD cache, killed with -9 KILLS times and stopped with their machine CRASHES times, for each of two loads, and files damaged
+# DAMAGES times thirteen hundred times; whatever is
 # left must be right, and what was persisted must be there. Takes as long as it takes: no limit for one test.
 KILLS ?= 300
+DAMAGES ?= 5
 CRASHES ?= 600
 crash: setup-dev
-	$(ONE_THREAD) PENSTOCK_KILLS=$(KILLS) PENSTOCK_CRASHES=$(CRASHES) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 \
-		tests/cpu/kv/ssd/test_ssd_crash.py tests/cpu/kv/ssd/test_ssd_killed.py $(ARGS)
+	$(ONE_THREAD) PENSTOCK_KILLS=$(KILLS) PENSTOCK_CRASHES=$(CRASHES) PENSTOCK_DAMAGES=$(DAMAGES) $(BIN)/python -m pytest -s \
+		-o faulthandler_timeout=0 tests/cpu/kv/ssd/test_ssd_crash.py tests/cpu/kv/ssd/test_ssd_killed.py tests/cpu/kv/ssd/test_ssd_damage.py $(ARGS)
 
 # One fault at a time in a copy of the tree, tested there; writes docs/mutants.md.
 mutants: setup-dev

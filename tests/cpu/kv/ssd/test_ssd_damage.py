@@ -3,6 +3,7 @@ and the slot is used again."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.kv.tiers.store import Outcome
 
 DONE = Outcome.DONE
 NUM_BLOCKS = 40
+DAMAGES = int(os.environ.get("PENSTOCK_DAMAGES", "1"))  # times thirteen hundred flipped bits and twenty cut files
 WIDTH = slot_bytes(BLOCK_BYTES)
 PADDING = WIDTH - SECTOR_BYTES - BLOCK_BYTES
 
@@ -54,7 +56,7 @@ def _counts(offset: int) -> bool:
     return offset < 156 or SECTOR_BYTES <= offset < WIDTH - PADDING
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 * DAMAGES))
 def test_flipped_bits_are_noticed_while_running_and_the_slot_is_used_again(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     store = _filled(tmp_path)
@@ -95,7 +97,7 @@ def _damage_and_count(path: Path, seed: int) -> tuple[int, int]:
     return num_wrong, num_lost
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(5 * DAMAGES))
 def test_flipped_bits_between_two_lives_never_give_a_wrong_byte(tmp_path: Path, seed: int) -> None:
     num_wrong, num_lost = _damage_and_count(tmp_path, seed)
     assert num_wrong == 0 and num_lost > 0
@@ -161,7 +163,7 @@ def test_files_that_changed_names_are_misses(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 * DAMAGES))
 def test_files_cut_anywhere_never_give_a_wrong_byte(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     _filled(tmp_path).close()
