@@ -488,6 +488,9 @@ def test_close_with_everything_in_flight_leaves_nothing(make_engine: MakeEngine,
     for seed in range(6):
         submit(engine, prompts(80, seed=seed), max_tokens=30)
     turn(engine, 4)
+    assert states(engine), "requests are open"
+    engine.close(20.0)  # raises where a slot is still held
+    assert states(engine) == {} and not engine.is_transferring()
 
 
 def test_bytes_that_change_while_they_are_in_host_memory_are_reported(make_engine: MakeEngine, prompts: Prompts) -> None:

@@ -201,3 +201,4 @@ def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(server: Valk
     monkeypatch.setattr(valkey_links, "_addresses", two)
     with contextlib.closing(opened("valkey://somewhere")) as store:
         store.probe()
+        assert store.find([bytes(16)]) == 0, "the living one has answered"

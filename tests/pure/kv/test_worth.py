@@ -7,11 +7,16 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.kv.tiers import worth
-from penstock.kv.tiers.worth import LinkRate, PrefillRate, worth_loading
+from penstock.kv.tiers.worth import LinkRate, Piece, PrefillRate
 
 DEEP = 32768
 BYTES_PER_TOKEN = 4096
 HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+
+
+def is_loaded(load_s: float | None, compute_s: float | None) -> bool:
+    """A hit of one block in one tier."""
+    return worth.choose([Piece(1, load_s)], lambda first, num: compute_s) == 1
 
 
 def never_slower(data: st.DataObject) -> None:
@@ -27,7 +32,7 @@ def never_slower(data: st.DataObject) -> None:
     load_s = compute_s * data.draw(st.floats(0.1, 10.0))
     rate, link = measured(per_token, per_depth, seen), LinkRate()
     link.add(1 << 20, load_s * (1 << 20) / (num_tokens * BYTES_PER_TOKEN))
-    loads = worth.worth_loading(link.seconds(num_tokens * BYTES_PER_TOKEN), rate.seconds(num_tokens, depth))
+    loads = is_loaded(link.seconds(num_tokens * BYTES_PER_TOKEN), rate.seconds(num_tokens, depth))
     assert not loads or load_s <= 1.05 * compute_s, "it took longer than computing"
     assert loads or load_s >= 0.95 * compute_s, "it would have been faster"
 
@@ -46,15 +51,15 @@ def test_a_choice_by_measured_rates_is_never_slower_than_computing_by_more_than_
 
 
 def always_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "worth_loading", lambda load_s, compute_s: True)
+    monkeypatch.setattr(worth, "choose", lambda pieces, compute: 1)
 
 
 def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "worth_loading", lambda load_s, compute_s: False)
+    monkeypatch.setattr(worth, "choose", lambda pieces, compute: 0)
 
 
 def loads_for_a_tenth_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "worth_loading", lambda load_s, compute_s: load_s <= 1.1 * compute_s)
+    monkeypatch.setattr(worth, "choose", lambda pieces, compute: int(pieces[0].load_s <= 1.1 * compute(0, 1)))
 
 
 def takes_no_notice_of_depth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +82,7 @@ def test_late_tokens_are_known_to_be_dearer() -> None:
 
 def test_what_was_never_measured_is_tried() -> None:
     assert PrefillRate().seconds(16, 0) is None and LinkRate().seconds(16) is None
-    assert worth_loading(None, 1.0) and worth_loading(1.0, None) and worth_loading(1.0, 1.0) and not worth_loading(1.1, 1.0)
+    assert is_loaded(None, 1.0) and is_loaded(1.0, None) and is_loaded(1.0, 1.0) and not is_loaded(1.1, 1.0)
 
 
 def test_with_one_depth_seen_the_mean_is_the_guess() -> None:

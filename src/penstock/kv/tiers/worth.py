@@ -1,8 +1,8 @@
 """Load or recompute: whether fetching blocks is faster than computing them. Owns the measured rates; decides nothing else.
 
 Computing n tokens behind a prefix of d takes n * (a + b * d): attention makes late tokens dearer. Loading takes what is ahead on the lane,
-and the bytes over the tier's rate. Loading a prefix of what a tier has saves the cheap tokens and leaves the dear ones, so it is all or
-nothing.
+and the bytes over the tier's rate. Loading a part of what one tier has saves the cheap tokens and leaves the dear ones, so that a choice
+is made where another tier begins, and nowhere else.
 """
 
 from __future__ import annotations
@@ -88,11 +88,6 @@ class LinkRate:
     def _note_time(self) -> None:
         if self.clock is not None:
             self._measured_s = self.clock()
-
-
-def worth_loading(load_s: float | None, compute_s: float | None) -> bool:
-    """What was never measured is tried: it is measured by that."""
-    return load_s is None or compute_s is None or load_s <= compute_s
 
 
 class Piece(NamedTuple):

@@ -160,7 +160,5 @@ def test_a_second_store_in_the_same_process_is_refused_as_well(tmp_path: Path) -
 
 def test_a_lock_that_locks_nothing_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
-    first = open_at(tmp_path)
-    second = open_at(tmp_path)
-    first.close()
-    second.close()
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_a_second_store_in_the_same_process_is_refused_as_well(tmp_path)
