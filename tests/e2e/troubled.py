@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from penstock.config import Config
-from penstock.contract import FinishReason, SamplingParams, TokenEvent, Traffic
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.loop import EngineLoop
+from penstock.figures import Traffic
 from penstock.kv.tiers.worth import PrefillRate
 from penstock.testing.driving import Collected, tiny_config
 from penstock.testing.sanitized import build_sanitized, check_silent

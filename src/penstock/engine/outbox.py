@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.contract import Histogram, Listener, TokenEvent
+from penstock.contract import Listener, TokenEvent
 from penstock.engine.scheduling.track import State
 from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S
+from penstock.figures import Histogram
 
 log = logging.getLogger(__name__)
 

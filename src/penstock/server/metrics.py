@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from penstock.contract import Histogram, Traffic
+from penstock.figures import Histogram, Traffic
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.contract import Traffic
 from penstock.errors import InvalidRequest
+from penstock.figures import Traffic
 from penstock.server import metrics, schema
 from penstock.server.adapters import Adapters, adapter_card
 from penstock.server.faults import json_response

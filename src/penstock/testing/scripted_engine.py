@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract import Adapter, FinishReason, Histogram, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import Adapter, FinishReason, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
 from penstock.errors import EngineClosed, InvalidRequest
+from penstock.figures import Histogram
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
 from penstock.models.tokenizer import ByteTokenizer

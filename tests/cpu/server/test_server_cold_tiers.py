@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import DEADLINE_S, Served, serving, until
 from tiered_server import Tiered, error_of, tiered
 
-from penstock.contract import Histogram, Traffic
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
+from penstock.figures import Histogram, Traffic
 from penstock.kv.tiers.ssd.disk import DiskIo
 from penstock.testing.scripted_engine import ScriptedEngine
 from penstock.testing.servers import Valkey

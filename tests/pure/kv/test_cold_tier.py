@@ -11,9 +11,9 @@ from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
 
 from penstock.contract import Access, Mode
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.cold import Finding
 from penstock.kv.tiers.dealing import Dealer
 from penstock.kv.tiers.exchange import KnownKeys
+from penstock.kv.tiers.finding import Finding
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
 from penstock.testing.stores import HandClock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cold_rig import BLOCK_BYTES, KEYS, Make, make
 
-from penstock.contract import Traffic
+from penstock.figures import Traffic
 from penstock.kv.tiers.tally import Meter
 from penstock.kv.tiers.worth import STALE_S, LinkRate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from penstock.contract import FinishReason, Lease, Load, Prefix, Request, Table, TokenLogprob
+from penstock.contract import FinishReason, Lease, Load, Match, Prefix, Request, Table, TokenLogprob
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
@@ -86,6 +86,29 @@ class Track:
     def lifetime_tokens(self) -> int:
         """KV entries it needs at most: the last generated token is never fed back."""
         return self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
+
+    def begin(self, match: Match, block_tokens: int) -> None:
+        """It has a table that starts with what matched. At least one token is always computed: on a full match the last one, whose KV is
+        there already and is not written again."""
+        num_all = (match.num_blocks + match.num_colder) * block_tokens
+        self.num_resident = match.num_blocks * block_tokens
+        self.num_cached = num_all if self.lease is None else min(num_all, max(self.lease.num_tokens, self.num_resident))
+        self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
+        runs = () if self.lease is None else self.lease.runs_from(match.num_blocks)
+        self.loading = tuple((tier, num * block_tokens) for tier, num in runs)
+        self.note_sources()
+
+    def compute_rest(self, num_landed: int, block_tokens: int) -> None:
+        """Of its load no more than `num_landed` blocks arrived, and the copies are over: slots behind them are computed like any others."""
+        self.load, self.computes = None, True
+        self.num_cached = self.num_resident + num_landed * block_tokens
+        self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
+        self.note_sources()
+
+    def start_over(self) -> None:
+        """It has lost its table, and with it what was computed or on its way into it."""
+        self.load = None
+        self.num_planned = self.num_committed = 0
 
     def note_sources(self) -> None:
         """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were not found."""

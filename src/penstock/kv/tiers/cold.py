@@ -8,7 +8,6 @@ from a host slot that somebody else protects until the write is over. A deadline
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +16,14 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-from penstock.contract import Fence, Traffic
+from penstock.contract import Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
+from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.breaker import Breaker
 from penstock.kv.tiers.dealing import Dealer, close_lane
 from penstock.kv.tiers.exchange import Exchanges, Group
+from penstock.kv.tiers.finding import Finding, Questions
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.kv.tiers.tally import Span, Tally, Way
 from penstock.lanes.lane import Lane, Ticket
@@ -51,31 +52,6 @@ class ColdLimits:
 _LIMITS = ColdLimits()
 
 # --------------------------------------------------------------------------------------------------------------- what is under way
-
-
-class Finding:
-    """How many of some leading keys a tier has. `num` is 0 until the answer is there, and stays so when that comes too late."""
-
-    def __init__(self, deadline_s: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> None:
-        self.num = 0
-        self.deadline_s = deadline_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._ready = False
-
-    @property
-    def ready(self) -> bool:
-        """Answered, failed, or out of patience: it does not change any more. Never blocks."""
-        if not self._ready and self._clock() >= self.deadline_s:
-            self.answer(0)
-        return self._ready
-
-    def answer(self, num: int) -> None:
-        """The first one counts, if it comes in time. For any thread."""
-        with self._lock:
-            if not self._ready:
-                self.num = num if self._clock() < self.deadline_s else 0
-                self._ready = True
 
 
 class ReadGroup(NamedTuple):
@@ -141,54 +117,6 @@ class Writing:
         return defects
 
 
-class _Questions:
-    """What a store was asked for, and has not answered yet as far as the engine thread has seen."""
-
-    def __init__(self, exchanges: Exchanges, lane: Lane | None, defects: list[BaseException], wake: Callable[[], None]) -> None:
-        self._exchanges = exchanges
-        self._lane = lane
-        self._defects = defects
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._open: list[Finding] = []
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def ask(self, keys: Sequence[bytes], patience_s: float) -> Finding:
-        clock, lane = self._exchanges.breaker.clock, self._lane
-        finding = Finding(clock=clock)
-        if not keys or not self._exchanges.usable:
-            finding.answer(0)
-        elif self._exchanges.store.local or lane is None:
-            finding.answer(self._exchanges.find(keys))
-        else:
-            finding.deadline_s = clock() + patience_s
-            with self._lock:
-                self._open.append(finding)
-            try:
-                lane.submit(partial(self._answer, finding, keys), label=f"find in {self._exchanges.store.name}")
-            except BaseException as error:
-                finding.answer(0)  # nobody else will
-                if not isinstance(error, LaneClosed):
-                    raise
-        return finding
-
-    def settle(self) -> None:
-        with self._lock:
-            self._open = [finding for finding in self._open if not finding.ready]
-
-    def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
-        try:
-            if not finding.ready:  # else nobody waits for the answer any more
-                finding.answer(self._exchanges.find(keys))
-        except InvariantBroken as error:
-            self._defects.append(error)
-        finally:
-            finding.answer(0)
-            self._wake()
-
-
 # -------------------------------------------------------------------------------------------------------------------------- tier
 
 
@@ -204,7 +132,7 @@ class ColdFigures:
         self._readings: deque[Reading] = deque()  # not seen to be over
         self._writings: deque[Writing] = deque()
         self._defects: list[BaseException] = []  # of ours, found on lanes
-        self._questions = _Questions(exchanges, lanes.asker, self._defects, lambda: self.wake())
+        self._questions = Questions(exchanges, lanes.asker, self._defects, lambda: self.wake())
 
     @property
     def exchanges(self) -> Exchanges:

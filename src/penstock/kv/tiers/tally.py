@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.contract import Histogram, Traffic
+from penstock.figures import Histogram, Traffic
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.tiers.worth import LinkRate
 

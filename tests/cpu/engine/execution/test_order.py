@@ -106,4 +106,4 @@ def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(make_engine:
         hold.set()
     for step in launched:
         engine._outbox.publish(scheduler.commit(step.wait_result()))
-    scheduler._launched.clear()  # the plan that could not be launched
+    scheduler._steps._unread.clear()  # the plan that could not be launched

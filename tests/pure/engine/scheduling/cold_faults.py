@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.track import Track
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
@@ -43,14 +42,14 @@ def counts_every_colder_token_to_the_host(patch: Patch) -> None:
 
 
 def counts_tokens_that_did_not_come_to_their_tier(patch: Patch) -> None:
-    compute = Scheduler._compute_instead
+    compute = Track.compute_rest
 
-    def faulty(self: Scheduler, track: Track) -> None:
-        colder = track.colder
-        compute(self, track)
-        track.colder = colder
+    def faulty(self: Track, num_landed: int, block_tokens: int) -> None:
+        colder = self.colder
+        compute(self, num_landed, block_tokens)
+        self.colder = colder
 
-    patch.setattr(Scheduler, "_compute_instead", faulty)
+    patch.setattr(Track, "compute_rest", faulty)
 
 
 def counts_from_the_wrong_end(patch: Patch) -> None:
@@ -89,13 +88,13 @@ def gives_keys_to_the_blocks_behind_a_part_that_failed(patch: Patch) -> None:
 
 
 def keeps_those_in_line_waiting_for_a_haul_that_is_over(patch: Patch) -> None:
-    whole = KvCache._no_longer_arriving
+    whole = KvCache._note_parts
 
-    def faulty(self: KvCache, load: Any) -> None:
-        if not isinstance(load, Haul):
-            whole(self, load)
+    def faulty(self: KvCache, haul: Haul, own: BlockTable) -> None:
+        whole(self, haul, own)
+        self._hauls[haul] = own
 
-    patch.setattr(KvCache, "_no_longer_arriving", faulty)
+    patch.setattr(KvCache, "_note_parts", faulty)
 
 
 # Those that any walk brings to light sooner or later.

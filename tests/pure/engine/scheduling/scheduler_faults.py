@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.contract import Chunk, Fence, FinishReason, Match, Sampled, StepResult, TokenEvent, TokenLogprob
-from penstock.engine.scheduling.scheduler import Scheduler, _Share
+from collections.abc import Iterable
+from dataclasses import replace
+
+from penstock.contract import Fence, FinishReason, KvLedger, Match, Sampled, StepPlan, StepResult, TokenEvent, TokenLogprob
+from penstock.engine.scheduling.budget import Budget
+from penstock.engine.scheduling.running import Running
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.steps import Share
 from penstock.engine.scheduling.track import State, Track
 
 Logprobs = tuple[TokenLogprob, ...] | None
@@ -11,23 +17,30 @@ Logprobs = tuple[TokenLogprob, ...] | None
 
 class ForgetsThatPromisesAreDrawn(Scheduler):
     def _draw(self, track: Track, num_tokens: int) -> bool:
-        promised, retractions = self._num_promised, self.counts.retractions
+        promised, retractions = self._running._num_promised, self.counts.retractions
         drawn = super()._draw(track, num_tokens)
         if self.counts.retractions == retractions:
-            self._num_promised = promised
+            self._running._num_promised = promised
         return drawn
+
+
+class _CountsIdleBlocks(Running):
+    def fits(self, track: Track, match: Match) -> bool:
+        return super().fits(track, match._replace(num_idle=0))
 
 
 class CountsIdleBlocksTwice(Scheduler):
     """Restored blocks are credited, and still counted as room for others."""
 
-    def _fits(self, track: Track, match: Match) -> bool:
-        return super()._fits(track, match._replace(num_idle=0))
+    def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int]) -> None:
+        super().__init__(ledger, budget, stop_ids)
+        self._running = _CountsIdleBlocks(ledger, budget)
 
 
 class WritesOnAFullMatch(Scheduler):
-    def _chunk(self, track: Track, num_tokens: int) -> Chunk:
-        return super()._chunk(track, num_tokens)._replace(writes=True)
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        return plan and replace(plan, chunks=tuple(chunk._replace(writes=True) for chunk in plan.chunks))
 
 
 class LeavesNothingToCompute(Scheduler):
@@ -41,18 +54,20 @@ class LeavesNothingToCompute(Scheduler):
 
 
 class SealsWhatIsOnlyPlanned(Scheduler):
-    def _chunk(self, track: Track, num_tokens: int) -> Chunk:
-        chunk = super()._chunk(track, num_tokens)
-        self._ledger.seal(track.held_table(), track.tokens, min(chunk.kv_len, len(track.tokens)), self._last_fence)
-        return chunk
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        for chunk in plan.chunks if plan is not None else ():
+            track = self._running.tracks[chunk.request_id]
+            self._ledger.seal(track.held_table(), track.tokens, min(chunk.kv_len, len(track.tokens)), self._steps.last_fence)
+        return plan
 
 
 class ResumesWithATokenInFlight(Scheduler):
-    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> None:
+    def _admit(self, room: int) -> None:
         in_flight = {track: track.num_in_flight for track in self._line.tracks}
         for track in in_flight:
             track.num_in_flight = 0
-        super()._admit(decodes, prefills, room)
+        super()._admit(room)
         for track, num in in_flight.items():
             track.num_in_flight += num
 
@@ -62,16 +77,16 @@ class KeepsTheBlocksOfTheCancelled(Scheduler):
         track = self._tracks.get(request_id)
         if track is None or track.state is not State.RUNNING:
             return super().cancel(request_id)
-        del self._running[request_id], self._tracks[request_id]
+        del self._running.tracks[request_id], self._tracks[request_id]
         track.move(State.ENDED)
         return TokenEvent(request_id, finish=FinishReason.CANCELLED)
 
 
 class GivesSlotsBackWithoutAFence(Scheduler):
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
-        fence, self._last_fence = self._last_fence, None
+        fence, self._steps.last_fence = self._steps.last_fence, None
         super()._leave(track, saves, num_tokens)
-        self._last_fence = fence
+        self._steps.last_fence = fence
 
 
 class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
@@ -81,14 +96,14 @@ class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
         self._newest = fence
 
     def commit(self, result: StepResult) -> list[TokenEvent]:
-        self._last_fence = getattr(self, "_newest", None)
+        self._steps.last_fence = getattr(self, "_newest", None)
         return super().commit(result)
 
 
 class SealsForAnEarlierLife(Scheduler):
     """A step of before the retraction seals blocks of the table after it, which it never wrote."""
 
-    def _commit_share(self, share: _Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
+    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
         if share.track.table is not None:
             num_tokens = min(share.end, share.track.num_planned)
             self._ledger.seal(share.track.table, share.track.tokens, num_tokens, fence)
@@ -96,15 +111,16 @@ class SealsForAnEarlierLife(Scheduler):
 
 
 class LetsEchoUseTheCache(Scheduler):
-    def _match(self, track: Track) -> Match:
-        return super()._match(track) if track.prefix is None else self._ledger.match(track.prefix.keys)
+    def _try_match(self, track: Track) -> Match | None:
+        match = super()._try_match(track)
+        return match if match is None or track.prefix is None else self._ledger.match(track.prefix.keys)
 
 
 class RetractsTheOldest(Scheduler):
     """The one that nobody waits for never gets through: two push each other out."""
 
     def _draw(self, track: Track, num_tokens: int) -> bool:
-        others = {t: t.order for t in self._running.values()}
+        others = {t: t.order for t in self._running.tracks.values()}
         for other in others:
             other.order = -other.order
         drawn = super()._draw(track, num_tokens)
@@ -124,12 +140,12 @@ class ForgetsARetractedPlan(Scheduler):
 
 
 class IgnoresTheBudget(Scheduler):
-    def _admit(self, decodes: list[Chunk], prefills: list[Chunk], room: int) -> None:
-        super()._admit(decodes, prefills, max(room, 2))
+    def _admit(self, room: int) -> None:
+        super()._admit(max(room, 2))
 
 
 class DoublesPromptLogprobs(Scheduler):
-    def _commit_share(self, share: _Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
+    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
         known = share.track.prompt_logprobs
         if known is not None and prompt_logprobs is not None and share.epoch:
             known += prompt_logprobs
@@ -137,15 +153,15 @@ class DoublesPromptLogprobs(Scheduler):
 
 
 class LosesPromptLogprobsOfAnEarlierLife(Scheduler):
-    def _commit_share(self, share: _Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
+    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
         return super()._commit_share(share, fence, sampled, prompt_logprobs if share.epoch == share.track.epoch else None)
 
 
 class LosesTheRowOfTheRetracted(Scheduler):
     def _retract(self, track: Track, saves: bool = True) -> None:
-        rows = list(self._free_rows)
+        rows = list(self._running._free_rows)
         super()._retract(track, saves)
-        self._free_rows = rows
+        self._running._free_rows = rows
 
 
 # Those that any few events bring to light; the others need a story of their own.

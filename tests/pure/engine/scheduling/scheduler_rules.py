@@ -26,11 +26,11 @@ def check_plan(world: World, plan: StepPlan) -> None:
     ids = [c.request_id for c in plan.chunks]
     assert len(set(ids)) == len(ids) and len({c.row for c in plan.chunks}) == len(ids)
     assert plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
-    rows = [track.row for track in world.scheduler._running.values()]
+    rows = [track.row for track in world.scheduler._running.tracks.values()]
     assert len(set(rows)) == len(rows), "two requests run on one row"
     # A request may set off, and be gone again before a step has room for it: the last start of a row is whose row it is.
     for start in {start.request.id: start for start in plan.starts}.values():
-        track = world.scheduler._running.get(start.request.id)
+        track = world.scheduler._running.tracks.get(start.request.id)
         if track is not None and track.state is State.RUNNING:
             _check_start(world, start)
     for chunk in plan.chunks:

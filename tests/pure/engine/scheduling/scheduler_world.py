@@ -326,9 +326,9 @@ class World:
             self.check()
         assert all(asked.ended is not None for asked in self.asked.values()), "a request was left behind"
         assert not self.scheduler.has_work() and not self.scheduler._tracks and not self.cache.tables
-        assert sorted(self.scheduler._free_rows) == list(range(self.budget.max_batch))
+        assert sorted(self.scheduler._running._free_rows) == list(range(self.budget.max_batch))
         assert self.cache.num_in_flight == self.cache.num_behind == 0
-        assert not self.cache._promoting and not self.cache._arriving and not self.cache._hauls
+        assert not self.cache._promoting and not self.cache._hauls
         for counts in self.cache.stats().slots.values():
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:

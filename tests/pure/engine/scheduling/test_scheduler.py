@@ -184,15 +184,15 @@ def test_a_result_without_the_token_it_should_have_is_refused() -> None:
 
 
 def _promise_too_much(scheduler: Scheduler) -> None:
-    scheduler._num_promised += 1
+    scheduler._running._num_promised += 1
 
 
 def _lose_a_row(scheduler: Scheduler) -> None:
-    scheduler._free_rows.pop()
+    scheduler._running._free_rows.pop()
 
 
 def _lend_a_row_twice(scheduler: Scheduler) -> None:
-    scheduler._free_rows.append(0)
+    scheduler._running._free_rows.append(0)
 
 
 @pytest.mark.parametrize("damage", [_promise_too_much, _lose_a_row, _lend_a_row_twice])

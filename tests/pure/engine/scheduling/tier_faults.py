@@ -10,7 +10,9 @@ from scheduler_device import BLOCK
 
 from penstock.contract import Request
 from penstock.engine.scheduling import scheduler as scheduler_module
+from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.steps import Draft
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import TransferFailed
 from penstock.kv.blocks.handles import Hold, Reservation
@@ -32,14 +34,14 @@ def _around(patch: Patch, owner: type, name: str, make: Callable[[Callable[..., 
 
 
 def computes_over_what_has_not_come(patch: Patch) -> None:
-    def make(chunk: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, track: Track, num_tokens: int) -> Any:
+    def make(add: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Draft, track: Track, num_tokens: int) -> None:
             track.load = None
-            return chunk(self, track, num_tokens)
+            add(self, track, num_tokens)
 
         return faulty
 
-    _around(patch, Scheduler, "_chunk", make)
+    _around(patch, Draft, "add", make)
 
 
 def begins_before_the_copies_are_launched(patch: Patch) -> None:
@@ -47,13 +49,13 @@ def begins_before_the_copies_are_launched(patch: Patch) -> None:
 
 
 def believes_a_load_that_failed(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_compute_instead", lambda self, track: None)
+    patch.setattr(Track, "compute_rest", lambda self, num_landed, block_tokens: None)
 
 
 def forgets_a_load_that_fails_when_it_has_set_off(patch: Patch) -> None:
     def make(take_in: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Scheduler) -> None:
-            hidden = {track: track.load for track in self._running.values() if track.state is State.RUNNING}
+            hidden = {track: track.load for track in self._running.tracks.values() if track.state is State.RUNNING}
             for track in hidden:
                 track.load = None
             take_in(self)
@@ -92,12 +94,12 @@ def counts_restored_blocks_twice(patch: Patch) -> None:
     def make(fits: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, track, match: fits(self, track, match._replace(num_blocks=match.num_blocks + match.num_colder))
 
-    _around(patch, Scheduler, "_fits", make)
+    _around(patch, Running, "fits", make)
 
 
 def forgets_what_is_promised(patch: Patch) -> None:
     def make(fits: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, track: Track, match: Any) -> bool:
+        def faulty(self: Running, track: Track, match: Any) -> bool:
             promised, self._num_promised = self._num_promised, 0
             fitting: bool = fits(self, track, match)
             self._num_promised = promised
@@ -105,7 +107,7 @@ def forgets_what_is_promised(patch: Patch) -> None:
 
         return faulty
 
-    _around(patch, Scheduler, "_fits", make)
+    _around(patch, Running, "fits", make)
 
 
 def leaves_nothing_to_compute(patch: Patch) -> None:
@@ -124,14 +126,14 @@ def leaves_nothing_to_compute(patch: Patch) -> None:
 
 
 def forgets_the_lease_of_whoever_ends(patch: Patch) -> None:
-    def make(leave: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, track: Track, finish: Any) -> None:
+    def make(end: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, track: Track, event: Any) -> Any:
             track.lease = None
-            leave(self, track, finish)
+            return end(self, track, event)
 
         return faulty
 
-    _around(patch, Scheduler, "_leave_for_good", make)
+    _around(patch, Scheduler, "_end", make)
 
 
 def ends_requests_whose_load_failed(patch: Patch) -> None:
@@ -144,14 +146,14 @@ def goes_on_without_the_step_that_failed(patch: Patch) -> None:
 
 def reports_what_never_came(patch: Patch) -> None:
     def make(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, track: Track) -> None:
-            colder = track.colder
-            compute(self, track)
-            track.colder = colder
+        def faulty(self: Track, num_landed: int, block_tokens: int) -> None:
+            colder = self.colder
+            compute(self, num_landed, block_tokens)
+            self.colder = colder
 
         return faulty
 
-    _around(patch, Scheduler, "_compute_instead", make)
+    _around(patch, Track, "compute_rest", make)
 
 
 def lets_echo_use_a_prefix(patch: Patch) -> None:

@@ -1,0 +1,67 @@
+"""What the listeners of requests get, and the totals of it. Owns the rule by which a generation is over; what becomes of the request then
+is the scheduler's business."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from penstock.contract import FinishReason, KvSource, Sampled, TokenEvent, TokenLogprob
+from penstock.engine.scheduling.track import Track
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Running totals; plain numbers, read by whoever reports."""
+
+    prompt_tokens: dict[str, int] = field(default_factory=lambda: asdict(KvSource()))
+    generated_tokens: int = 0
+    retractions: int = 0
+
+
+class Events:
+    """Makes them, in the order in which things happen to a request; counts tokens as it tells them."""
+
+    def __init__(self, stop_ids: Iterable[int], counts: SchedulerCounts) -> None:
+        self.stop_ids = frozenset(stop_ids)
+        self._counts = counts
+
+    def of_tokens(self, track: Track, sampled: Sampled) -> TokenEvent:
+        """A step has chosen tokens for it: keeps them up to the one that ends it, if one does."""
+        sampling = track.request.sampling
+        kept: list[int] = []
+        finish: FinishReason | None = None
+        stop_token: int | None = None
+        for token in sampled.tokens:
+            self._counts.generated_tokens += 1
+            if token in sampling.stop_token_ids or (token in self.stop_ids and not sampling.ignore_eos):
+                finish, stop_token = FinishReason.STOP, token
+                break
+            track.tokens.append(token)
+            kept.append(token)
+            if len(track.tokens) - track.num_prompt >= sampling.max_tokens:
+                finish = FinishReason.LENGTH
+                break
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
+        prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
+        return TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source)
+
+    def of_end(self, track: Track, finish: FinishReason) -> TokenEvent:
+        """It ends without a token: it wanted none, or somebody or something else has ended it."""
+        prompt_logprobs, source = (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
+        return TokenEvent(track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source)
+
+    def of_failure(self, track: Track, error: BaseException) -> TokenEvent:
+        return self.of_end(track, FinishReason.ERROR)._replace(error=f"{type(error).__name__}: {error}")
+
+    def _first_news(self, track: Track) -> tuple[tuple[TokenLogprob | None, ...] | None, KvSource]:
+        """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's KV came from."""
+        track.started = True
+        tokens = Counter(device=track.num_device)
+        for tier, num in track.colder:
+            tokens[tier] += num
+        source = KvSource(**tokens, computed=track.num_prompt - tokens.total())
+        for tier, num_tokens in asdict(source).items():
+            self._counts.prompt_tokens[tier] += num_tokens
+        return None if track.prompt_logprobs is None else tuple(track.prompt_logprobs), source

@@ -1,0 +1,38 @@
+"""What of a waiting request is cached: on the device, and behind that under its lease in colder tiers. Owns when a lease is of use and when
+another one is asked for; holds nothing itself."""
+
+from __future__ import annotations
+
+from penstock.contract import KvLedger, Lease, Match
+from penstock.engine.scheduling.track import Track
+
+_NO_MATCH = Match(0, 0, False)
+
+
+def is_ready(track: Track) -> bool:
+    """Whether it can be matched now. Not while a step from before its retraction still samples for it, as its tokens are not all known; nor
+    while what it had is still being saved, or a store has not answered yet."""
+    return not track.num_in_flight and (track.lease is None or track.lease.ready)
+
+
+def find_match(track: Track, ledger: KvLedger) -> Match:
+    """Keeps its keys up with its tokens; its lease is ended, or taken once more, where that is of use."""
+    if track.prefix is None or not track.request.may_match:
+        return _NO_MATCH
+    if len(track.prefix.keys) < len(track.tokens) // ledger.block_tokens:  # it has generated tokens since
+        track.prefix = ledger.extend_prefix(track.prefix, track.tokens)
+    if track.computes:
+        track.end_lease()
+        track.may_lease = False
+    match = ledger.match(track.prefix.keys, track.lease)
+    if track.may_lease and not match.pending and match.num_blocks < len(track.prefix.keys) and not _covers(track.lease, match.num_blocks):
+        # There was no lease, or the device has lost what came before it, or it has expired: look once more.
+        track.may_lease = False
+        track.end_lease()
+        track.lease = ledger.lease(track.request.id, track.prefix)
+        match = ledger.match(track.prefix.keys, track.lease)
+    return match
+
+
+def _covers(lease: Lease | None, block: int) -> bool:
+    return lease is not None and lease.num_from(block) > 0

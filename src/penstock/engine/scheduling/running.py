@@ -1,0 +1,102 @@
+"""The requests that run or load, in order of admission. Owns what each of them holds until it leaves: a row, a table, and the
+promise of the blocks that it may still draw. Who enters and who has to leave is the scheduler's business."""
+
+from __future__ import annotations
+
+import heapq
+
+from penstock.contract import Fence, KvLedger, Match
+from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.line import arrival
+from penstock.engine.scheduling.track import State, Track
+from penstock.errors import InvariantBroken
+
+
+class Running:
+    """Admission is by lifetime: all that a request may need is promised to it when it enters."""
+
+    def __init__(self, ledger: KvLedger, budget: Budget) -> None:
+        self.tracks: dict[str, Track] = {}
+        self.num_loading = 0
+        self._ledger = ledger
+        self._budget = budget
+        self._num_promised = 0  # blocks
+        self._free_rows = list(range(budget.max_batch))  # heap: low rows first
+
+    def __len__(self) -> int:
+        return len(self.tracks)
+
+    @property
+    def has_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def fits(self, track: Track, match: Match) -> bool:
+        """Whether its whole life can be promised on top of what is promised already. Matched idle blocks stop being evictable,
+        so they count as taken; matched blocks that others hold cost nothing. Nothing may happen between this and `enter`."""
+        available = self._ledger.num_available - match.num_idle
+        lifetime = blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - match.num_blocks
+        matched = (match.num_blocks + match.num_colder) * self._ledger.block_tokens
+        first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
+        # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
+        overcommit = 1.0 if track.state is State.RETRACTED else self._budget.overcommit
+        return self._num_promised + lifetime <= available * overcommit and first_step <= available
+
+    def enter(self, track: Track, match: Match) -> None:
+        """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading where some of it has to come;
+        where not, whoever called sets it off."""
+        track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
+        track.row = heapq.heappop(self._free_rows)
+        track.begin(match, self._ledger.block_tokens)
+        self.tracks[track.request.id] = track
+        if match.num_colder and track.lease is not None:
+            num_next = min(len(track.tokens) - track.num_planned, self._budget.prefill_chunk)
+            lease, track.lease = track.lease, None
+            track.load = self._ledger.promote(track.table, lease, match.num_colder, num_next)
+            track.move(State.LOADING)
+            self.num_loading += 1
+        else:
+            track.end_lease()
+        self._num_promised += self._may_draw(track)
+
+    def set_off(self, track: Track) -> None:
+        """It takes part in steps from now on."""
+        self.num_loading -= track.state is State.LOADING
+        track.move(State.RUNNING)
+
+    def try_draw(self, track: Track, num_blocks: int) -> bool:
+        """Some of what is promised to it, or nothing: promises may exceed memory."""
+        if not self._ledger.try_extend(track.held_table(), num_blocks):
+            return False
+        self._num_promised -= num_blocks
+        return True
+
+    def youngest(self) -> Track:
+        return max(self.tracks.values(), key=arrival)
+
+    def leave(self, track: Track, fence: Fence | None, saves: bool, num_tokens: int) -> None:
+        """Give back row and table. A launched step may still use both: rows are reset in lane order, slots carry the fence. A transfer
+        may, too: its slots stay with it. `saves`: the KV of the first `num_tokens` is wanted again. Before its state changes."""
+        self.num_loading -= track.state is State.LOADING
+        self._num_promised -= self._may_draw(track)
+        if saves and track.request.may_match and not track.computes:
+            track.lease = self._ledger.retract(track.held_table(), num_tokens, fence)
+        else:
+            self._ledger.release(track.held_table(), fence)
+        heapq.heappush(self._free_rows, track.row)
+        del self.tracks[track.request.id]
+        track.table, track.row = None, -1
+
+    def check(self) -> None:
+        """Recount what is kept as running totals; raises InvariantBroken where they differ."""
+        promised = sum(self._may_draw(track) for track in self.tracks.values())
+        if promised != self._num_promised:
+            raise InvariantBroken(f"{self._num_promised} blocks are promised, requests may draw {promised}")
+        if self._budget.overcommit == 1.0 and promised > self._ledger.num_available:
+            raise InvariantBroken(f"{promised} blocks are promised, {self._ledger.num_available} can be drawn")
+        rows = sorted([track.row for track in self.tracks.values()] + self._free_rows)
+        if rows != list(range(self._budget.max_batch)):
+            raise InvariantBroken(f"rows do not add up: {rows}")
+
+    def _may_draw(self, track: Track) -> int:
+        """Blocks of its life that its table does not have yet."""
+        return blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - track.held_table().num_slots

@@ -1,0 +1,108 @@
+"""What steps are made of: the one that is being put together, and those whose results are not in yet. Owns their order and their fences;
+who takes part in them, and what becomes of the results, is the scheduler's business."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Fence, Load, Start
+from penstock.engine.scheduling.track import Track
+from penstock.errors import InvariantBroken
+
+
+class Draft:
+    """The step being put together. It stays until something is computed: what it has to set up and to wait for is not lost by then."""
+
+    def __init__(self) -> None:
+        self.decodes: list[Chunk] = []
+        self.prefills: list[Chunk] = []
+        self.starts: list[Start] = []  # rows that it sets up
+        self.after: dict[int, Fence] = {}  # earlier users of slots drawn for it
+        self.loads: dict[str, Load] = {}  # by request: what its layers wait for
+
+    def set_up(self, track: Track) -> None:
+        self.starts.append(Start(track.row, track.request, tuple(track.tokens[track.num_prompt :])))
+
+    def wait_for_earlier_users(self, track: Track) -> None:
+        for fence in track.held_table().take_after():
+            self.after[id(fence)] = fence
+
+    def add(self, track: Track, num_tokens: int) -> None:
+        """The next `num_tokens` of it are computed; there are slots for them."""
+        start, end = track.num_planned, track.num_planned + num_tokens
+        tokens = track.tokens[start:end]
+        tokens += [TOKEN_IN_FLIGHT] * (num_tokens - len(tokens))
+        samples = end == track.num_expected and track.request.sampling.max_tokens > 0
+        track.num_planned = end
+        track.num_in_flight += samples
+        if track.load is not None:
+            if not track.load.settled:
+                self.loads[track.request.id] = track.load
+            track.load = None
+        slots, request = track.held_table().slots(end), track.request
+        chunk = Chunk(request.id, track.row, start, tokens, slots, start >= track.num_cached, samples, request.adapter)
+        (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
+
+    def drop(self, track: Track) -> None:
+        """It leaves before the step is launched. Its row may be set up all the same: whoever gets the row next comes behind."""
+        self.loads.pop(track.request.id, None)
+        self.decodes = [chunk for chunk in self.decodes if chunk.request_id != track.request.id]
+        self.prefills = [chunk for chunk in self.prefills if chunk.request_id != track.request.id]
+
+
+class Share(NamedTuple):
+    """What a launched step does for one request, and in which of its lives."""
+
+    track: Track
+    epoch: int
+    start: int
+    end: int  # tokens computed once the step is over
+    samples: bool
+
+
+class Step(NamedTuple):
+    number: int
+    shares: tuple[Share, ...]
+    fence: Fence | None = None  # behind the step
+
+
+class Steps:
+    """Those planned whose results are not in, oldest first."""
+
+    def __init__(self) -> None:
+        self.last_fence: Fence | None = None  # behind every step launched so far
+        self._num_steps = 0
+        self._unread: deque[Step] = deque()
+
+    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track]) -> int:
+        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request."""
+        self._num_steps += 1
+        self._unread.append(Step(self._num_steps, tuple(_share(tracks[chunk.request_id], chunk) for chunk in chunks)))
+        return self._num_steps
+
+    def launched(self, fence: Fence) -> None:
+        """The step added last is on the compute lane, and `fence` lies behind it."""
+        self.last_fence = fence
+        self._unread[-1] = self._unread[-1]._replace(fence=fence)
+
+    def take(self, number: int) -> Step:
+        """The oldest one, which has to be `number`: its result is in."""
+        step = self._unread.popleft()
+        if step.number != number:
+            raise InvariantBroken(f"result of step {number} came while step {step.number} was due")
+        return step
+
+    def shares_of(self, track: Track) -> list[Share]:
+        return [share for step in self._unread for share in step.shares if share.track is track]
+
+    def forget(self, tracks: Iterable[Track]) -> None:
+        """What later steps did for them means nothing."""
+        gone = set(tracks)
+        for index, step in enumerate(self._unread):
+            self._unread[index] = step._replace(shares=tuple(share for share in step.shares if share.track not in gone))
+
+
+def _share(track: Track, chunk: Chunk) -> Share:
+    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.samples)

@@ -1,0 +1,40 @@
+"""Figures that the halves hand up to whoever reports them. Owns how they are kept; who counts what is the business of each part."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts by upper bound; the last count is for what lies above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, list(self.counts), self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A snapshot of what moves between tiers. Pairs are (from, to)."""
+
+    bytes: dict[tuple[str, str], int]
+    seconds: dict[tuple[str, str], Histogram]
+    in_flight: dict[tuple[str, str], int]
+    failures: dict[tuple[str, str], int]  # by (tier, reason)
+    skipped: dict[str, int]  # saves that were not made, by reason
+    leases_open: int
+    checksum_failures: dict[str, int] = field(default_factory=dict)  # by tier
+    usable: dict[str, bool] = field(default_factory=dict)  # by cold tier: False while it is fenced off
