@@ -138,6 +138,8 @@ def test_a_piece_across_two_registrations_is_a_failed_transfer_that_poisons_noth
     host: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copies, "piece_slots", lambda layout: 1 << 30)
+    monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 1 << 40)  # all of it is one part, and one piece
+    monkeypatch.setattr(copies, "_FEW_BLOCKS", 0)
     device, lane = random_device(4), CudaLane("copy", DEVICE)
     before = device.clone()
     with pytest.raises(TransferFailed, match="1 pieces: cudaErrorInvalidValue"):

@@ -158,6 +158,55 @@ class TestCudaLane(LaneRules):
         assert seen == [lane.stream, True] and lane.stream != before
         assert torch.cuda.current_stream() == before and not torch.is_inference_mode_enabled()
 
+    def test_a_thread_that_stays_on_a_lane_runs_its_ops_there_and_those_of_other_lanes_on_theirs(self, rig: CudaRig) -> None:
+        lane, other = rig.lane("a"), rig.lane("b")
+        seen: list[Any] = []
+
+        def look() -> None:
+            seen.append((torch.cuda.current_stream(), torch.is_inference_mode_enabled()))
+
+        before = torch.cuda.current_stream()
+        with lane.current():
+            for where in (lane, other, lane):
+                where.submit(look, label="look")
+            look()
+        look()
+        assert seen == [(lane.stream, True), (other.stream, True), (lane.stream, True), (lane.stream, True), (before, False)]
+
+    def test_a_thread_in_the_lanes_stream_alone_or_in_inference_mode_alone_is_put_into_the_other(self, rig: CudaRig) -> None:
+        lane = rig.lane("a")
+        seen: list[Any] = []
+        for around in (torch.inference_mode(), torch.cuda.stream(lane.stream)):
+            with around:
+                lane.submit(lambda: seen.append((torch.cuda.current_stream(), torch.is_inference_mode_enabled())), label="look")
+        assert seen == [(lane.stream, True)] * 2
+
+    def test_an_op_that_leaves_another_stream_behind_misleads_no_op_after_it(self, rig: CudaRig) -> None:
+        lane, elsewhere = rig.lane("a"), rig.lane("b")
+        seen: list[Any] = []
+        with lane.current():
+            lane.submit(lambda: torch.cuda.set_stream(elsewhere.stream), label="stray")
+            lane.submit(lambda: seen.append(torch.cuda.current_stream()), label="look")
+        assert seen == [lane.stream]
+
+    def test_a_launchers_thread_that_stays_on_a_lane_submits_captures_and_fails_as_any_other(self, rig: CudaRig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        launcher = CpuLane("launcher", around=lane.current)
+        replays: list[Any] = []
+
+        def capture() -> None:
+            with lane.capture("push") as recording:
+                lane.submit(rig.push(cell, 2), label="push")
+            replays.append(recording.replay)
+
+        launcher.submit(lambda: lane.submit(rig.push(cell, 1), label="push"), label="launch")
+        launcher.submit(capture, label="capture").wait_done(rig.patience_s)
+        failed = launcher.submit(lambda: replays.append(lane.submit(fail, label="fail")), label="launch")
+        launcher.submit(lambda: lane.replay(replays[0]), label="replay")
+        launcher.close(rig.patience_s)
+        lane.drain(rig.patience_s)
+        assert rig.read(cell) == 12 and failed.error() is None and isinstance(replays[1].error(), ZeroDivisionError)
+
     def test_a_host_thread_that_blocked_is_reported(self, rig: CudaRig) -> None:
         heard = Heard()
         lane = rig.lane("a", heard)

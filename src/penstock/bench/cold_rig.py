@@ -17,7 +17,7 @@ import torch
 from penstock.bench.transfer_ways import DEMOTE, PROMOTE, make_lane, pin_all
 from penstock.contract import Prefix
 from penstock.engine.build import COLD_READERS, COLD_WRITERS
-from penstock.engine.engine import POLL_BEHIND_S, POLL_S
+from penstock.engine.engine import POLL_BEHIND_S
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
@@ -136,7 +136,7 @@ class ColdRig:
                 return
             if time.monotonic() > by_s:
                 raise DeadlineExceeded(f"blocks are still on their way after {_WAIT_S:g} s")
-            self._woken.wait(POLL_S if self.cache.num_in_flight and not self.cache.is_hauling else POLL_BEHIND_S)
+            self._woken.wait(self.cache.look_again_s if self.cache.num_in_flight and not self.cache.is_hauling else POLL_BEHIND_S)
 
     def wait_idle(self) -> None:
         self.wait_until(lambda: not (self.cache.num_in_flight or self.cache.num_behind))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -18,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.contract import Access, Fence, Mode
+from penstock.engine.build import make_launcher
+from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.memory.arena import DeviceArena
 from penstock.kv.memory.host import HostArena
@@ -32,7 +33,6 @@ from penstock.models.progress import Progress
 PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
 _CLOSE_S = 60.0
-_POLL_S = 20e-6  # as an engine without work looks at its transfers
 
 Wait = Callable[[], None]
 
@@ -207,11 +207,14 @@ class Moved:
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self._launchers = {direction: CpuLane(f"launch-{direction}", around=torch.inference_mode) for direction in (PROMOTE, DEMOTE)}
+        self._inbox = Inbox(sharp=rig.device.device.type == "cuda")
+        self._launchers = {direction: make_launcher(lane) for direction, lane in rig.lanes.items()}
         self._movers = {
             direction: Mover(rig.names(direction), make_copier(*rig.tensors(direction), rig.layout), rig.lanes[direction], launcher)
             for direction, launcher in self._launchers.items()
         }
+        for mover in self._movers.values():
+            mover.wake = self._inbox.wake
 
     def launch(self, case: Case) -> Wait:
         num_layers = self._rig.layout.num_layers
@@ -227,7 +230,7 @@ class Moved:
     def _wait(self, transfers: list[Transfer]) -> None:
         while not all(transfer.settled for transfer in transfers):
             if not any(mover.settle() for mover in self._movers.values()):
-                time.sleep(_POLL_S)
+                self._inbox.wait(min(mover.look_again_s() for mover in self._movers.values()))
         for transfer in transfers:
             if (error := transfer.error()) is not None:
                 raise error

@@ -232,8 +232,9 @@ def _ladder(
     memory = HostMemory(host_arena, host.ready)
 
     def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
-        lane, launcher = _lane(name, device, sanitizer, priority), CpuLane(f"launch-{name}", sanitizer, around=torch.inference_mode)
-        made = Mover((source.name, dest.name), make_copier(source.tensor, dest.tensor, layout), lane, launcher)
+        lane = _lane(name, device, sanitizer, priority)
+        copier, launcher = make_copier(source.tensor, dest.tensor, layout), make_launcher(lane, sanitizer)
+        made = Mover((source.name, dest.name), copier, lane, launcher)
         if guard is not None and sanitizer is not None:
             made.checks = Checks(guard, sanitizer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
         return made
@@ -286,6 +287,12 @@ def _lane(name: str, device: torch.device, observer: LaneObserver | None, priori
     return CpuLane(name, observer, around=torch.inference_mode)
 
 
+def make_launcher(lane: Lane, observer: LaneObserver | None = None) -> CpuLane:
+    """Where transfers on `lane` are launched; a stream is its thread's for life."""
+    around = lane.current if isinstance(lane, cuda.CudaLane) else torch.inference_mode
+    return CpuLane(f"launch-{lane.name}", observer, around=around)
+
+
 def _layer_ops(device: torch.device) -> LayerOps:
     if device.type == "cuda":
         from penstock.models.triton_layers import TritonLayerOps
@@ -299,6 +306,7 @@ def _attention(arena: DeviceArena, model: Model, budget: Budget, max_model_len: 
         from penstock.engine.execution.attention.triton import TritonAttention, prefill_shapes
 
         attention = TritonAttention(arena.tensor, model.config, model.rope)
+        attention.warm()
         shapes = prefill_shapes(budget.prefill_chunk, max_model_len)
         for done, (chunk, prefix) in enumerate(shapes):
             progress("planning prefill", done, len(shapes))

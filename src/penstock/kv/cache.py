@@ -1,5 +1,5 @@
 """The door to KV storage: matches, opens, grows, seals and releases the tables of requests, over the device and what is colder. Owns
-the device pool and the keys that are on their way, no bytes.
+the device pool and what is on its way into it, no bytes.
 
 A table's slots are active from the moment they are drawn: "active" says that a table holds them. That their content can be trusted
 is said by the key, which `seal` gives after the block is computed and `settle` after it is promoted; without one nobody else ever sees it.
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table, Traffic
+from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table
 from penstock.errors import DeadlineExceeded, InvariantBroken
+from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
@@ -28,6 +28,7 @@ from penstock.kv.tiers.host import HOST, HostLease
 from penstock.kv.tiers.ladder import Ladder
 from penstock.kv.tiers.promotion import Promotion
 from penstock.kv.transfer.mover import Settling
+from penstock.lanes.polling import POLL_MOST_S
 from penstock.observe import EngineObserver
 
 _CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
@@ -61,11 +62,10 @@ class KvCache:
         self._scope = scope
         self._prefix_cache = prefix_cache
         self.ladder = ladder
-        self._pending: dict[bytes, int] = {}  # how many open tables announce the key
         self._tables: set[BlockTable] = set()  # those that are open
+        self._announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
         self._promoting: dict[Promotion, BlockTable] = {}  # in flight
         self._hauls: dict[Haul, BlockTable] = {}  # not over
-        self._arriving: dict[bytes, Promotion | Haul] = {}  # by key, also where nobody waits for them any more
         self._num_hits = 0
         self._num_misses = 0
         self._num_promoted = 0
@@ -96,14 +96,22 @@ class KvCache:
 
     @property
     def num_settling(self) -> int:
-        """Without those of promotions that are late: nobody knows when they end."""
-        late = sum(promotion.num_blocks for promotion, own in self._promoting.items() if own not in self._tables and promotion.overdue)
+        """Without those of transfers that are late, or come behind one that is: nobody knows when they end."""
+        abandoned = [promotion for promotion, own in self._promoting.items() if own not in self._tables]
+        if self.ladder is not None and self.ladder.demoter.is_late():
+            return sum(promotion.num_blocks for promotion in abandoned if not promotion.overdue)
+        late = sum(promotion.num_blocks for promotion in abandoned if promotion.overdue)
         return max(0, self._pool.counts.pinned - late)
 
     @property
     def num_in_flight(self) -> int:
         """Transfers between device and host memory that have not been seen to be over."""
         return 0 if self.ladder is None else self.ladder.num_in_flight
+
+    @property
+    def look_again_s(self) -> float:
+        """How long nobody need look at those, unless told that one was launched."""
+        return POLL_MOST_S if self.ladder is None else self.ladder.look_again_s
 
     @property
     def num_behind(self) -> int:
@@ -140,16 +148,20 @@ class KvCache:
         until the next call that draws."""
         slots = self._pool.find(keys) if self._prefix_cache else []
         num = len(slots)
-        pending = self._prefix_cache and num < len(keys) and self._is_coming(keys[num])
+        pending = self._prefix_cache and num < len(keys) and self._is_coming(num, keys[num])
         num_colder = 0
         if self.ladder is not None and lease is not None and not pending:
             num_colder = self.ladder.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
 
-    def _is_coming(self, key: bytes) -> bool:
-        """Whether it pays to wait for `key`: somebody computes it, or it is promoted and not late."""
-        promotion = self._arriving.get(key)
-        return key in self._pending or (promotion is not None and not promotion.overdue)
+    def _is_coming(self, number: int, key: bytes) -> bool:
+        """Whether it pays to wait for `key`: somebody computes it, or it is promoted and not late. A key covers all before it, so it has
+        the same number in whatever prefix it belongs to."""
+        if any(table.announces(number, key) for table in self._announcing):
+            return True
+        loads: list[Promotion | Haul] = [*self._promoting, *self._hauls]
+        found = (load for load in loads if 0 <= number - load.first < len(load.keys) and load.keys[number - load.first] == key)
+        return any(not load.overdue for load in found)
 
     def stats(self) -> CacheStats:
         pool = self._pool
@@ -158,7 +170,7 @@ class KvCache:
             behind={name: tier.usage().as_dict() for name, tier in self.cold_tiers.items()},
             num_tables=len(self._tables),
             num_keys=pool.num_keys,
-            num_pending=len(self._pending),
+            num_pending=len({key for table in tuple(self._announcing) for key in table.announced}),
             hits_total=self._num_hits,
             misses_total=self._num_misses,
             evictions_total=pool.num_evicted,
@@ -198,13 +210,14 @@ class KvCache:
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are announced as pending."""
         keys: Sequence[bytes] = () if prefix is None else prefix.keys
-        slots = self._pool.find(keys[:num_blocks])
+        slots = self._pool.find(keys)[:num_blocks]
         if len(slots) != num_blocks or (num_blocks and not self._prefix_cache):
             raise InvariantBroken(f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here")
         hold = self._pool.hold(owner, slots)
         shared = prefix if self._prefix_cache or self.ladder is not None else None
         table = BlockTable(hold, self.block_tokens, shared, num_blocks)
-        self._announce(table.announced)
+        if table.announced:
+            self._announcing.add(table)
         self._num_hits += num_blocks
         self._num_misses += len(keys) - num_blocks
         self._tables.add(table)
@@ -238,7 +251,6 @@ class KvCache:
         pin = self._pool.pin_run(own.hold, first, num_blocks, own.owner)
         promotion = self.ladder.promote(pin, reservation.after, lease, keys, num_next)
         self._promoting[promotion] = own
-        self._arriving.update(dict.fromkeys(promotion.keys, promotion))
         return promotion
 
     def _haul(self, own: BlockTable, first: int, lease: HostLease, keys: Sequence[bytes], after: tuple[Fence, ...]) -> Haul:
@@ -246,7 +258,6 @@ class KvCache:
             raise InvariantBroken(f"{own.owner!r} promotes, and there is no colder tier")
         haul = self.ladder.haul(own.hold, first, lease, keys, after)
         self._hauls[haul] = own
-        self._arriving.update(dict.fromkeys(keys, haul))
         self._note_parts(haul, own)
         return haul
 
@@ -284,15 +295,16 @@ class KvCache:
         own = self._own(table)
         own.hold.end(fence)
         self._tables.remove(own)
-        self._withdraw(own.announced)
+        self._announcing.discard(own)
 
     def _give_keys(self, own: BlockTable, first: int, keys: Sequence[bytes]) -> None:
         """Blocks `first..` of `own` are whole. In a cache that reuses nothing on the device the keys are only for colder tiers."""
         if self._prefix_cache:
-            slots = own.hold.first(first + len(keys))[first:].tolist()
+            slots = own.hold.first(first + len(keys))[first:]
             self._pool.seal(slots, keys, range(first, first + len(keys)))
-        self._withdraw(own.announced[: len(keys)])
         own.advance(keys)
+        if not own.announced:
+            self._announcing.discard(own)
 
     # ------------------------------------------------------------------------------------------------------- colder tiers
 
@@ -308,7 +320,6 @@ class KvCache:
         before = self.ladder.num_in_flight
         for promotion in self.ladder.settle():
             own = self._promoting.pop(promotion)
-            self._no_longer_arriving(promotion)
             if promotion.error() is None:
                 self._land(promotion, own)
                 self._num_promoted += promotion.num_blocks
@@ -332,12 +343,6 @@ class KvCache:
                 own.add_after(haul.after)
         if haul.over:
             del self._hauls[haul]
-            self._no_longer_arriving(haul)
-
-    def _no_longer_arriving(self, load: Promotion | Haul) -> None:
-        for key in load.keys:
-            if self._arriving.get(key) is load:
-                del self._arriving[key]
 
     def _land(self, promotion: Promotion, own: BlockTable) -> None:
         """The bytes are there: they get their keys. The table may have ended meanwhile; then they stay as idle blocks. So they do where
@@ -345,7 +350,7 @@ class KvCache:
         if own in self._tables and own.num_keyed == promotion.first:
             self._give_keys(own, own.num_keyed, promotion.keys)
         elif own not in self._tables and self._prefix_cache:
-            slots = promotion.pins[0].slots[: len(promotion.keys)]
+            slots = promotion.pins[0].array[: len(promotion.keys)]
             self._pool.seal(slots, promotion.keys, range(promotion.first, promotion.first + len(slots)))
 
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
@@ -371,9 +376,9 @@ class KvCache:
     def check(self) -> None:
         """Recount; raises where the books do not add up."""
         self._pool.check()
-        announced = Counter(key for table in self._tables for key in table.announced)
-        if announced != self._pending:
-            raise InvariantBroken(f"{len(self._pending)} keys are booked as pending, and {len(announced)} are announced by open tables")
+        announcing = {table for table in self._tables if table.announced}
+        if announcing != self._announcing:
+            raise InvariantBroken(f"{len(self._announcing)} tables are booked as announcing keys, and {len(announcing)} open ones do")
         if self.ladder is not None:
             self.ladder.host.check()
 
@@ -403,18 +408,6 @@ class KvCache:
             self.ladder.close(timeout_s)
         self._closed = True
         self._pool.close()
-
-    def _announce(self, keys: Iterable[bytes]) -> None:
-        pending = self._pending
-        for key in keys:
-            pending[key] = pending.get(key, 0) + 1
-
-    def _withdraw(self, keys: Iterable[bytes]) -> None:
-        pending = self._pending
-        for key in keys:
-            num = pending.pop(key)
-            if num > 1:
-                pending[key] = num - 1
 
     def _own(self, table: Table) -> BlockTable:
         if isinstance(table, BlockTable):

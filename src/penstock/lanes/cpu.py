@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
@@ -108,11 +108,12 @@ class CpuLane:
         self.num_finished = 0  # items over, in order; read without the lock (a stale value only delays a poll)
         self._observer = observer
         self._around = around
-        self._state = threading.Condition()
-        self._queue: deque[_Item] = deque()
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()  # in the order of numbers; None: no more will come
+        self._submitting = threading.Lock()
         self._num_submitted = 0
         self._closed = False
         self._recording: _Recording | None = None
+        self._over = threading.Condition()  # told of every item that is
         self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
@@ -127,7 +128,7 @@ class CpuLane:
     def record(self) -> Fence:
         if self._recording is not None:
             raise InvariantBroken(f"lane {self.name}: a fence recorded inside a capture would never be placed")
-        with self._state:
+        with self._submitting:
             fence = CpuFence(self, self._num_submitted)
             if self._observer is not None:
                 self._observer.recorded(self.name, fence.number)
@@ -146,7 +147,7 @@ class CpuLane:
 
     @contextmanager
     def capture(self, label: str) -> Iterator[_Recording]:
-        with self._state:
+        with self._submitting:
             if self._recording is not None:
                 raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.pending.label!r}")
             recording = self._recording = _Recording(label)
@@ -171,9 +172,10 @@ class CpuLane:
         self.record().wait_passed(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        with self._state:
-            self._closed = True
-            self._state.notify_all()
+        with self._submitting:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"lane {self.name} did not finish its work within {timeout_s} s")
@@ -183,8 +185,8 @@ class CpuLane:
         seconds = 0.0
         if self.num_finished < number:
             started = time.monotonic()
-            with self._state:
-                if not self._state.wait_for(lambda: self.num_finished >= number, timeout_s):
+            with self._over:
+                if not self._over.wait_for(lambda: self.num_finished >= number, timeout_s):
                     raise DeadlineExceeded(f"lane {self.name}: item {number} was not over within {timeout_s} s")
             seconds = time.monotonic() - started
         if self._observer is not None and reported:
@@ -207,7 +209,7 @@ class CpuLane:
             raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.pending.label!r}")
 
     def _enqueue(self, op: Op | None, label: str, accesses: Sequence[Access], after: Ticket | None, fence: Fence | None) -> CpuTicket:
-        with self._state:
+        with self._submitting:
             if self._closed:
                 raise LaneClosed(f"lane {self.name} is closed; {label!r} was not submitted")
             ticket = CpuTicket(self, self._num_submitted + 1, label)
@@ -217,8 +219,7 @@ class CpuLane:
                 else:
                     self._observer.submitted(self.name, ticket.number, label, accesses)
             self._num_submitted += 1  # not before the observer agreed: a number without an item would never be over
-            self._queue.append(_Item(op, ticket, after, fence))
-            self._state.notify_all()
+            self._queue.put(_Item(op, ticket, after, fence))
         return ticket
 
     # --------------------------------------------------------------------------------------------------- worker side
@@ -229,12 +230,7 @@ class CpuLane:
                 self._run_item(item)
 
     def _next(self) -> _Item | None:
-        with self._state:
-            while not self._queue:
-                if self._closed:
-                    return None
-                self._state.wait()
-            return self._queue.popleft()
+        return self._queue.get()
 
     def _run_item(self, item: _Item) -> None:
         error = item.after.error() if item.after is not None else None
@@ -257,6 +253,6 @@ class CpuLane:
             error = error or raised
         if error is not None:
             item.ticket.fail(error)
-        with self._state:
+        with self._over:
             self.num_finished += 1
-            self._state.notify_all()
+            self._over.notify_all()

@@ -15,9 +15,8 @@ import torch
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.lane import Op, Replay, Ticket
+from penstock.lanes.polling import look_again_s
 from penstock.observe import LaneObserver
-
-_POLL_S = 20e-6  # between two polls of a wait with a deadline; one without a deadline blocks in the driver
 
 
 def is_usable() -> bool:
@@ -71,12 +70,13 @@ class CudaFence:
             return
         started = time.monotonic()
         if timeout_s is None:
-            self._event.synchronize()
+            self._event.synchronize()  # blocks in the driver
         else:
             while not self._event.query():
-                if time.monotonic() - started > timeout_s:
+                waited_s = time.monotonic() - started
+                if waited_s > timeout_s:
                     raise DeadlineExceeded(f"lane {self._lane.name}: fence {self.number} did not pass within {timeout_s} s")
-                time.sleep(_POLL_S)
+                time.sleep(look_again_s(waited_s))
         self._lane.report_wait(self.number, time.monotonic() - started)
 
 
@@ -132,7 +132,7 @@ class _Recording:
 
 
 class CudaLane:
-    """One CUDA stream. `priority` below zero is higher than the default."""
+    """One CUDA stream. `priority` below zero is higher than the default. An op that changes its thread's stream or mode restores both."""
 
     def __init__(self, name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> None:
         self.name = name
@@ -152,13 +152,23 @@ class CudaLane:
         number = self._announce(label, accesses)
         if error is None:
             try:
-                with torch.inference_mode(), torch.cuda.stream(self.stream):
+                if self._is_current():
                     op()
+                else:
+                    with torch.inference_mode(), torch.cuda.stream(self.stream):
+                        op()
             except Exception as raised:
                 error = raised
         if self._observer is not None:
             self._observer.finished(self.name, number, error)
         return CudaTicket(self, number, label, error)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Around many submissions of one thread, for its whole life even: each by itself would take tens of microseconds to switch to
+        the stream and back."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            yield
 
     def record(self) -> Fence:
         if self._recording is not None:
@@ -225,6 +235,13 @@ class CudaLane:
     def report_wait(self, number: int, seconds: float) -> None:
         if self._observer is not None:
             self._observer.host_waited(self.name, number, seconds)
+
+    def _is_current(self) -> bool:
+        """Whether the calling thread is as an op wants it."""
+        index = self.stream.device_index
+        if not torch.is_inference_mode_enabled() or torch.cuda.current_device() != index:
+            return False
+        return torch._C._cuda_getCurrentRawStream(index) == self.stream.cuda_stream
 
     def _announce(self, label: str, accesses: Sequence[Access]) -> int:
         with self._lock:

@@ -285,7 +285,8 @@ def test_a_listener_that_raises_does_not_disturb_the_engine(make_engine: MakeEng
         ([1], {"max_tokens": 1 << 40}, "context holds"),
         ([-1], {}, "token ids must lie"),
         ([10**9], {}, "token ids must lie"),
-        ([10**30], {}, "list of token ids"),
+        ([10**30], {}, "token ids must lie"),
+        ([1.5], {}, "list of token ids"),
         (["a"], {}, "list of token ids"),
         ([1] * 300, {"max_tokens": 10}, "do not fit"),
     ],
@@ -335,7 +336,7 @@ def test_a_stop_token_ends_the_request_and_is_not_part_of_its_tokens(make_engine
 def test_the_end_of_text_token_stops_unless_ignored(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine()
     whole = generate(engine, prompts(12), max_tokens=12).tokens
-    engine._parts.scheduler._stop_ids = frozenset({whole[3]})
+    engine._parts.scheduler._events.stop_ids = frozenset({whole[3]})
     assert generate(engine, prompts(12), max_tokens=12, ignore_eos=False).tokens == whole[: whole.index(whole[3])]
     assert generate(engine, prompts(12), max_tokens=12, ignore_eos=True).tokens == whole
 

@@ -257,6 +257,22 @@ def test_a_retracted_request_can_be_cancelled_while_it_is_being_saved(make_engin
     check_at_rest(engine)
 
 
+def test_a_retracted_request_whose_save_hangs_computes_instead_of_waiting(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = retracting(make_engine, blocks=40, load_deadline_s=0.2)
+    _, save = gates(engine)
+    found = [submit(engine, prompts(60 + i, seed=10 + i), max_tokens=80) for i in range(6)]
+    until(engine, lambda: engine.stats().requests["running"] == 6 and not engine.cache.num_in_flight)
+    save.hold()
+    run_all(engine)
+    alone = make_engine(prefix_cache=False)
+    assert [one.tokens for one in found] == [generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)]
+    stats = engine.stats()
+    assert stats.retractions > 0 and stats.traffic is not None and stats.traffic.skipped["late"] > 0
+    save.let()
+    settle_all(engine)
+    check_at_rest(engine)
+
+
 def test_nobody_is_retracted_while_transfers_under_way_free_enough(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(blocks=8, host_blocks=64, overcommit=4.0, prefix_cache=False)
     _, save = gates(engine)
@@ -440,7 +456,7 @@ def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, promp
     busy(engine, prompts)
     returning = submit(engine, prompts(80), max_tokens=1)
     turn(engine, 4)
-    (track,) = [track for track in engine._parts.scheduler._running.values() if track.request.id == returning.request_id]
+    (track,) = [track for track in engine._parts.scheduler._running.tracks.values() if track.request.id == returning.request_id]
     assert track.state is State.LOADING and track.load is not None and not track.load.settled
     load.let()
     run_all(engine)
@@ -502,7 +518,7 @@ def test_bytes_that_change_while_they_are_in_host_memory_are_reported(make_engin
     prefix = engine.cache.prefix_of(prompts(80))
     assert prefix is not None
     (slot,) = ladder.host._pool.find_each(prefix.keys[2:3])
-    host = ladder.demoter.copier._ends._dest  # type: ignore[attr-defined]
+    host = ladder.demoter.copier._ends.tensors[1].data_ptr()  # type: ignore[attr-defined]
     ctypes.memset(host + slot * ladder.block_bytes + 100, 7, 1)
     generate(engine, prompts(80), max_tokens=1)
     settle_all(engine)

@@ -161,9 +161,10 @@ def test_neighbours_on_both_sides_are_one_piece(monkeypatch: pytest.MonkeyPatch)
     assert moved == [2, 2, 2], "some layers of neighbours do not touch each other"
 
 
-def test_no_piece_goes_on_from_one_registration_to_the_next(runtime: Callable[..., Runtime]) -> None:
+def test_no_piece_goes_on_from_one_registration_to_the_next(runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA refuses a copy that lies in two; the device's side has no such seams."""
     seen = runtime()
+    monkeypatch.setattr(copies, "_FEW_BLOCKS", 0)
     host, device = random_arena(1), random_arena(2)
     CudaCopier(host, device, LAYOUT).copy(np.arange(5, 20), np.arange(4, 19), ALL)
     (batch,) = seen.batches
@@ -191,15 +192,64 @@ def test_a_large_transfer_begins_with_a_small_part_and_its_later_layers_do_not(
     assert [len(batch) for batch in seen.batches] == [4, 8, 12, 24]
 
 
-@given(sizes=st.lists(st.integers(1, 100), max_size=40), first=st.integers(1, 300))
-def test_parts_are_all_of_it_in_order_and_none_is_empty(sizes: list[int], first: int) -> None:
-    numbers = np.arange(len(sizes))
+@given(num=st.integers(0, 300), num_bytes=st.integers(1, 100), first=st.integers(1, 300))
+def test_parts_are_all_of_it_in_order_and_none_is_empty(num: int, num_bytes: int, first: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "_FIRST_PART_BYTES", first)
-        parts = list(copies._growing_parts(copies.Entries(numbers, numbers + 7, np.array(sizes, np.int64))))
-    assert all(len(part.sizes) for part in parts)
-    for column, whole in enumerate((numbers.tolist(), (numbers + 7).tolist(), sizes)):
-        assert [value for part in parts for value in part[column].tolist()] == whole
+        parts = list(copies._growing_parts(num, num_bytes))
+    assert all(part.stop > part.start for part in parts)
+    assert [block for part in parts for block in range(part.start, part.stop)] == list(range(num))
+    assert not parts or (parts[0].stop - 1) * num_bytes < 2 * first, "the driver is not kept waiting for the first"
+
+
+@given(data=st.data(), num=st.integers(1, NUM_SLOTS))
+def test_entries_worked_out_for_each_block_are_those_of_arithmetic_without_neighbours(data: st.DataObject, num: int) -> None:
+    source, dest = random_arena(1), random_arena(2)
+    ends = copies._Ends(source, dest, LAYOUT)
+    order = st.permutations(range(NUM_SLOTS))
+    pairs = ends.checked(slots(*data.draw(order)[:num]), slots(*data.draw(order)[:num]))
+    first = data.draw(st.integers(0, LAYOUT.num_layers))
+    extent = LAYOUT.extent((first, data.draw(st.integers(first, LAYOUT.num_layers))))
+    each = ends.entry_each(pairs, extent)
+    assert each.sum(axis=1)[2] == num * extent[1] == ends.entries(pairs, extent).sum(axis=1)[2]
+    for block, entry in enumerate(each.T.tolist()):
+        assert entry == ends.entries(pairs[:, block : block + 1], extent)[:, 0].tolist()
+
+
+def test_what_a_transfer_begins_with_is_handed_over_before_the_rest_is_worked_out(
+    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = runtime()
+    monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(copies, "_FEW_BLOCKS", 2)
+    handed_over: list[int] = []
+    honest = copies._Ends.entries
+
+    def entries(self: Any, *given: Any) -> Any:
+        handed_over.append(len(seen.batches))
+        return honest(self, *given)
+
+    monkeypatch.setattr(copies._Ends, "entries", entries)
+    source, dest = random_arena(1), random_arena(2)
+    CudaCopier(source, dest, LAYOUT).copy(np.arange(NUM_SLOTS), np.arange(NUM_SLOTS), ALL)
+    assert handed_over == [1], "a few blocks need no arithmetic of arrays, and the rest waits until they are on their way"
+    assert [len(batch) for batch in seen.batches] == [2, 3], "and the rest goes in as few pieces as there are registrations"
+    assert same(dest, source)
+
+
+def test_a_slot_that_does_not_exist_in_a_later_part_is_found_before_the_first_is_handed_over(
+    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = runtime()
+    monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 2 * LAYOUT.block_bytes)
+    copier, good = CudaCopier(random_arena(1), random_arena(2), LAYOUT), np.arange(NUM_SLOTS)
+    for wrong in (NUM_SLOTS, -1, -(1 << 63)):
+        bad = good.copy()
+        bad[-1] = wrong
+        for ends in ((bad, good), (good, bad)):
+            with pytest.raises(InvariantBroken, match=f"of {NUM_SLOTS} slots"):
+                copier.copy(*ends, ALL)
+    assert seen.batches == []
 
 
 def test_nothing_is_not_handed_over(runtime: Callable[..., Runtime]) -> None:

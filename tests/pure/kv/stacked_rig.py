@@ -202,7 +202,7 @@ class Stacked(Rig):
         for table in tables:
             self.cache.release(table, fence)
         self.flow()
-        assert self.behind.num_hauls == 0 and not self.cache._hauls and not self.cache._arriving and not self.cache._promoting
+        assert self.behind.num_hauls == 0 and not self.cache._hauls and not self.cache._promoting
         assert self.host.num_leases == 0 and not self.host._arriving and not self.behind._writing
         for pool in (self.pool, self.host._pool):
             assert pool.counts.free + pool.counts.idle == pool.num_slots, f"{pool.name}: {pool.counts}"

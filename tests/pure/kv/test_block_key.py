@@ -100,6 +100,17 @@ def test_prefix_keys_are_the_chain_of_block_keys_over_full_blocks(tokens, block_
     assert prefix_keys(tuple(tokens), block_tokens, DIGEST) == tuple(expected)
 
 
+def test_keys_of_long_prompts_are_the_same_chain_computed_or_remembered():
+    """Stretches of a long prompt are remembered: the second answer comes from there, and what differs is told apart."""
+    one = list(range(4 * 200 + 3))
+    other = [*one[:400], one[400] + 1, *one[401:]]
+    for tokens, scope in [(one, DIGEST), (one, DIGEST), (other, DIGEST), (one, b"another scope"), (one[256:], DIGEST), (one[:300], DIGEST)]:
+        expected: list[bytes] = []
+        for start in range(0, len(tokens) - 3, 4):
+            expected.append(block_key(expected[-1] if expected else None, tokens[start : start + 4], scope))
+        assert prefix_keys(tokens, 4, scope) == tuple(expected)
+
+
 @pytest.mark.parametrize("bad", [TOKEN_IN_FLIGHT, 2**32, 2**32 + 1])
 def test_a_token_that_is_not_known_or_does_not_fit_gets_no_key(bad):
     for tokens in ([1, 2, 3, bad], np.array([1, 2, 3, bad], np.int64)):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from kv_fakes import FakeFence, FakeLane
 
-from penstock.contract import Match
+from penstock.contract import Fence, Match
 from penstock.errors import PenstockError
 from penstock.kv import cache as cache_module
 from penstock.kv.blocks import table as table_module
@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.num_keys == len(self.cached)
         announced = Counter(content for request in self.requests for content in request.announced)
         assert stats.num_pending == len(announced)
-        assert sorted(self.cache._pending.values()) == sorted(announced.values())
+        assert len(self.cache._announcing) == sum(bool(request.announced) for request in self.requests)
 
     @invariant()
     def every_recent_prompt_matches_as_predicted(self) -> None:
@@ -255,11 +255,29 @@ TestCacheAgainstItsReference = CacheMachine.TestCase
 
 
 def forgets_to_withdraw_what_it_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvCache, "_withdraw", lambda self, keys: None)
+    release = KvCache.release
+
+    def faulty(self: KvCache, table: BlockTable, fence: Fence | None) -> None:
+        announcing = set(self._announcing)
+        release(self, table, fence)
+        self._announcing |= announcing
+
+    monkeypatch.setattr(KvCache, "release", faulty)
 
 
-def counts_an_announcement_once_for_two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvCache, "_announce", lambda self, keys: self._pending.update(dict.fromkeys(keys, 1)))
+def looks_for_an_announcement_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    announces = BlockTable.announces
+    monkeypatch.setattr(BlockTable, "announces", lambda self, number, key: announces(self, number + 1, key))
+
+
+def takes_back_what_others_announce(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = KvCache.release
+
+    def faulty(self: KvCache, table: BlockTable, fence: Fence | None) -> None:
+        release(self, table, fence)
+        self._announcing.clear()
+
+    monkeypatch.setattr(KvCache, "release", faulty)
 
 
 def starts_a_new_chain_for_generated_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +318,8 @@ def drops_the_fences_of_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS = [
     forgets_to_withdraw_what_it_announced,
-    counts_an_announcement_once_for_two_tables,
+    looks_for_an_announcement_one_block_off,
+    takes_back_what_others_announce,
     starts_a_new_chain_for_generated_blocks,
     seals_a_block_that_is_not_full,
     ignores_the_salt,

@@ -30,3 +30,19 @@ def test_a_run_of_keys_ends_at_the_first_that_is_missing() -> None:
     assert pool.find_each([b"first", b"second", b"third"]) == [first, -1, third]
     hold.end()
     pool.close()
+
+
+def test_a_prefix_that_is_asked_for_again_is_found_as_it_is_now() -> None:
+    pool = BlockPool(4, "device")
+    keys = (b"first", b"second")
+    assert pool.find(keys) == []
+    for num in (1, 2):
+        reservation, hold = pool.try_reserve(1, "request"), pool.hold("request")
+        assert reservation is not None
+        reservation.commit(hold)
+        pool.seal(hold.slots, keys[num - 1 : num])
+        assert len(pool.find(keys)) == len(pool.find(keys)) == num
+        hold.end()
+    pool.evict(1)
+    assert len(pool.find(keys)) == 0, "the one that rested longest was the beginning"
+    pool.close()

@@ -82,7 +82,7 @@ def test_a_save_that_finds_the_host_full_is_skipped_and_counted() -> None:
     rig.save(KEYS[:2], "first").end()
     lease = leased(rig, KEYS[:2])
     rig.save(KEYS[2:4], "second").end()
-    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.ladder.traffic().skipped == {"full": 2}
+    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.ladder.traffic().skipped == {"full": 2, "late": 0}
     assert rig.ladder.num_in_flight == 0 and rig.ladder.counts.failures == {}
     lease.end()
     rig.close()

@@ -3,12 +3,14 @@ faults that turn these tests red."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 from ladder_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
 
 from penstock.errors import InvariantBroken, LaneClosed, PenstockError, TransferFailed
+from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers import ladder as ladder_module
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.ladder import Ladder, SavedLease
@@ -146,6 +148,7 @@ def retracted(rig: Rig, num_keyed: int, num_more: int, num_tokens: int, keys: li
     hold = rig.computed(keys[:num_keyed], num_more=num_more)
     lease = rig.ladder.save(hold, num_keyed + num_more, keys[:num_keyed], num_tokens, None)
     hold.end()
+    assert lease is not None
     return lease
 
 
@@ -284,6 +287,49 @@ def test_a_lane_that_is_late_is_not_worth_waiting_for_by_anybody() -> None:
     assert not promotion.overdue and rig.ladder.worth(two, 0) == 2
     two.end()
     hold.end()
+    rig.close()
+
+
+def overdue_save(rig: Rig) -> Hold:
+    """Of one block, that is on the lane and has not come."""
+    hold = rig.computed(KEYS[:1])
+    rig.ladder.offer(hold, 0, KEYS[:1], None)
+    rig.ladder.submit_saves()
+    first = rig.ladder.demoter.first()
+    assert first is not None and not first.overdue
+    first.deadline_s = 0.0
+    return hold
+
+
+def test_behind_a_save_that_is_overdue_nothing_is_sent_and_no_slot_is_kept() -> None:
+    rig = Rig()
+    stuck, other = overdue_save(rig), rig.computed(KEYS[1:3], "other", num_more=1)
+    rig.ladder.offer(other, 0, KEYS[1:3], None)
+    rig.ladder.submit_saves()
+    assert len(rig.ladder.demoter) == 1 and rig.ladder.traffic().skipped["late"] == 2
+    assert rig.ladder.save(other, 3, KEYS[1:3], 2 * BLOCK + 1, None) is None
+    assert rig.ladder.traffic().skipped["late"] == 3
+    for hold in (stuck, other):
+        hold.end()
+    assert rig.pool.counts.pinned == 1, "what is on the lane keeps what it reads"
+    rig.land()
+    again = rig.save(KEYS[3:4])
+    assert rig.in_host(KEYS[:4]) == [KEYS[0], None, None, KEYS[3]], "once it is over, others are sent again"
+    again.end()
+    rig.close()
+
+
+def test_a_retraction_that_is_overdue_is_waited_for_no_longer_and_keeps_its_slots() -> None:
+    rig = Rig()
+    lease = retracted(rig, 2, 1, 2 * BLOCK + 3)
+    assert not lease.ready and time.monotonic() < lease.wait_until_s < float("inf")
+    lease.wait_until_s = 0.0
+    assert lease.ready and lease.num_from(0) == 0 and rig.pool.counts.pinned == 3
+    lease.end()
+    assert rig.pool.counts.pinned == 3
+    rig.land()
+    assert rig.pool.counts.pinned == 0 and rig.host.slots.reserved == 0 and rig.host.num_leases == 0
+    assert rig.in_host(KEYS[:2]) == KEYS[:2]
     rig.close()
 
 

@@ -18,6 +18,7 @@ from kv_fakes import FakeFence, FakeLane, Heard
 
 from penstock.config import EVICTIONS
 from penstock.errors import HandleEnded, IllegalTransition, PenstockError
+from penstock.kv.blocks import slots
 from penstock.kv.blocks.eviction import LruOrder, make_order
 from penstock.kv.blocks.fences import LastUse
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
@@ -176,7 +177,7 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             expected.append(slot)
         found = self.pool.find(keys)
-        assert found == expected
+        assert list(found) == expected
         assert self.pool.num_idle_of(found) == len([slot for slot in expected if slot in self.idle])
         hold = self.pool.hold("sharer", found)
         for slot in expected:
@@ -300,9 +301,9 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_agree_with_the_model(self) -> None:
         self.pool.check()
-        assert self.pool._book.state == [naive.state for naive in self.slots]
-        assert self.pool._book.holds == [len(naive.holders) for naive in self.slots]
-        assert self.pool._book.pins == [len(naive.pins) for naive in self.slots]
+        assert list(self.pool._book.state) == [naive.state for naive in self.slots]
+        assert list(self.pool._book.holds) == [len(naive.holders) for naive in self.slots]
+        assert list(self.pool._book.pins) == [len(naive.pins) for naive in self.slots]
 
     @invariant()
     def keys_are_where_the_model_has_them(self) -> None:
@@ -312,7 +313,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.pool.coldest(NUM_SLOTS)) == {self.slots[slot].key for slot in self.idle}
         for key in KEYS:
             slot = self.slot_of(key)
-            assert self.pool.find([key]) == ([] if slot is None else [slot])
+            assert list(self.pool.find([key])) == ([] if slot is None else [slot])
 
     def teardown(self) -> None:
         for handle in [*self.holds, *self.pins, *(run for run, _, _ in self.runs)]:
@@ -337,6 +338,11 @@ class AnyOrderMachine(PoolMachine):
 def test_the_pool_is_right_whatever_its_policy_of_eviction(name):
     machine = type(f"{name}_machine", (AnyOrderMachine,), {"policy": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+
+
+def test_the_pool_is_right_where_every_run_is_an_array(monkeypatch):
+    monkeypatch.setattr(slots, "FEW", 0)
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -422,7 +428,12 @@ def forgets_the_key_of_an_evicted_block_only_halfway(monkeypatch: pytest.MonkeyP
 
 
 def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LruOrder, "pop", lambda self, num: [self._order.popitem()[0] for _ in range(min(num, len(self)))])
+    def faulty(self: LruOrder, num):
+        newest = list(self)[-num:]
+        self.remove(newest)
+        return newest
+
+    monkeypatch.setattr(LruOrder, "pop", faulty)
 
 
 def evicts_a_prefix_before_its_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,8 +494,10 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
+@pytest.mark.parametrize("few", [slots.FEW, 0], ids=["lists", "arrays"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_model_notices_a_pool_that(fault, monkeypatch):
+def test_the_model_notices_a_pool_that(fault, few, monkeypatch):
+    monkeypatch.setattr(slots, "FEW", few)
     fault(monkeypatch)
     quick = settings(
         max_examples=200,

@@ -10,8 +10,8 @@ import pytest
 from lane_rules import Heard, LaneRules, Rig
 
 from penstock.contract import Access, Fence
-from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.lanes.cpu import CpuFence, CpuLane, _Item
+from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
+from penstock.lanes.cpu import CpuFence, CpuLane, CpuTicket, _Item
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.observe import LaneObserver
 
@@ -125,7 +125,7 @@ class TestCpuLane(LaneRules):
         fence: CpuFence = lane.record()  # type: ignore[assignment]
 
         def release_when_somebody_waits() -> None:
-            while not lane._state._waiters:  # type: ignore[attr-defined]
+            while not lane._over._waiters:  # type: ignore[attr-defined]
                 threading.Event().wait(0.0005)
             release()
 
@@ -208,6 +208,90 @@ class TestCpuLane(LaneRules):
         quiet.replay(capture.replay).wait_done(rig.patience_s)
         assert cell == [12] and [event[:2] for event in heard.events] == [("recorded", "watched")] * 2
 
+    def test_many_threads_submit_in_one_order_that_their_tickets_their_observer_and_their_work_agree_on(self, rig: CpuRig) -> None:
+        class Numbers(Heard):
+            def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
+                order.append((ticket, label))
+
+        order, tickets = list[tuple[int, str]](), list[tuple[int, str]]()
+        heard, ran = Numbers(), list[str]()
+        lane, start = rig.lane("a", heard), threading.Barrier(6)
+
+        def submit(who: int) -> None:
+            start.wait()
+            for number in range(50):
+                label = f"{who}-{number}"
+                ticket: CpuTicket = lane.submit(lambda label=label: ran.append(label), label=label)  # type: ignore[assignment,misc]
+                tickets.append((ticket.number, label))
+
+        together(submit, 6)
+        lane.drain(rig.patience_s)
+        assert [ticket for ticket, _ in order] == list(range(1, 301))
+        assert sorted(tickets) == order and ran == [label for _, label in order]
+        assert lane.num_finished == 300
+
+    def test_a_close_among_many_submissions_runs_what_was_taken_and_refuses_the_rest(self, rig: CpuRig) -> None:
+        lane, ran, taken = rig.lane("a"), list[object](), list[object]()
+        start, refused = threading.Barrier(5), threading.Semaphore(0)
+
+        def submit(who: int) -> None:
+            start.wait()
+            if who == 0:
+                lane.close(rig.patience_s)
+                return
+            while True:
+                mine = object()
+                try:
+                    lane.submit(lambda mine=mine: ran.append(mine), label="work")  # type: ignore[misc]
+                except LaneClosed:
+                    refused.release()
+                    return
+                taken.append(mine)
+
+        together(submit, 5)
+        assert not lane._thread.is_alive() and all(refused.acquire(blocking=False) for _ in range(4))
+        assert sorted(map(id, ran)) == sorted(map(id, taken)), "what has a ticket has run, once"
+        lane.close(rig.patience_s)
+
+    def test_a_lane_that_is_closed_twice_while_it_is_held_ends_once_all_has_run(self, rig: CpuRig) -> None:
+        lane, cell = rig.lane("a"), rig.cell()
+        release = rig.hold(lane)
+        lane.submit(rig.push(cell, 1), label="push")
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded, match="did not finish"):
+                lane.close(0.001)
+        release()
+        lane.close(rig.patience_s)
+        assert cell == [1] and lane._queue.empty()
+
+    def test_several_threads_that_wait_for_different_items_all_come_back(self, rig: CpuRig) -> None:
+        lane = rig.lane("a")
+        release = rig.hold(lane)
+        tickets = [lane.submit(lambda: None, label="work") for _ in range(4)]
+        seen: list[int] = []
+
+        def wait(who: int) -> None:
+            if who == 4:
+                while len(lane._over._waiters) < 4:  # type: ignore[attr-defined]
+                    threading.Event().wait(0.0005)
+                release()
+                return
+            tickets[who].wait_done(rig.patience_s)
+            seen.append(who)
+
+        together(wait, 5)
+        assert sorted(seen) == [0, 1, 2, 3]
+
+
+def together(work: Callable[[int], None], num: int) -> None:
+    """On so many threads at once."""
+    threads = [threading.Thread(target=work, args=(who,)) for who in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
@@ -246,10 +330,14 @@ class BackwardsLane(CpuLane):
     """Runs what came last first."""
 
     def _next(self) -> _Item | None:
-        with self._state:
-            self._queue.reverse()
-            self._state.notify_all()
-        return super()._next()
+        item = super()._next()
+        earlier = []
+        while not self._queue.empty():
+            earlier.append(item)
+            item = self._queue.get()
+        for one in earlier:
+            self._queue.put(one)
+        return item
 
 
 class EagerLane(CpuLane):
@@ -285,8 +373,8 @@ class RashLane(CpuLane):
     """Drops what is queued when it closes."""
 
     def close(self, timeout_s: float | None = None) -> None:
-        with self._state:
-            self._queue.clear()
+        while not self._queue.empty():
+            self._queue.get()
         super().close(timeout_s)
 
 

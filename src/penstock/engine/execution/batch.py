@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +124,8 @@ class Packer:
         sampled = np.fromiter((c.samples for c in chunks), bool, num)
         shape = bucket or Shape(int(lens.sum()), num, int(sampled.sum()))
         ints = into[: shape.fixed_ints + 1 + int(table_lens.sum())]
-        tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows, tables = np.split(ints, shape.cuts())
+        parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints)))]
+        tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows, tables = parts
         tables[0] = self._padding_slot  # entry 0 is the table of every padding chunk
         if chunks:
             np.concatenate([c.slots for c in chunks], out=tables[1:])

@@ -7,9 +7,12 @@ of them covers the others, and where they do not (a table that rested is release
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+
+import numpy as np
 
 from penstock.contract import Fence
+from penstock.kv.blocks.slots import Run
 
 
 class LastUse:
@@ -18,32 +21,42 @@ class LastUse:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._arrivals = 0
-        self._newest: dict[str, list[int]] = {}  # by lane: per slot the number of its newest fence; 0: none
+        self._newest: dict[str, array[int]] = {}  # by lane: per slot the number of its newest fence; 0: none
         self._live: dict[str, dict[int, Fence]] = {}  # by lane: fences by number, in order of arrival; passed ones are dropped when met
 
-    def note(self, slots: Sequence[int], fence: Fence | None) -> None:
+    def note(self, slots: Run, fence: Fence | None) -> None:
         """`fence` covers the last use of `slots` by somebody who gives them back; None: that use is over already."""
         if fence is None or fence.passed():
             return
         number = self._number(fence)
         newest = self._newest[fence.lane]
+        if isinstance(slots, np.ndarray):
+            run = np.frombuffer(newest, np.int64)
+            run[slots] = np.maximum(run[slots], number)
+            return
         for slot in slots:
             if newest[slot] < number:
                 newest[slot] = number
 
-    def after(self, slots: Sequence[int]) -> tuple[Fence, ...]:
+    def after(self, slots: Run) -> tuple[Fence, ...]:
         """What must have passed before `slots` are written by a new owner."""
         fences: list[Fence] = []
         for lane, live in self._live.items():
-            upto = max(map(self._newest[lane].__getitem__, slots), default=0) if live else 0
+            upto = self._upto(self._newest[lane], slots) if live else 0
             if upto >= next(iter(live), upto + 1):
                 self._drop_passed(live)
                 fences += [fence for number, fence in live.items() if number <= upto]
         return tuple(fences)
 
+    @staticmethod
+    def _upto(newest: array[int], slots: Run) -> int:
+        if isinstance(slots, np.ndarray):
+            return int(np.frombuffer(newest, np.int64)[slots].max(initial=0))
+        return max(map(newest.__getitem__, slots), default=0)
+
     def _number(self, fence: Fence) -> int:
         if fence.lane not in self._live:
-            self._live[fence.lane], self._newest[fence.lane] = {}, [0] * self._num_slots
+            self._live[fence.lane], self._newest[fence.lane] = {}, array("q", bytes(8 * self._num_slots))
         live = self._live[fence.lane]
         for number, known in reversed(live.items()):
             if known is fence:

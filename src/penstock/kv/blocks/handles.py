@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.contract import Fence
 from penstock.errors import HandleEnded, InvariantBroken
+from penstock.kv.blocks.slots import Run, as_list, as_run
 
 _FIRST_ROOM = 16  # slots that a new hold has room for
 
@@ -36,15 +37,20 @@ class Handle:
         self._lender = lender
 
     @property
-    def slots(self) -> Sequence[int]:
+    def run(self) -> Run:
+        """Its slots as the pool's books take them."""
         raise NotImplementedError
+
+    @property
+    def slots(self) -> Sequence[int]:
+        return as_list(self.run)
 
     def require_open(self) -> None:
         if self.ended:
             raise HandleEnded(f"{self} has ended")
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.owner!r} ({len(self.slots)} slots)"
+        return f"{self.kind} of {self.owner!r} ({len(self.run)} slots)"
 
     def _give_back(self, fence: Fence | None) -> None:
         self.require_open()
@@ -59,16 +65,16 @@ class Reservation(Handle):
     """
 
     kind = "reservation"
-    __slots__ = ("_slots", "after")
+    __slots__ = ("_run", "after")
 
-    def __init__(self, owner: str, lender: Lender, slots: Sequence[int], after: tuple[Fence, ...]) -> None:
+    def __init__(self, owner: str, lender: Lender, run: Run, after: tuple[Fence, ...]) -> None:
         super().__init__(owner, lender)
-        self._slots = slots
+        self._run = run
         self.after = after
 
     @property
-    def slots(self) -> Sequence[int]:
-        return self._slots
+    def run(self) -> Run:
+        return self._run
 
     def commit(self, hold: Hold) -> None:
         """The slots go to the end of `hold`."""
@@ -80,7 +86,7 @@ class Reservation(Handle):
         """The first `num_slots` as a reservation of their own; this one has the others from now on."""
         self.require_open()
         first = self._lender.split(self, num_slots)
-        self._slots = self._slots[num_slots:]
+        self._run = self._run[num_slots:]
         return first
 
     def rollback(self, fence: Fence | None = None) -> None:
@@ -92,15 +98,15 @@ class Pin(Handle):
     """A transfer's protection of slots, whatever becomes of the requests that use them."""
 
     kind = "pin"
-    __slots__ = ("_slots",)
+    __slots__ = ("_run",)
 
-    def __init__(self, owner: str, lender: Lender, slots: Sequence[int]) -> None:
+    def __init__(self, owner: str, lender: Lender, run: Run) -> None:
         super().__init__(owner, lender)
-        self._slots = slots
+        self._run = run
 
     @property
-    def slots(self) -> Sequence[int]:
-        return self._slots
+    def run(self) -> Run:
+        return self._run
 
     def end(self, fence: Fence | None = None) -> None:
         """`fence` covers the transfer, where it has not been seen to be over."""
@@ -114,15 +120,14 @@ class RunPin(Pin):
     __slots__ = ("first", "hold", "num_slots")
 
     def __init__(self, owner: str, lender: Lender, hold: Hold, first: int, num_slots: int) -> None:
-        super().__init__(owner, lender, ())
+        super().__init__(owner, lender, [])
         self.hold = hold
         self.num_slots = num_slots
         self.first = first
 
     @property
-    def slots(self) -> Sequence[int]:
-        run: list[int] = self.array.tolist()
-        return run
+    def run(self) -> Run:
+        return as_run(self.array)
 
     @property
     def array(self) -> NDArray[np.int32]:
@@ -148,9 +153,8 @@ class Hold(Handle):
         self._make_room(_FIRST_ROOM)
 
     @property
-    def slots(self) -> Sequence[int]:
-        held: list[int] = self._shown[: self.num_slots].tolist()
-        return held
+    def run(self) -> Run:
+        return as_run(self._shown[: self.num_slots])
 
     def first(self, num: int) -> NDArray[np.int32]:
         """Read-only view of the first `num`."""
@@ -158,7 +162,7 @@ class Hold(Handle):
             raise InvariantBroken(f"{num} slots were asked of the {self}")
         return self._shown[:num]
 
-    def append(self, slots: Sequence[int]) -> None:
+    def append(self, slots: Run) -> None:
         """For the pool, which counts them as held."""
         end = self.num_slots + len(slots)
         if end > self._buffer.size:

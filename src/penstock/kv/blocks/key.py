@@ -1,4 +1,4 @@
-"""Content identity of full blocks: what a key covers and how it is computed. Owns no table of keys.
+"""Content identity of full blocks: what a key covers and how it is computed. Owns no table of keys, only a memory of those computed last.
 
     key(block i) = H_scope( link to key(block i - 1), tokens of block i )
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -28,6 +29,8 @@ _TOKEN_BYTES = 4
 _MAX_TOKEN = 2**32 - 1
 _ROOT = b"\x00"
 _CHILD = b"\x01"
+_STRETCH = 64  # blocks whose keys are remembered together
+_STRETCHES = 1024  # that are remembered: a million tokens in blocks of 16, about 8 MB with their keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +77,32 @@ def prefix_keys(tokens: Tokens, block_tokens: int, scope_digest: bytes) -> tuple
     num_full = len(tokens) // block_tokens
     data = _token_bytes(tokens[: num_full * block_tokens])
     width = _TOKEN_BYTES * block_tokens
-    empty = blake2b(key=scope_digest, digest_size=KEY_BYTES)
-    keys = []
-    link = _ROOT
-    for start in range(0, len(data), width):
-        h = empty.copy()
-        h.update(link + data[start : start + width])
-        key = h.digest()
-        keys.append(key)
-        link = _CHILD + key
+    keys: list[bytes] = []
+    for start in range(0, len(data), width * _STRETCH):
+        stretch = data[start : start + width * _STRETCH]
+        chain = _known_chain if len(stretch) == width * _STRETCH else _chain
+        keys += chain(keys[-1] if keys else None, stretch, width, scope_digest)
     return tuple(keys)
+
+
+def _chain(parent: bytes | None, data: bytes, width: int, scope_digest: bytes) -> tuple[bytes, ...]:
+    """Keys of the blocks of `width` bytes in `data`, the first of which follows `parent`."""
+    blocks = struct.iter_unpack(f"{width}s", data)
+    keys: list[bytes] = []
+    if parent is None:
+        parent = blake2b(_ROOT + next(blocks)[0], key=scope_digest, digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    child = blake2b(_CHILD, key=scope_digest, digest_size=KEY_BYTES)  # with a first byte behind it, the scope is worked off once for all
+    for (block,) in blocks:
+        h = child.copy()
+        h.update(parent + block)
+        parent = h.digest()
+        keys.append(parent)
+    return tuple(keys)
+
+
+# A prompt mostly begins with what an earlier one began with, and what is looked up is compared byte for byte.
+_known_chain = lru_cache(maxsize=_STRETCHES)(_chain)
 
 
 def _token_bytes(tokens: Tokens) -> bytes:

@@ -9,13 +9,16 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.contract import Fence
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import EvictionOrder, LruOrder
 from penstock.kv.blocks.fences import LastUse
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
 from penstock.kv.blocks.index import KeyIndex
-from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
+from penstock.kv.blocks.slots import Run, SlotBook, SlotCounts, SlotEvent, SlotState, as_list, as_run
 from penstock.observe import PoolObserver
 
 _MAX_NAMED = 16  # handles that a Leaked message lists
@@ -39,7 +42,7 @@ class BlockPool:
         # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
         self._free: deque[int] = deque()  # those that were used before, longest ago first
         self._fresh = deque(range(num_slots))  # free and never used: their memory may be yet to be found, so they come last
-        self._idle: EvictionOrder = LruOrder() if eviction is None else eviction
+        self._idle: EvictionOrder = LruOrder(num_slots) if eviction is None else eviction
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
 
@@ -58,8 +61,8 @@ class BlockPool:
     def num_keys(self) -> int:
         return len(self._index)
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Slots of the longest run of leading `keys` that are here."""
+    def find(self, keys: Sequence[bytes]) -> Run:
+        """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be changed."""
         return self._index.find(keys)
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
@@ -74,7 +77,7 @@ class BlockPool:
         """Keys of idle blocks that are forgotten soon, roughly in order."""
         return [key for slot in islice(self._idle, num) if (key := self._index.key_of[slot]) is not None]
 
-    def num_idle_of(self, slots: Sequence[int]) -> int:
+    def num_idle_of(self, slots: Run) -> int:
         return len(self._book.those_in(SlotState.IDLE, slots))
 
     # --------------------------------------------------------------------------------------------------------- lending
@@ -86,14 +89,15 @@ class BlockPool:
             raise InvariantBroken(f"{owner!r} asked pool {self.name!r} for {num_slots} slots")
         if num_slots > self.num_available:
             return None
-        free, fresh, holds = self._free, self._fresh, self._book.holds
+        free, fresh = self._free, self._fresh
         if num_slots > len(free) + len(fresh):
             self.evict(num_slots - len(free) - len(fresh))
-        slots = sorted((free or fresh).popleft() for _ in range(num_slots))  # neighbours are copied as one
-        self._book.move(slots, SlotEvent.RESERVE, SlotState.RESERVED, owner)
-        for slot in slots:
-            holds[slot] += 1
-        reservation = Reservation(owner, self, slots, self._last_use.after(slots))
+        slots = [(free or fresh).popleft() for _ in range(num_slots)]
+        slots.sort()  # neighbours are copied as one
+        run = as_run(slots)
+        self._book.move(run, SlotEvent.RESERVE, SlotState.RESERVED, owner)
+        self._book.add_holds(run, 1)
+        reservation = Reservation(owner, self, run, self._last_use.after(run))
         out[reservation] = None
         return reservation
 
@@ -102,51 +106,49 @@ class BlockPool:
         hold.require_open()
         if hold not in self._handles:
             raise InvariantBroken(f"the {hold} is not out of pool {self.name!r}")
-        self._book.move(reservation.slots, SlotEvent.COMMIT, SlotState.ACTIVE, hold.owner)
-        hold.append(reservation.slots)
+        self._book.move(reservation.run, SlotEvent.COMMIT, SlotState.ACTIVE, hold.owner)
+        hold.append(reservation.run)
         del self._handles[reservation]
 
     def split(self, reservation: Reservation, num_slots: int) -> Reservation:
         """For `Reservation.split`."""
-        if reservation not in self._handles or not 0 < num_slots < len(reservation.slots):
+        if reservation not in self._handles or not 0 < num_slots < len(reservation.run):
             raise InvariantBroken(f"pool {self.name!r}: {num_slots} slots of the {reservation} are not to be had")
-        first = Reservation(reservation.owner, self, reservation.slots[:num_slots], reservation.after)
+        first = Reservation(reservation.owner, self, reservation.run[:num_slots], reservation.after)
         self._handles[first] = None
         return first
 
-    def hold(self, owner: str, shared: Sequence[int] = ()) -> Hold:
+    def hold(self, owner: str, shared: Sequence[int] | Run = ()) -> Hold:
         """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by `Reservation.commit`."""
-        out, book, key_of = self._handles, self._book, self._index.key_of
-        book.require(shared, SlotEvent.SHARE)
-        for slot in shared:
-            if key_of[slot] is None:
-                raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
-        self._idle.remove(book.those_in(SlotState.IDLE, shared))
-        self._idle.hit(shared)
-        book.move(shared, SlotEvent.SHARE, SlotState.ACTIVE, owner)
-        for slot in shared:
-            book.holds[slot] += 1
+        out, book, run = self._handles, self._book, as_run(shared)
+        book.require(run, SlotEvent.SHARE)
+        if not self._index.are_sealed(run):
+            slot = next(slot for slot in shared if not self._index.sealed[slot])
+            raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
+        self._idle.remove(book.those_in(SlotState.IDLE, run))
+        self._idle.hit(run)
+        book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
+        book.add_holds(run, 1)
         hold = Hold(owner, self)
-        hold.append(shared)
+        hold.append(run)
         out[hold] = None
         if self._observer is not None:
-            self._observer.lent(self.name, shared, owner)
+            self._observer.lent(self.name, hold.slots, owner)
         return hold
 
-    def pin(self, slots: Sequence[int], owner: str) -> Pin:
+    def pin(self, slots: Sequence[int] | Run, owner: str) -> Pin:
         """Protect `slots` from eviction and from being given to others, until the pin ends."""
-        run = [int(slot) for slot in slots]
         out, book = self._handles, self._book
+        run = as_run(slots if isinstance(slots, np.ndarray) else list(slots))
         book.require(run, SlotEvent.PIN)
         idle = book.those_in(SlotState.IDLE, run)
         self._idle.remove(idle)
         book.move(idle, SlotEvent.PIN, SlotState.PINNED, owner)
-        for slot in run:
-            book.pins[slot] += 1
+        book.add_pins(run, 1)
         pin = Pin(owner, self, run)
         out[pin] = None
         if self._observer is not None:
-            self._observer.lent(self.name, run, owner)
+            self._observer.lent(self.name, pin.slots, owner)
         return pin
 
     def pin_run(self, hold: Hold, first: int, num_slots: int, owner: str) -> RunPin:
@@ -166,44 +168,35 @@ class BlockPool:
         if isinstance(handle, RunPin) and not handle.booked:
             del self._handles[handle]
             handle.hold.run_pins.remove(handle)
-            self._last_use.note(handle.slots if fence is not None else (), fence)
+            self._last_use.note(handle.run if fence is not None else [], fence)
             return
-        slots, book, key_of = handle.slots, self._book, self._index.key_of
+        book, run = self._book, handle.run
         del self._handles[handle]
         if isinstance(handle, Hold):
             for pin in handle.run_pins:
-                for slot in pin.slots:
-                    book.pins[slot] += 1
-        self._last_use.note(slots, fence)
-        holds, pins = book.holds, book.pins
-        counter = pins if isinstance(handle, Pin) else holds
-        pinned: list[int] = []
-        idle: list[int] = []
-        free: list[int] = []
-        for slot in slots:
-            counter[slot] -= 1
-            if not holds[slot]:
-                (pinned if pins[slot] else free if key_of[slot] is None else idle).append(slot)
-        idle.reverse()  # the deepest goes first: a prefix is of use without its continuation, not the other way round
+                book.add_pins(pin.run, 1)
+        self._last_use.note(run, fence)
+        (book.add_pins if isinstance(handle, Pin) else book.add_holds)(run, -1)
+        pinned, idle, free = book.those_not_held(run, self._index.sealed)
         book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, handle.owner)
         book.move(idle, SlotEvent.GIVE_BACK, SlotState.IDLE, handle.owner)
         book.move(free, SlotEvent.GIVE_BACK, SlotState.FREE, handle.owner)
-        self._idle.add(idle)
-        self._free.extend(free)
+        self._idle.add(idle[::-1])  # the deepest goes first: a prefix is of use without its continuation, not the other way round
+        self._free.extend(as_list(free))
 
     # --------------------------------------------------------------------------------------------------------- content
 
-    def seal(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int] | None = None) -> int:
+    def seal(self, slots: Sequence[int] | NDArray[np.int32], keys: Sequence[bytes], depths: Sequence[int] | None = None) -> int:
         """`slots` are full and written: give each its key. A slot whose key lives elsewhere stays private, without one.
         Returns how many got theirs. `depths` are the blocks' places in their prefixes, for the order of eviction."""
         if len(slots) != len(keys) or (depths is not None and len(depths) != len(keys)):
             raise InvariantBroken(f"{len(slots)} slots cannot be sealed with {len(keys)} keys or another number of depths")
-        self._book.require(slots, SlotEvent.SEAL)
-        taken = self._index.add(slots, keys)
+        self._book.require(as_run(slots), SlotEvent.SEAL)
+        taken = self._index.add(as_list(slots), keys)
         depths = [0] * len(slots) if depths is None else depths
         if len(taken) < len(slots):
             kept = set(taken)
-            places = [place for place, slot in enumerate(slots) if slot in kept]
+            places = [place for place, slot in enumerate(as_list(slots)) if slot in kept]
             keys, depths = [keys[place] for place in places], [depths[place] for place in places]
             self.num_duplicates += len(slots) - len(taken)
         self._idle.sealed(taken, keys, depths)
@@ -212,14 +205,14 @@ class BlockPool:
                 self._observer.sealed(self.name, slot, key)
         return len(taken)
 
-    def note_hits(self, slots: Sequence[int]) -> None:
+    def note_hits(self, slots: Run) -> None:
         """For the order of eviction: the sealed `slots` were found again by somebody who reads them under a pin, not a hold."""
         self._idle.hit(slots)
 
     def evict(self, num_slots: int) -> int:
         """Forget that many idle blocks, or all where there are fewer. Returns how many."""
         slots = self._idle.pop(num_slots)
-        self._book.move(slots, SlotEvent.EVICT, SlotState.FREE, self.name)
+        self._book.move(as_run(slots), SlotEvent.EVICT, SlotState.FREE, self.name)
         keys = self._index.forget(slots)
         self._free.extend(slots)
         self.num_evicted += len(slots)
@@ -231,12 +224,12 @@ class BlockPool:
     def forget(self, slots: Sequence[int]) -> int:
         """These blocks are not to be found any more, those of `slots` that have a key. One that somebody holds or pins stays where it is
         until he is done, and is free then. Returns how many."""
-        sealed = [slot for slot in slots if self._index.key_of[slot] is not None]
-        idle = self._book.those_in(SlotState.IDLE, sealed)
+        sealed = [slot for slot in slots if self._index.sealed[slot]]
+        idle = self._book.those_in(SlotState.IDLE, as_run(sealed))
         self._idle.remove(idle)
         self._book.move(idle, SlotEvent.EVICT, SlotState.FREE, self.name)
         keys = self._index.forget(sealed)
-        self._free.extend(idle)
+        self._free.extend(as_list(idle))
         if self._observer is not None:
             for slot, key in zip(sealed, keys, strict=True):
                 self._observer.evicted(self.name, slot, key)
@@ -252,12 +245,12 @@ class BlockPool:
         holds = Counter(slot for handle in out if not isinstance(handle, Pin) for slot in handle.slots)
         reserved = {slot for handle in out if isinstance(handle, Reservation) for slot in handle.slots}
         for slot, state in enumerate(self._book.state):
-            noted = (state, self._book.holds[slot], self._book.pins[slot])
+            noted = (SlotState(state), self._book.holds[slot], self._book.pins[slot])
             sealed = self._index.key_of[slot] is not None
             counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
             if noted != counted:
                 raise InvariantBroken(f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted {counted}")
-        in_state = {state: [slot for slot, found in enumerate(self._book.state) if found is state] for state in SlotState}
+        in_state = {state: [slot for slot, found in enumerate(self._book.state) if found == state] for state in SlotState}
         if self.counts != SlotCounts(*(len(in_state[state]) for state in SlotState)):
             raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
         if sorted([*self._free, *self._fresh]) != in_state[SlotState.FREE] or sorted(self._idle) != in_state[SlotState.IDLE]:

@@ -9,15 +9,19 @@
 So the state follows from four facts: is it reserved, number of holds, number of pins, is it sealed. It is stored nevertheless,
 because its counts are asked for all the time, and because a state that disagrees with the facts is how a defect shows.
 
-The books are plain lists: half of all calls are about the one block that a decoding request has come to, where an array operation
-costs ten times a list's, and for runs of thousands the two are equal because keys and orders are dictionaries either way.
+Half of all calls are about the one block that a decoding request has come to, where an array operation costs ten times a loop's; for the
+thousands of a long prompt it costs a tenth. So each book can be used in both ways, and a run of slots is a list or an array by its length.
 """
 
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import IllegalTransition, InvariantBroken
 from penstock.observe import PoolObserver
@@ -41,7 +45,25 @@ class SlotEvent(enum.IntEnum):
     EVICT = 6
 
 
-_FREE, _RESERVED, _ACTIVE, _PINNED, _IDLE = SlotState
+Run = list[int] | NDArray[np.intp]
+FEW = 32  # slots up to which a run is a list
+
+
+def as_run(slots: Sequence[int] | NDArray[np.integer[Any]]) -> Run:
+    """`slots` as the books take them; a short list stays what it is."""
+    return np.array(slots, np.intp) if len(slots) > FEW else as_list(slots)
+
+
+def as_list(slots: Sequence[int] | NDArray[np.integer[Any]]) -> list[int]:
+    """`slots` as plain numbers; a list stays what it is."""
+    if isinstance(slots, list):
+        return slots
+    plain: list[int] = slots.tolist() if isinstance(slots, np.ndarray) else list(slots)
+    return plain
+
+
+_STATES = tuple(SlotState)  # by number
+_FREE, _RESERVED, _ACTIVE, _PINNED, _IDLE = _STATES
 
 # From which states an event is legal, and what it may lead to.
 TRANSITIONS: dict[SlotEvent, dict[SlotState, frozenset[SlotState]]] = {
@@ -64,6 +86,10 @@ TRANSITIONS: dict[SlotEvent, dict[SlotState, frozenset[SlotState]]] = {
 }
 
 
+# The same by number: whether an event may lead from a state to another one.
+_LEGAL = [[[new in TRANSITIONS[event].get(old, ()) for new in SlotState] for old in SlotState] for event in SlotEvent]
+
+
 class SlotCounts(NamedTuple):
     """How many slots are in each state; the fields sum to the pool."""
 
@@ -78,9 +104,12 @@ class SlotBook:
     """States, holds and pins of one pool's slots, with a running count per state."""
 
     def __init__(self, num_slots: int, pool: str, observer: PoolObserver | None) -> None:
-        self.state = [SlotState.FREE] * num_slots
-        self.holds = [0] * num_slots  # by tables; a reservation counts as one
-        self.pins = [0] * num_slots
+        self.state = bytearray(num_slots)  # a SlotState each
+        self.holds = array("i", bytes(4 * num_slots))  # by tables; a reservation counts as one
+        self.pins = array("i", bytes(4 * num_slots))
+        self._states = np.frombuffer(self.state, np.uint8)  # the same memory, and so are these
+        self._holds = np.frombuffer(self.holds, np.int32)
+        self._pins = np.frombuffer(self.pins, np.int32)
         self._counts = [0] * len(SlotState)
         self._counts[SlotState.FREE] = num_slots
         self._pool = pool
@@ -93,43 +122,93 @@ class SlotBook:
     def num_in(self, state: SlotState) -> int:
         return self._counts[state]
 
-    def those_in(self, state: SlotState, slots: Sequence[int]) -> list[int]:
+    def those_in(self, state: SlotState, slots: Run) -> Run:
+        if isinstance(slots, np.ndarray):
+            those: NDArray[np.intp] = slots[self._states[slots] == state]
+            return those
         states = self.state
-        return [slot for slot in slots if states[slot] is state]
+        return [slot for slot in slots if states[slot] == state]
 
-    def require(self, slots: Sequence[int], event: SlotEvent) -> None:
-        """Raise unless `event` is legal for every one of `slots`, each named once; changes nothing."""
-        if not slots:
-            return
-        if min(slots) < 0 or max(slots) >= len(self.state):
-            raise InvariantBroken(f"pool {self._pool!r} has slots 0 to {len(self.state) - 1}, got {min(slots)} to {max(slots)}")
-        if len(set(slots)) != len(slots):
-            raise InvariantBroken(f"pool {self._pool!r}: a run of slots to {event.name} names a slot twice")
-        for old in set(map(self.state.__getitem__, slots)):
-            if old not in TRANSITIONS[event]:
-                raise self._illegal(slots, old, event)
-
-    def move(self, slots: Sequence[int], event: SlotEvent, new: SlotState, owner: str) -> None:
-        """Put `slots` into state `new` where `event` allows that from the state of each, else change nothing and raise."""
-        if not slots:
-            return
-        state, legal = self.state, TRANSITIONS[event]
-        before = list(map(state.__getitem__, slots))
-        found = set(before)
-        for old in found:
-            if old not in legal or new not in legal[old]:
-                raise self._illegal(slots, old, event)
+    def those_not_held(self, slots: Run, sealed: bytearray) -> tuple[Run, Run, Run]:
+        """Of `slots` those that no table holds: the pinned ones, and of the others those that are `sealed` and those that are not."""
+        if isinstance(slots, np.ndarray):
+            left = slots[self._holds[slots] == 0]
+            is_pinned = self._pins[left] > 0
+            is_idle = np.frombuffer(sealed, bool)[left] & ~is_pinned
+            return left[is_pinned], left[is_idle], left[~(is_pinned | is_idle)]
+        holds, pins = self.holds, self.pins
+        pinned: list[int] = []
+        idle: list[int] = []
+        free: list[int] = []
         for slot in slots:
-            state[slot] = new
-        for old in found:
-            num = before.count(old)
-            self._counts[old] -= num
-            self._counts[new] += num
-        if self._observer is not None:
-            for old in found - {new}:
-                moved = [slot for slot, was in zip(slots, before, strict=True) if was is old]
-                self._observer.moved(self._pool, moved, old.name.lower(), new.name.lower(), owner)
+            if not holds[slot]:
+                (pinned if pins[slot] else idle if sealed[slot] else free).append(slot)
+        return pinned, idle, free
 
-    def _illegal(self, slots: Sequence[int], state: SlotState, event: SlotEvent) -> IllegalTransition:
-        slot = self.those_in(state, slots)[0]
+    def add_holds(self, slots: Run, by: int) -> None:
+        """`slots`, each named once, are held by so many more."""
+        if isinstance(slots, np.ndarray):
+            self._holds[slots] += by
+        else:
+            for slot in slots:
+                self.holds[slot] += by
+
+    def add_pins(self, slots: Run, by: int) -> None:
+        """`slots`, each named once, are pinned by so many more."""
+        if isinstance(slots, np.ndarray):
+            self._pins[slots] += by
+        else:
+            for slot in slots:
+                self.pins[slot] += by
+
+    def require(self, slots: Run, event: SlotEvent) -> None:
+        """Raise unless `event` is legal for every one of `slots`, each named once; changes nothing."""
+        if not len(slots):
+            return
+        ordered = np.sort(slots) if isinstance(slots, np.ndarray) else sorted(slots)
+        if ordered[0] < 0 or ordered[-1] >= len(self.state):
+            raise InvariantBroken(f"pool {self._pool!r} has slots 0 to {len(self.state) - 1}, got {ordered[0]} to {ordered[-1]}")
+        twice = (ordered[1:] == ordered[:-1]).any() if isinstance(ordered, np.ndarray) else len(set(slots)) != len(slots)
+        if twice:
+            raise InvariantBroken(f"pool {self._pool!r}: a run of slots to {event.name} names a slot twice")
+        for old in self._num_by_state(slots):
+            if not any(_LEGAL[event][old]):
+                raise self._illegal(slots, old, event)
+
+    def move(self, slots: Run, event: SlotEvent, new: SlotState, owner: str) -> None:
+        """Put `slots` into state `new` where `event` allows that from the state of each, else change nothing and raise."""
+        if not len(slots):
+            return
+        legal, found = _LEGAL[event], self._num_by_state(slots)
+        for old in found:
+            if not legal[old][new]:
+                raise self._illegal(slots, old, event)
+        left = {} if self._observer is None else {old: as_list(self.those_in(_STATES[old], slots)) for old in found if old != new}
+        if isinstance(slots, np.ndarray):
+            self._states[slots] = new
+        else:
+            state = self.state
+            for slot in slots:
+                state[slot] = new
+        counts = self._counts
+        for old, num in found.items():
+            counts[old] -= num
+            counts[new] += num
+        if self._observer is not None:
+            for old, moved in left.items():
+                self._observer.moved(self._pool, moved, _STATES[old].name.lower(), new.name.lower(), owner)
+
+    def _num_by_state(self, slots: Run) -> dict[int, int]:
+        """How many of `slots` are in each state that any of them is in, by its number."""
+        if isinstance(slots, np.ndarray):
+            counts = np.bincount(self._states[slots]).tolist()
+            return {state: num for state, num in enumerate(counts) if num}
+        if len(slots) == 1:
+            return {self.state[slots[0]]: 1}
+        found = bytes(map(self.state.__getitem__, slots))
+        return {state: found.count(state) for state in set(found)}
+
+    def _illegal(self, slots: Run, number: int, event: SlotEvent) -> IllegalTransition:
+        state = _STATES[number]
+        slot = int(self.those_in(state, slots)[0])
         return IllegalTransition(f"slot {slot} of pool {self._pool!r}", state.name, event.name)

@@ -42,6 +42,10 @@ class BlockTable:
         """Keys of its prompt that it is going to seal."""
         return () if self.prefix is None else self.prefix.keys[self.num_keyed :]
 
+    def announces(self, number: int, key: bytes) -> bool:
+        """Whether block `number` of its prompt has `key`, and is yet to be sealed."""
+        return self.prefix is not None and self.num_keyed <= number < len(self.prefix.keys) and self.prefix.keys[number] == key
+
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
         """Read-only view of exactly ceil(num_tokens / block_tokens) slots; its content never changes."""
         self.hold.require_open()

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import SlotCounts
-from penstock.kv.tiers.cold import Finding
+from penstock.kv.blocks.slots import SlotCounts, as_list, as_run
+from penstock.kv.tiers.finding import Finding
 from penstock.observe import EngineObserver
 
 ABSENT = -1
@@ -52,11 +52,12 @@ class HostLease:
         self.saving = False  # it is a retraction's, and not all there yet
         self.expired = False
         self.owner = owner
-        self.slots = slots
+        self.slots = slots  # replaced as a whole, never changed
         self.num_tokens = num_tokens
         self.deadline_s = float("inf")
         self.parts: Sequence[Part] = ()
         self._tier = tier
+        self._run: tuple[list[int], int, int] = slots, len(slots), 0  # of these slots from that block on, how many are here
 
     @property
     def ready(self) -> bool:
@@ -65,10 +66,17 @@ class HostLease:
     def num_from(self, block: int) -> int:
         if self.parts:
             return sum(num for _, num in self.runs_from(block))
-        try:
-            return self.slots.index(ABSENT, block) - block
-        except ValueError:
-            return max(0, len(self.slots) - block)
+        slots, first, num_blocks = self._run
+        if slots is not self.slots or first != block:  # the same is asked several times on a request's way
+            slots = self.slots
+            end = slots.index(ABSENT, block) if ABSENT in slots[block:] else len(slots)
+            num_blocks = max(0, end - block)
+            self.note_run(block, num_blocks)
+        return num_blocks
+
+    def note_run(self, block: int, num_blocks: int) -> None:
+        """`num_from(block)` is that."""
+        self._run = self.slots, block, num_blocks
 
     def runs_from(self, block: int) -> list[tuple[str, int]]:
         if not self.parts:
@@ -134,13 +142,15 @@ class HostTier:
     def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
         """Protect every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
         with self._lock:
-            slots = [ABSENT] * first + self._pool.find_each(keys[first:])
-            here = [slot for slot in slots if slot != ABSENT]
-            if not here and not even_empty:
+            run = self._pool.find(keys[first:])  # mostly all of them
+            rest = self._pool.find_each(keys[first + len(run) :])
+            here = as_run([*as_list(run), *(slot for slot in rest if slot != ABSENT)]) if rest else run
+            if not len(here) and not even_empty:
                 return None
-            lease = HostLease(self, owner, slots, len(slots) * self._block_tokens)
+            lease = HostLease(self, owner, [*[ABSENT] * first, *as_list(run), *rest], len(keys) * self._block_tokens)
+            lease.note_run(first, len(run))
             lease.deadline_s = self._clock() + self._lease_s
-            self._leases[lease] = [self._pool.pin(here, f"lease of {owner}")] if here else []
+            self._leases[lease] = [self._pool.pin(here, f"lease of {owner}")] if len(here) else []
             self._pool.note_hits(here)
             return lease
 

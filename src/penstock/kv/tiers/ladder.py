@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from penstock.contract import Fence, Histogram, Lease, Traffic
+import numpy as np
+
+from penstock.contract import Fence, Lease
 from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
+from penstock.figures import Histogram, Traffic
 from penstock.kv.blocks.handles import Hold, RunPin
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory.layout import BlockLayout
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
 _PATIENCE_S = 1.0  # with a store that is asked what it has, at most
+_SAVE_PATIENCE_S = 5.0  # at most: in as long a prefill could fill most of a device with blocks that wait to be saved
 _LAST_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
 
 
@@ -43,6 +47,7 @@ class TrafficCounts:
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (from, to)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (tier, reason)
     seconds: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # from submit to settled
+    saves_late: int = 0  # blocks that were not saved because one before them was overdue
 
 
 class Ladder:
@@ -66,6 +71,10 @@ class Ladder:
         return len(self.promoter) + len(self.demoter)
 
     @property
+    def look_again_s(self) -> float:
+        return min(self.promoter.look_again_s(), self.demoter.look_again_s())
+
+    @property
     def block_bytes(self) -> int:
         return self._layout.block_bytes
 
@@ -87,7 +96,7 @@ class Ladder:
             seconds={pair: histogram.copy() for pair, histogram in list(counts.seconds.items())},
             in_flight={("host", "device"): len(self.promoter), ("device", "host"): len(self.demoter)},
             failures=dict(counts.failures),
-            skipped={"full": self.host.counts.skipped_full},
+            skipped={"full": self.host.counts.skipped_full, "late": counts.saves_late},
             leases_open=self.host.num_leases,
         )
         for tier in self.cold_tiers.values():
@@ -106,29 +115,43 @@ class Ladder:
         self._offers.append(Offer(self._pool.pin_run(hold, first, len(keys), hold.owner), keys, first, fence))
 
     def submit_saves(self) -> None:
-        """Send everything offered since the last call, as one transfer."""
-        if self._offers:
-            offers, self._offers = self._offers, []
-            try:
-                self.demoter.submit(Demotion(self.host, offers, self._layout.num_layers))
-            except BaseException:
-                for offer in offers:
-                    offer.pin.end()
-                raise
+        """Send everything offered since the last call, as one transfer. Not while one before it is overdue: what is behind it would keep
+        its slots for as long, until the device has none left."""
+        offers, self._offers = self._offers, []
+        if not offers:
+            return
+        if self.demoter.is_late():
+            self.counts.saves_late += sum(len(offer.keys) for offer in offers)
+            _end_pins(offers)
+            return
+        try:
+            self._send_down(Demotion(self.host, offers, self._layout.num_layers))
+        except BaseException:
+            _end_pins(offers)
+            raise
 
-    def save(self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None) -> SavedLease:
-        """Everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers whoever still writes."""
+    def save(self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None) -> SavedLease | None:
+        """Everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers whoever still writes. None
+        while a save before it is overdue."""
+        self.submit_saves()  # blocks of this request that were offered go first, so that they are known to be on their way
+        if self.demoter.is_late():
+            self.counts.saves_late += num_blocks - len(keys)  # the others were counted when they were offered
+            return None
         pin = self._pool.pin_run(hold, 0, num_blocks, hold.owner)
         lease = SavedLease(self.host, hold.owner, num_tokens)
         transfer = Retraction(self.host, pin, keys, lease, self._whole)
         transfer.after = () if fence is None else (fence,)
         try:
-            self.submit_saves()  # blocks of this request that were offered go first, so that they are known to be on their way
-            self.demoter.submit(transfer)
+            self._send_down(transfer)
         except BaseException:
             pin.end()
             raise
+        lease.wait_until_s = transfer.deadline_s
         return lease
+
+    def _send_down(self, transfer: Transfer) -> None:
+        transfer.deadline_s = time.monotonic() + min(_SAVE_PATIENCE_S, self._limits.load_deadline_s)
+        self.demoter.submit(transfer)
 
     # ------------------------------------------------------------------------------------------------------------ promote
 
@@ -173,7 +196,7 @@ class Ladder:
     def promote(self, pin: RunPin, after: Sequence[Fence], lease: HostLease, keys: Sequence[bytes], num_next: int) -> Promotion:
         """Fill the slots of `pin` with the same blocks of `lease`, of which the first have `keys`; they may be written after `after`. If
         this raises, `pin` has ended and the lease is as it was."""
-        sources = lease.slots[pin.first : pin.first + pin.num_slots]
+        sources = np.array(lease.slots[pin.first : pin.first + pin.num_slots], np.int64)
         kept = self.host.take_lease(lease)
         if kept is None or ABSENT in sources or len(sources) != pin.num_slots:
             if kept is not None:
@@ -324,6 +347,11 @@ class Ladder:
         self.host.close()
         if self._limits.memory is not None:
             self._limits.memory.close()
+
+
+def _end_pins(offers: Sequence[Offer]) -> None:
+    for offer in offers:
+        offer.pin.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.kv.blocks.handles import Handle, RunPin
-from penstock.kv.transfer.mover import Group, Transfer
+from penstock.kv.transfer.mover import Group, Slots, Transfer
 
 
 class Promotion(Transfer):
     """Blocks on their way into the slots of a table."""
 
-    def __init__(self, pin: RunPin, sources: Sequence[int], kept: Sequence[Handle], groups: Sequence[Group], layered: bool) -> None:
+    def __init__(self, pin: RunPin, sources: Sequence[int] | Slots, kept: Sequence[Handle], groups: Sequence[Group], layered: bool) -> None:
         super().__init__(f"promote of {pin.owner}", groups)
         self.pins = [pin]
         self.first = pin.first  # block of the table

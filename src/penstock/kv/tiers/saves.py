@@ -3,6 +3,7 @@ they take; when they are sent and what becomes of their pins is the ladder's bus
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -73,6 +74,11 @@ class SavedLease(HostLease):
         super().__init__(tier, owner, [], num_tokens)
         self.saving = True
         self.given_up = False
+        self.wait_until_s = float("inf")  # whoever has waited so long for it goes on with nothing of it
+
+    @property
+    def ready(self) -> bool:
+        return super().ready or time.monotonic() > self.wait_until_s
 
     def end(self) -> None:
         self.given_up = True  # while it is being saved the transfer has its slots; they are given back when that is over

@@ -6,10 +6,10 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import InvariantBroken, TransferFailed
@@ -18,8 +18,15 @@ from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.transfer.mover import Copier, Layers, Slots
 
 _BATCH_SINCE = 12080  # version of CUDA that brought copies in batches
-_FIRST_PART_BYTES = 16 << 20  # a third of a millisecond at 54 GB/s, in which the driver takes some hundred entries
+_FIRST_PART_BYTES = 24 << 20  # 0.45 ms at 55 GB/s, in which the next part is worked out and the driver takes some hundred entries
 _PART_GROWTH = 8
+_FEW_BLOCKS = 32  # up to which one entry per block is worked out sooner than it could be seen which are neighbours
+
+Pairs = NDArray[np.int64]  # two rows: slots of the source, and where their blocks go
+Entries = NDArray[np.int64]  # three rows: addresses of both ends and bytes, of each contiguous piece
+Extent = tuple[int, int]  # first byte and number of bytes within a block
+
+_NO_ENTRIES: Entries = np.empty((3, 0), np.int64)
 
 
 def make_copier(source: Tensor, dest: Tensor, layout: BlockLayout) -> Copier:
@@ -36,8 +43,8 @@ class CpuCopier:
         self._ends = _Ends(source, dest, layout)
 
     def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
-        entries = self._ends.entries(source_slots, dest_slots, layers)
-        for source, dest, num_bytes in zip(entries.sources.tolist(), entries.dests.tolist(), entries.sizes.tolist(), strict=True):
+        entries = self._ends.entries(self._ends.checked(source_slots, dest_slots), self._ends.extent(layers))
+        for source, dest, num_bytes in entries.T.tolist():
             ctypes.memmove(dest, source, num_bytes)
 
 
@@ -60,10 +67,16 @@ class CudaCopier:
         if self._batch is None:
             self._copy_each(source_slots, dest_slots, layers)
             return
-        entries = self._ends.entries(source_slots, dest_slots, layers, (self._host, self._piece_slots))
-        # A batch starts when all of it has been handed over: what a transfer begins with starts with a little, and the rest follows.
-        for part in _growing_parts(entries) if layers[0] == 0 else (entries,):
-            self._batch(part, _current_stream(self._device))
+        pairs, extent = self._ends.checked(source_slots, dest_slots), self._ends.extent(layers)
+        stream, num = _current_stream(self._device), pairs.shape[1]
+        # A batch starts when all of it has been worked out and handed over: what a transfer begins with starts with a little, and the
+        # rest follows while that is on its way.
+        for part in _growing_parts(num, extent[1]) if layers[0] == 0 else (slice(0, num),):
+            if part.stop - part.start <= _FEW_BLOCKS:
+                entries = self._ends.entry_each(pairs[:, part], extent)
+            else:
+                entries = self._ends.entries(pairs[:, part], extent, (self._host, self._piece_slots))
+            self._batch(entries, stream)
 
     def _copy_each(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
         self._ends.checked(source_slots, dest_slots)
@@ -77,14 +90,6 @@ class CudaCopier:
             raise TransferFailed(f"a copy of {len(source_slots)} blocks: {error}") from error
 
 
-class Entries(NamedTuple):
-    """What is copied: addresses and bytes, one of each per contiguous piece."""
-
-    sources: Slots
-    dests: Slots
-    sizes: Slots
-
-
 class _Ends:
     """Two arenas of one layout as addresses. Raw addresses forgive nothing, so slots are checked against the arenas each time."""
 
@@ -93,48 +98,62 @@ class _Ends:
             if tensor.shape[1:] != layout.shape or tensor.dtype != getattr(torch, layout.dtype) or not tensor.is_contiguous():
                 raise InvariantBroken(f"an arena of {tuple(tensor.shape)} in {tensor.dtype} is not laid out as {layout}")
         self.tensors = (source, dest)  # an address keeps nothing alive
-        self._block_bytes = layout.block_bytes
-        self._source, self._dest = source.data_ptr(), dest.data_ptr()
-        self._num_slots = len(source), len(dest)
         self.extent = layout.extent
+        self._block_bytes = layout.block_bytes
+        self._addresses = source.data_ptr(), dest.data_ptr()
+        self._num_slots = len(source), len(dest)
 
-    def checked(self, source_slots: Slots, dest_slots: Slots) -> tuple[Slots, Slots]:
+    def checked(self, source_slots: Slots, dest_slots: Slots) -> Pairs:
         if len(source_slots) != len(dest_slots):
             raise InvariantBroken(f"{len(source_slots)} blocks cannot be copied into {len(dest_slots)} slots")
-        ends = source_slots.astype(np.int64, copy=False), dest_slots.astype(np.int64, copy=False)
-        for slots, num_slots in zip(ends, self._num_slots, strict=True):
-            if len(slots) and slots.view(np.uint64).max() >= num_slots:  # a negative one is very large there
-                raise InvariantBroken(f"an arena of {num_slots} slots has no slots {slots.min()} to {slots.max()}")
-        return ends
+        pairs = np.array((source_slots, dest_slots), np.int64)
+        if pairs.size:
+            unsigned = pairs.view(np.uint64)  # a negative one is very large there
+            for side, (at, num_slots) in enumerate(zip(unsigned.argmax(axis=1).tolist(), self._num_slots, strict=True)):
+                if unsigned.item(side, at) >= num_slots:
+                    raise InvariantBroken(f"an arena of {num_slots} slots has no slots {pairs[side].min()} to {pairs[side].max()}")
+        return pairs
 
-    def entries(self, source_slots: Slots, dest_slots: Slots, layers: Layers, seams: tuple[int, int] | None = None) -> Entries:
+    def entry_each(self, pairs: Pairs, extent: Extent) -> Entries:
+        """No piece is more than a block. After a pause numpy's arithmetic takes longer than a few numbers by themselves."""
+        first, num_bytes = extent
+        if num_bytes == 0:
+            return _NO_ENTRIES
+        starts = [address + first for address in self._addresses]
+        ends = [[start + slot * self._block_bytes for slot in slots] for start, slots in zip(starts, pairs.tolist(), strict=True)]
+        return np.array((*ends, [num_bytes] * pairs.shape[1]), np.int64)
+
+    def entries(self, pairs: Pairs, extent: Extent, seams: tuple[int, int] | None = None) -> Entries:
         """Whole blocks that are neighbours on both sides become one piece. `seams`: none goes on into a slot, on that side (0: source,
         1: dest), that is a multiple of so many."""
-        slots = self.checked(source_slots, dest_slots)
-        first, num_bytes = self.extent(layers)
+        first, num_bytes = extent
         if num_bytes == 0:
-            slots = slots[0][:0], slots[1][:0]
-        sources, dests = slots[0] * self._block_bytes + (self._source + first), slots[1] * self._block_bytes + (self._dest + first)
+            return _NO_ENTRIES
+        entries = np.empty((3, pairs.shape[1]), np.int64)
+        for row, slots, address in zip(entries, pairs, self._addresses, strict=False):
+            np.multiply(slots, self._block_bytes, out=row)
+            row += address + first
+        entries[2] = num_bytes
         if num_bytes == self._block_bytes:
-            goes_on = (sources[1:] - sources[:-1] == num_bytes) & (dests[1:] - dests[:-1] == num_bytes)
+            sources, dests = pairs
+            goes_on = (sources[1:] - sources[:-1] == 1) & (dests[1:] - dests[:-1] == 1)
             if goes_on.any():
                 if seams is not None:
-                    goes_on &= slots[seams[0]][1:] % seams[1] != 0
+                    goes_on &= pairs[seams[0], 1:] % seams[1] != 0
                 starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
-                return Entries(sources[starts], dests[starts], np.diff(starts, append=len(sources)) * num_bytes)
-        return Entries(sources, dests, np.full(len(sources), num_bytes, np.int64))
+                entries = entries.take(starts, axis=1)
+                entries[2] = np.diff(starts, append=pairs.shape[1]) * num_bytes
+        return entries
 
 
-def _growing_parts(entries: Entries) -> Iterator[Entries]:
-    """Each is on its way while the next, several times as large, is handed over."""
+def _growing_parts(num_blocks: int, num_bytes: int) -> Iterator[slice]:
+    """Of blocks of so many bytes each. A part is on its way while the next, several times as large, is handed over."""
     start, part_bytes = 0, _FIRST_PART_BYTES
-    ends = np.cumsum(entries.sizes)
-    while start < len(ends):
-        before = int(ends[start - 1]) if start else 0
-        end = max(start + 1, int(np.searchsorted(ends, before + part_bytes, side="right")))
-        if ends[-1] - before < 2 * part_bytes:
-            end = len(ends)  # too little would be left over for a call of its own
-        yield Entries(entries.sources[start:end], entries.dests[start:end], entries.sizes[start:end])
+    while start < num_blocks:
+        # Too little left over for a call of its own is a part of this one.
+        is_last = (num_blocks - start) * num_bytes < 2 * part_bytes
+        end = num_blocks if is_last else start + max(1, part_bytes // num_bytes)
+        yield slice(start, end)
         start, part_bytes = end, part_bytes * _PART_GROWTH
 
 
@@ -168,15 +187,17 @@ class _BatchCopy:
     def __call__(self, entries: Entries, stream: int) -> None:
         if stream == 0:
             raise InvariantBroken("blocks are copied on a lane's stream, not on CUDA's default one")
-        if not len(entries.sizes):
+        num = entries.shape[1]
+        if not num:
             return
-        arrays = (ctypes.c_void_p(array.ctypes.data) for array in (entries.dests, entries.sources, entries.sizes))
-        num = ctypes.c_size_t(len(entries.sizes))
-        code = self._runtime.cudaMemcpyBatchAsync(*arrays, num, *self._fixed, ctypes.c_void_p(stream))
+        sources = ctypes.addressof(ctypes.c_char.from_buffer(entries.data))  # refuses what does not lie in one piece
+        dests, sizes = sources + entries.strides[0], sources + 2 * entries.strides[0]
+        arrays = ctypes.c_void_p(dests), ctypes.c_void_p(sources), ctypes.c_void_p(sizes)
+        code = self._runtime.cudaMemcpyBatchAsync(*arrays, ctypes.c_size_t(num), *self._fixed, ctypes.c_void_p(stream))
         if code != 0:
             self._runtime.cudaGetLastError()  # or this thread's next launch would be blamed for it
             name = self._runtime.cudaGetErrorName(code).decode()
-            raise TransferFailed(f"cudaMemcpyBatchAsync of {len(entries.sizes)} pieces: {name}")
+            raise TransferFailed(f"cudaMemcpyBatchAsync of {num} pieces: {name}")
 
 
 @functools.cache
@@ -195,4 +216,4 @@ def _batch_copy() -> _BatchCopy | None:
 
 
 def _current_stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream makes an object for it each time

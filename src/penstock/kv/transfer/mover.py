@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from penstock.contract import Access, Arrival, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
 from penstock.lanes.lane import Lane, Ticket
+from penstock.lanes.polling import POLL_MOST_S, look_again_s
 
 Slots = NDArray[np.int64]
 Layers = tuple[int, int]
@@ -195,6 +196,14 @@ class Mover:
         if self._flying:
             self._flying[0].seen_s = now
         return over
+
+    def look_again_s(self) -> float:
+        """How long nobody need call `settle`, unless `wake` was called: while the launcher is at work, looking would only take the
+        interpreter from it."""
+        first = self.first()
+        if first is None or first.arrivals is None:
+            return POLL_MOST_S
+        return look_again_s(time.monotonic() - max(first.submitted_s, self._last_settled_s))
 
     def first(self) -> Transfer | None:
         """The one that is next to end."""

@@ -16,7 +16,7 @@ __all__ = ["CostOrder", "EvictionOrder", "LruOrder", "S3FifoOrder", "TinyLfuOrde
 def make_order(name: str, num_slots: int, block_tokens: int = 16) -> EvictionOrder:
     """An order for one pool of `num_slots` blocks of `block_tokens` tokens."""
     if name == "lru":
-        return LruOrder()
+        return LruOrder(num_slots)
     if name == "s3fifo":
         return S3FifoOrder(num_slots)
     if name == "tinylfu":

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from penstock.kv.blocks.eviction.ghosts import Ghosts
+from penstock.kv.blocks.slots import Run, as_list
 
 # From bench_results: 11,700 for Qwen3-4B on an H200, 2,100 for SmolLM2-135M on a CPU.
 TOKENS_TO_DOUBLE = 8192
@@ -61,16 +62,16 @@ class CostOrder:
             self._hits[slot] = 0 if earlier is None else min(earlier + 1, _MOST_HITS)  # that it is wanted again is a hit that was missed
             self._class_of[slot] = 0
 
-    def hit(self, slots: Sequence[int]) -> None:
+    def hit(self, slots: Run) -> None:
         hits = self._hits
-        for slot in slots:
+        for slot in as_list(slots):
             if hits[slot] < _MOST_HITS:
                 hits[slot] += 1
 
-    def add(self, slots: Sequence[int]) -> None:
+    def add(self, slots: Run) -> None:
         depths, hits, class_of, queues = self._depth, self._hits, self._class_of, self._queues
         before, chain = -1, 0.0
-        for slot in slots:
+        for slot in as_list(slots):
             depth = depths[slot]
             if depth >= before:  # another chain begins, with its deepest
                 chain = self._chain_class(depth)
@@ -80,9 +81,9 @@ class CostOrder:
             queues[place][slot] = self._floor + _COSTS[place]
         self._num += len(slots)
 
-    def remove(self, slots: Sequence[int]) -> None:
+    def remove(self, slots: Run) -> None:
         queues, class_of = self._queues, self._class_of
-        for slot in slots:
+        for slot in as_list(slots):
             del queues[class_of[slot]][slot]
         self._num -= len(slots)
 

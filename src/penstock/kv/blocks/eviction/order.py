@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from penstock.kv.blocks.slots import Run
+
 
 class EvictionOrder(Protocol):
     """Idle slots, and which of them goes first."""
@@ -25,13 +27,13 @@ class EvictionOrder(Protocol):
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
         """`slots`, which are in use, got these keys; `depths` are the blocks' places in their prefixes, counted from 0."""
 
-    def hit(self, slots: Sequence[int]) -> None:
+    def hit(self, slots: Run) -> None:
         """These blocks were found again by somebody who uses them; whether they are idle at this moment does not matter."""
 
-    def add(self, slots: Sequence[int]) -> None:
+    def add(self, slots: Run) -> None:
         """`slots` became idle; of these the first is to go first."""
 
-    def remove(self, slots: Sequence[int]) -> None:
+    def remove(self, slots: Run) -> None:
         """`slots`, which are idle, are in use again."""
 
     def pop(self, num: int) -> list[int]:

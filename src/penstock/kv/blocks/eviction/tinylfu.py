@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from penstock.kv.blocks.eviction.sketch import FrequencySketch
+from penstock.kv.blocks.slots import Run, as_list
 
 # Measured on both Mooncake traces: a conversation pauses for longer than it stays in the usual window of a hundredth.
 _WINDOW_SHARE = 0.5  # of the idle slots: above that, the oldest of the window has to contest
@@ -44,23 +45,23 @@ class TinyLfuOrder:
             self._was_hit[slot] = False
             self._sketch.add(key)
 
-    def hit(self, slots: Sequence[int]) -> None:
-        for slot in slots:
+    def hit(self, slots: Run) -> None:
+        for slot in as_list(slots):
             self._was_hit[slot] = True
             self._sketch.add(self._key[slot])
 
-    def add(self, slots: Sequence[int]) -> None:
+    def add(self, slots: Run) -> None:
         queues, queue_of, was_hit = self._queues, self._queue_of, self._was_hit
-        for slot in slots:
+        for slot in as_list(slots):
             if was_hit[slot] and queue_of[slot] == _PROBATION:
                 queue_of[slot] = _PROTECTED
             was_hit[slot] = False
             queues[queue_of[slot]][slot] = None
         self._balance(_MOVES * len(slots))
 
-    def remove(self, slots: Sequence[int]) -> None:
+    def remove(self, slots: Run) -> None:
         queues, queue_of = self._queues, self._queue_of
-        for slot in slots:
+        for slot in as_list(slots):
             del queues[queue_of[slot]][slot]
 
     def pop(self, num: int) -> list[int]:

@@ -1,0 +1,96 @@
+"""Between two looks: short enough to be a small part of what is waited for, long enough to leave the core to others; and timers that
+keep their word, on the thread that asked for it and on no other."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.inbox import Inbox
+from penstock.lanes.polling import POLL_MOST_S, POLL_S, look_again_s, sharpen_timers
+
+GET_TIMER_SLACK = 30  # PR_GET_TIMERSLACK of linux/prctl.h
+PATIENCE_S = 10.0
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="timers have no slack that could be asked for")
+
+
+def slack_ns() -> int:
+    """Of the calling thread."""
+    return int(ctypes.CDLL(None).prctl(GET_TIMER_SLACK, 0, 0, 0, 0))
+
+
+def slack_on_a_thread(before: Callable[[], object]) -> tuple[int, int]:
+    """Of a thread of its own, before and after it has done that."""
+    seen: list[int] = []
+
+    def run() -> None:
+        seen.append(slack_ns())
+        before()
+        seen.append(slack_ns())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return seen[0], seen[1]
+
+
+@given(waited_s=st.floats(0.0, 1e6))
+def test_looking_late_adds_little_and_looking_often_ends(waited_s: float) -> None:
+    again_s = look_again_s(waited_s)
+    assert POLL_S <= again_s <= POLL_MOST_S
+    assert again_s == POLL_S or again_s <= waited_s / 100
+    assert look_again_s(2 * waited_s) >= again_s
+
+
+def test_what_has_taken_long_is_not_looked_at_often() -> None:
+    assert look_again_s(0.0) == POLL_S and look_again_s(1.0) == POLL_MOST_S >= 10 * POLL_S
+
+
+@ON_LINUX
+def test_timers_are_sharp_on_the_thread_that_asks_and_on_no_other() -> None:
+    here = slack_ns()
+    before, after = slack_on_a_thread(sharpen_timers)
+    assert after == 1000 < before and slack_ns() == here
+
+
+@ON_LINUX
+def test_whoever_waits_at_a_sharp_inbox_has_sharp_timers_and_at_another_has_not() -> None:
+    assert slack_on_a_thread(lambda: Inbox(sharp=True).wait(0.0))[1] == 1000
+    before, after = slack_on_a_thread(lambda: Inbox().wait(0.0))
+    assert before == after
+
+
+@ON_LINUX
+def test_a_second_thread_that_waits_gets_them_too() -> None:
+    inbox = Inbox(sharp=True)
+    assert [slack_on_a_thread(lambda: inbox.wait(0.0))[1] for _ in range(2)] == [1000, 1000]
+
+
+def test_timers_that_cannot_be_sharpened_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: object) -> None:
+        raise OSError("no such library")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert sharpen_timers() is False
+    monkeypatch.setattr(sys, "platform", "plan9")
+    assert sharpen_timers() is False
+
+
+def test_a_wake_ends_a_wait_also_when_it_came_first() -> None:
+    inbox, over = Inbox(sharp=True), threading.Event()
+    inbox.wake()
+
+    def wait() -> None:
+        inbox.wait(PATIENCE_S)
+        over.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert over.wait(PATIENCE_S / 2)
+    thread.join(PATIENCE_S)
