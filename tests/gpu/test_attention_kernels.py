@@ -148,6 +148,33 @@ def test_splits_fill_the_device_and_depend_on_the_shape_alone() -> None:
     assert max(splits) <= backend.MAX_SPLITS
 
 
+@pytest.mark.parametrize(("num_chunks", "splits"), [(8, 2), (9, 3), (10, 3), (11, 1), (20, 1), (21, 1)])
+def test_decodes_agree_with_the_reference_however_many_there_are_per_multiprocessor(num_chunks: int, splits: int) -> None:
+    spans = [Span(37 + 29 * (i % 5), 1) for i in range(num_chunks)]
+    step = make_step(spans, dtype=HALF)
+
+    class OnEight(TritonAttention):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            self._num_sms = 8
+
+        def num_splits(self, num_chunks: int, num_tiles: int) -> int:
+            assert super().num_splits(num_chunks, num_tiles) == 2
+            return 2
+
+    made = OnEight(step.arena, step.config, step.rope)
+    assert made.grid(backend._Launch(0, num_chunks, 0, num_chunks, 1), deep=False)[2] == splits
+    assert_agrees(step, OnEight)
+
+
+def test_a_long_chunk_over_a_longer_prefix_has_a_tile_of_its_own() -> None:
+    step = make_step((Span(0, 1),), dtype=HALF)
+    attention = TritonAttention(step.arena, step.config, step.rope)
+    launch = backend._Launch(0, 1, 0, 512, 512)
+    assert attention.grid(launch, deep=True)[0] == backend.TUNING[2].deep != attention.grid(launch, deep=False)[0]
+    assert_agrees(make_step((Span(150, 48),), dtype=HALF), tuning=backend.TUNING[2]._replace(short=backend.TUNING[2].decode))
+
+
 def test_unknown_choices_are_refused() -> None:
     step = make_step(DECODES)
     with pytest.raises(ConfigError):

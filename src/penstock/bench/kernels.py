@@ -43,20 +43,25 @@ class Span(NamedTuple):
 
 
 DECODES = ((1, 160), (8, 160), (32, 160), (128, 160), (256, 160), (128, 2048), (1, 8192), (1, 32768), (32, 8192), (32, 32768))
-DECODES_COMPARED = ((1, 160), (256, 160), (128, 2048), (1, 32768))
+# Those of few, some and many programs per multiprocessor, which have a tile each.
+DECODES_COMPARED = {
+    "decode": ((1, 160), (1, 32768), (16, 5700)),
+    "decode_even": ((24, 2240), (26, 3400), (32, 160)),
+    "decode_many": ((20, 4550), (64, 1100), (256, 160), (128, 2048)),
+}
 DECODE_TILES = tuple(
-    Tile(16, *rest) for rest in ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3))
+    Tile(16, *rest) for rest in ((32, 4, 4), (64, 2, 2), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2))
 )
 PROGRAMS_PER_SM = (2, 4)
 TAILS = (Span(8192, 16), Span(32768 - 16, 16), Span(2048, 64))
 SHORT_TILES = (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(64, 64, 8, 3))
 PREFILLS = (Span(0, 2048), Span(0, 8192), Span(0, 32768), Span(8192, 8192), Span(24576, 8192))
-PREFILLS_COMPARED = (Span(0, 8192), Span(8192, 8192))
+PREFILLS_COMPARED = {"long": (Span(0, 8192), Span(8192, 8192)), "deep": (Span(4608, 1040), Span(24576, 8192))}
 LONG_TILES = (
     Tile(128, 64, 8, 2),
     Tile(128, 64, 8, 3),
     Tile(128, 128, 8, 2),
-    Tile(128, 32, 8, 3),
+    Tile(128, 128, 8, 3),
     Tile(64, 64, 4, 2),
     Tile(64, 64, 4, 3),
     Tile(64, 128, 4, 2),
@@ -192,17 +197,23 @@ def best_of(rig: Rig, cases: Sequence[tuple[str, Sequence[Span]]], tunings: Sequ
     return best, dict(tunings)[best]
 
 
+def with_tile(tuning: Tuning, kind: str, tile: Tile) -> Tuning:
+    return Tuning(**{**tuning._asdict(), kind: tile})
+
+
 def decodes(rig: Rig) -> Tuning:
     print("decode", flush=True)
 
     def case(batch: int, context: int) -> tuple[str, list[Span]]:
         return f"decode {batch} x {context}", [Span(context - 1, 1)] * batch
 
-    compared = [case(*pair) for pair in DECODES_COMPARED]
-    start = TUNING[2]
-    _, best = best_of(rig, compared, [(named(tile), start._replace(decode=tile)) for tile in DECODE_TILES])
+    best = TUNING[2]
+    for kind, pairs in DECODES_COMPARED.items():
+        compared = [case(*pair) for pair in pairs]
+        _, best = best_of(rig, compared, [(named(tile), with_tile(best, kind, tile)) for tile in DECODE_TILES])
+    few = [case(*pair) for pair in DECODES_COMPARED["decode"]]
     candidates = [(f"{count} programs per SM", best._replace(programs_per_sm=count)) for count in (best.programs_per_sm, *PROGRAMS_PER_SM)]
-    _, best = best_of(rig, compared, candidates)
+    _, best = best_of(rig, few, candidates)
     for pair in DECODES:
         attend(rig, case(*pair)[0], "best", case(*pair)[1], rig.attention(best))
     return best
@@ -215,8 +226,9 @@ def prefills(rig: Rig, tuning: Tuning) -> Tuning:
         return f"{span.q_len} after {span.prefix_len}", [span]
 
     _, tuning = best_of(rig, [case(s) for s in TAILS], [(named(tile), tuning._replace(short=tile)) for tile in SHORT_TILES])
-    longs = [(named(tile), tuning._replace(long=tile)) for tile in LONG_TILES]
-    _, tuning = best_of(rig, [case(s) for s in PREFILLS_COMPARED], longs)
+    for kind, spans in PREFILLS_COMPARED.items():
+        longs = [(named(tile), with_tile(tuning, kind, tile)) for tile in LONG_TILES]
+        _, tuning = best_of(rig, [case(s) for s in spans], longs)
     for span in PREFILLS:
         attend(rig, case(span)[0], "triton", [span], rig.attention(tuning, prefill="triton"))
         for fused in ("flash", "cudnn"):
@@ -229,6 +241,7 @@ def elementwise(rig: Rig, tuning: Tuning) -> None:
     print("elementwise", flush=True)
     ops, weight = TritonLayerOps(), torch.ones(CONFIG.hidden, dtype=torch.bfloat16, device=rig.device)
     head_weight = weight[: CONFIG.head_dim].clone()
+    gate_up_weight = torch.randn(2 * CONFIG.ffn, CONFIG.hidden, device=rig.device).to(torch.bfloat16)
     for rows in ROWS:
         x = torch.randn(rows, CONFIG.hidden, device=rig.device).to(torch.bfloat16)
         gate_up = torch.randn(rows, 2 * CONFIG.ffn, device=rig.device).to(torch.bfloat16)
@@ -236,6 +249,7 @@ def elementwise(rig: Rig, tuning: Tuning) -> None:
             "rms_norm": (lambda x=x: ops.rms_norm(x, weight, 1e-6), 2 * x.nbytes),  # type: ignore[misc]
             "add_rms_norm": (lambda x=x: ops.add_rms_norm(x, x, weight, 1e-6), 4 * x.nbytes),  # type: ignore[misc]
             "silu_mul": (lambda gate_up=gate_up: ops.silu_mul(gate_up), gate_up.nbytes * 3 // 2),  # type: ignore[misc]
+            "gated": (lambda x=x: ops.gated(x, gate_up_weight), gate_up_weight.nbytes),  # type: ignore[misc]
         }
         for name, (call, moved) in calls.items():
             us = rig.median_us(call)

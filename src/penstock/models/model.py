@@ -63,11 +63,17 @@ class LayerOps(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
+    def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `linear` for `add_rms_norm` alone: [T, out], or float32 [shares, T, out] whose sum that is."""
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns (norm(x + residual), x + residual)."""
+        """Returns (norm(x + residual), x + residual). `x` may be in shares."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * ffn] -> [T, ffn]: silu of the first half times the second."""
+
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
 
 
 class Model(Protocol):
@@ -84,7 +90,9 @@ class Model(Protocol):
 
     def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
         """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm are one pass;
-        `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual)."""
+        `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual), the
+        former perhaps in shares (`LayerOps.linear_shares`)."""
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Final norm and output projection of the rows given: [S, hidden] -> logits [S, vocab] in the model's dtype."""
+        """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) -> logits [S, vocab] in the
+        model's dtype."""

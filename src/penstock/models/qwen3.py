@@ -49,10 +49,9 @@ class Qwen3:
         else:
             x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
         q, k, v = kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm)
-        x = self._linear(index, "out", kv.attend(index, q, k, v), lora)
+        x = self._linear_shares(index, "out", kv.attend(index, q, k, v), lora)
         x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
-        x = self._linear(index, "down", self.ops.silu_mul(self._linear(index, "gate_up", x, lora)), lora)
-        return x, residual
+        return self._linear_shares(index, "down", self._gated(index, x, lora), lora), residual
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
@@ -63,3 +62,13 @@ class Qwen3:
         if lora is not None:
             lora.add(index, name, x, y)
         return y
+
+    def _linear_shares(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
+        if lora is None:
+            return self.ops.linear_shares(x, getattr(self.layers[index], name))
+        return self._linear(index, name, x, lora)
+
+    def _gated(self, index: int, x: Tensor, lora: Updates | None) -> Tensor:
+        if lora is None:
+            return self.ops.gated(x, self.layers[index].gate_up)
+        return self.ops.silu_mul(self._linear(index, "gate_up", x, lora))

@@ -26,6 +26,25 @@ def test_rms_norm_agrees_with_its_formula(dtype: torch.dtype, tolerance: float) 
     assert torch.allclose(out.double(), reference_norm(x, weight, 1e-5), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("width", [32, 576, 8192])
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
+def test_the_norm_of_one_row_is_as_exact_as_that_of_many(width: int, size: float) -> None:
+    """The smallest are those that eps outweighs."""
+    x, weight = torch.randn(1, width, generator=torch.Generator().manual_seed(width)) * size, torch.rand(width) + 0.5
+    expected = reference_norm(x, weight, 1e-5)
+    assert torch.allclose(OPS.rms_norm(x, weight, 1e-5).double(), expected, rtol=5e-7, atol=0)
+    assert torch.allclose(OPS.rms_norm(x.expand(2, -1), weight, 1e-5).double(), expected.expand(2, -1), rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_one_row_of_zeros_is_zeros() -> None:
+    assert OPS.rms_norm(torch.zeros(1, 32), torch.ones(32), 1e-5).eq(0).all()
+
+
+def test_the_heads_of_one_token_are_normalised_one_by_one() -> None:
+    x, weight = torch.randn(1, 5, 32) * torch.arange(1.0, 6.0)[:, None], torch.rand(32)
+    assert torch.allclose(OPS.rms_norm(x, weight, 1e-5).double(), reference_norm(x, weight, 1e-5), atol=1e-6)
+
+
 def test_bf16_norm_is_rounded_only_after_the_float32_division() -> None:
     """Squares summed in bf16 would lose a row of many small values beside a large one."""
     x = torch.full((1, 4096), 0.01).bfloat16()
@@ -34,8 +53,9 @@ def test_bf16_norm_is_rounded_only_after_the_float32_division() -> None:
     assert torch.allclose(OPS.rms_norm(x, torch.ones(4096).bfloat16(), 1e-6).double(), expected, rtol=5e-3)
 
 
-def test_add_rms_norm_returns_the_sum_as_the_next_residual_and_keeps_its_inputs() -> None:
-    x, residual, weight = torch.randn(3, 32), torch.randn(3, 32), torch.rand(32)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_add_rms_norm_returns_the_sum_as_the_next_residual_and_keeps_its_inputs(num_rows: int) -> None:
+    x, residual, weight = torch.randn(num_rows, 32), torch.randn(num_rows, 32), torch.rand(32)
     x_before, residual_before = x.clone(), residual.clone()
     normed, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, residual_before + x_before)

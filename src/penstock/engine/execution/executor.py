@@ -206,7 +206,7 @@ class Executor:
     def prompt_logprobs(self, flow: Flow, at: int, targets: Tensor, num_top: int) -> SampleOutput:
         assert flow.hidden is not None and flow.residual is not None
         rows = slice(at, at + len(targets))
-        logits = self._forward.model.head(flow.hidden[rows], flow.residual[rows])
+        logits = self._forward.model.head(flow.hidden[..., rows, :], flow.residual[rows])
         return _on_host(token_logprobs(logits, targets.to(self._device, non_blocking=True), num_top), targets)
 
 

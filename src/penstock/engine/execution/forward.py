@@ -37,7 +37,7 @@ class Flow:
     """Activations of one step; touched only by the step's own ops, in lane order."""
 
     inputs: StepInputs | None = None  # set by the upload, where the step is eager
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # [T, hidden], or behind a layer perhaps in shares: their number comes first
     residual: Tensor | None = None
     logits: Tensor | None = None  # [S, vocab], None where the step samples nothing
     lora: LoraRuns | None = None  # None: no token of the step has an adapter
@@ -95,6 +95,6 @@ class Forward:
             elif len(inputs.sample_at) == len(inputs.tokens):
                 flow.logits = self.model.head(flow.hidden, flow.residual)
             else:
-                flow.logits = self.model.head(flow.hidden[inputs.sample_at], flow.residual[inputs.sample_at])
+                flow.logits = self.model.head(flow.hidden[..., inputs.sample_at, :], flow.residual[inputs.sample_at])
 
         return head

@@ -27,7 +27,7 @@ class Captured(NamedTuple):
 def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
     """Shapes worth a graph: decodes, dense where a step is latency and sparse where it is work; and short prompts, alone or beside
     decodes, whose launches would take longer than their work."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_batch + 64, 64)]
+    sizes = [1, 2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_batch + 64, 64)]
     decodes = (*(size for size in sizes if size < max_batch), max_batch)
     lone = [Shape(tokens, 1, 1) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048) if tokens <= prefill_chunk]
     mixed = [Shape(tokens, 32, 32) for tokens in (64, 128, 256, 512, 1088, 2176) if tokens <= prefill_chunk and max_batch >= 32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -57,9 +58,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, nam
             return torch.zeros(shape, dtype=dtype, device=device)
         # An anonymous mapping is page-aligned and zero without being touched: start-up does not pay for what is never used.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        find_in_large_steps(memory)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
     except (torch.OutOfMemoryError, MemoryError, OSError, OverflowError):
         raise _does_not_fit(name, device, num_bytes, available) from None
+
+
+def find_in_large_steps(memory: mmap.mmap) -> None:
+    """Found in large steps where the system can: half the faults' time on first use, and fewer addresses to look up in every gather."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without it: only slower
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import math
@@ -14,7 +13,7 @@ import torch
 
 from penstock.config import GIB
 from penstock.errors import ConfigError
-from penstock.kv.memory.arena import free_bytes
+from penstock.kv.memory.arena import find_in_large_steps, free_bytes
 from penstock.kv.memory.layout import BlockLayout
 
 _LOG = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class HostArena:
 
 
 def _untouched(num_bytes: int, name: str) -> mmap.mmap:
-    """Zeros that take no memory before they are used, and then in large steps where the system can: half the faults' time on first use."""
+    """Zeros that take no memory before they are used."""
     available = free_bytes(_CPU)
     try:
         if num_bytes > available:
@@ -132,9 +131,7 @@ def _untouched(num_bytes: int, name: str) -> mmap.mmap:
         free = f"of which {available / GIB:.2f} GiB are free"
         message = f"the {name} KV arena needs {num_bytes / GIB:.2f} GiB of memory, {free}; lower --kv-offload-host-gib"
         raise ConfigError(message) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without it: only slower
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    find_in_large_steps(memory)
     return memory
 
 

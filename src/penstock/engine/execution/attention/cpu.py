@@ -1,5 +1,5 @@
-"""Attention for the CPU: paged KV is gathered into a workspace and handed to PyTorch's fused kernel, and what one token reads of a long
-context is summed where it lies. Owns that workspace and one step's indices and masks; the KV itself is the arena's."""
+"""Attention for the CPU: paged KV is gathered into a workspace and handed to PyTorch's fused kernel, except that one token by itself sums
+up the values where they lie. Owns that workspace and one step's indices and masks; the KV itself is the arena's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ SHORT_TOKENS = 16  # chunks of at most so many tokens are batched across request
 GROUP_BYTES = 4 << 20  # KV gathered at a time for short chunks: what stays in a core's cache until it is read again
 PAD_TOKENS = 128  # a call costs about as much as so many more keys, so lengths this close share one
 PAD_SHARE = 0.2  # and so do lengths within this share of the longest
-LONE_TOKENS = 512  # a single token that attends to at least so many is computed alone: no padding, and its values are not copied
+LONE_TOKENS = 512  # a single token that attends to at least so many is computed alone: no padding, and its values are not copied;
+# in a step of its own it always is, since then there is nobody to share a call with
 LONE_GROUP = 4  # unless more query heads than this share a KV head, since each of them reads the values again
 KEY_BYTES = 768 << 10  # keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
+SCORE_ALIGN = 256  # MKL multiplies 4 rows and more several times faster into a matrix whose rows are a multiple of so many floats apart
 INT32_ROWS = 1 << 31  # an arena of at most so many rows has indices of half the width, which saves a third of the time that values take
 
 
@@ -36,22 +38,57 @@ class _Span(NamedTuple):
     table: Tensor  # int64 slots, exactly those that hold kv_len tokens
 
 
+class _Layer(NamedTuple):
+    """The arena from one layer on: what a slot's index finds there is of that layer, keys first and values a block later."""
+
+    heads: Tensor  # rows of one head
+    rows: Tensor  # rows of one token
+    blocks: Tensor  # rows of one block's keys or values
+
+
+class _Single(NamedTuple):
+    """How the only token of a step in float32 is rotated, and where it is written."""
+
+    turn: Tensor  # [1, head_dim, head_dim]: a head times this is the head rotated
+    keys: tuple[Tensor, ...]  # by layer, [1, kv_heads, head_dim] of the arena
+    values: tuple[Tensor, ...]
+
+
+class _Several(NamedTuple):
+    """How the tokens of a step are rotated, and where they are written."""
+
+    cos: Tensor  # [T, 1, head_dim], each twice: for the first and the second half
+    sin: Tensor  # [T, 1, head_dim / 2]
+    key_rows: Tensor  # [T] rows of the arena at layer 0
+    value_rows: Tensor
+
+
 class _Short(NamedTuple):
     """Short chunks of equal q_len and similar kv_len, attended in one call."""
 
     rows: Tensor | slice  # [C * q_len] tokens of the step; a slice where they are adjacent
     gather: Tensor  # [2 * C * padded kv_len] rows of the arena at layer 0: all keys, then all values
+    space: Tensor  # where they are gathered
     mask: Tensor | None  # [C, 1, group * q_len, padded kv_len], added to the scores; None: everything is visible
     num_chunks: int
     q_len: int
 
 
+class _Part(NamedTuple):
+    """Keys of such a token's context, as many as fit into a cache."""
+
+    gather: Tensor  # blocks of the arena at layer 0
+    space: Tensor  # where they are gathered
+    keys: Tensor  # [kv_heads, head_dim, tokens] of that, no token behind the context's end
+    scores: Tensor  # [kv_heads, group, tokens] of the context's
+
+
 class _Lone(NamedTuple):
-    """A single token with a long context."""
+    """A single token with a long context, or in a step of its own."""
 
     row: int
-    kv_len: int
-    keys: tuple[Tensor, ...]  # blocks of the arena at layer 0, in parts that fit into a cache
+    parts: list[_Part]
+    scores: Tensor  # [num_heads, kv_len]
     values: Tensor  # [num_heads * kv_len] heads of the arena at layer 0: those that each query head sums up
     starts: Tensor  # [num_heads] where each query head's begin
 
@@ -63,6 +100,7 @@ class _Long(NamedTuple):
     end: int
     prefix_len: int
     gather: Tensor  # [2 * blocks of the prefix] blocks of the arena at layer 0: keys, then values
+    space: Tensor  # where they are gathered
 
 
 @dataclass(slots=True)
@@ -70,81 +108,55 @@ class _Step:
     """What depends on the step alone and serves all its layers."""
 
     inputs: StepInputs
-    cos: Tensor  # [T, 1, head_dim], each twice: for the first and the second half
-    sin: Tensor  # [T, 1, head_dim / 2]
-    write_rows: Tensor  # [T] rows of the arena at layer 0
+    tokens: _Single | _Several
     lone: list[_Lone]
     short: list[_Short]
     long: list[_Long]
+    only: _Lone | _Short | None  # what covers all tokens in their order, so that nothing is put together
 
 
-class CpuAttention:
-    """`Attention` in float32 or bfloat16 on the CPU."""
+class _Preparation:
+    """Makes what serves all layers of a step from its inputs. Owns the room to gather into."""
 
-    def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
-        sizes = Geometry.of(arena, config, rope)
-        if not arena.is_contiguous():
-            raise InvariantBroken("the CPU backend reads the arena as one flat array of tokens; it must be contiguous")
+    def __init__(self, arena: Tensor, sizes: Geometry, rope: Tensor) -> None:
+        self._arena = arena
         self._sizes = sizes
         self._rope = rope.float()
         self._dtype = arena.dtype
-        # The arena as rows of one head, of one token, and of one block's keys or values; layers are reached by starting later.
-        self._heads = arena.view(-1, sizes.head_dim)
-        self._rows = arena.view(-1, sizes.num_kv_heads * sizes.head_dim)
-        self._blocks = arena.view(-1, sizes.block_tokens * sizes.num_kv_heads * sizes.head_dim)
+        self._token_width = sizes.num_kv_heads * sizes.head_dim
+        self._rows_per_slot = sizes.num_layers * 2 * sizes.block_tokens
         self._workspace = arena.new_empty(0)
-        self._step: _Step | None = None
 
-    def rotate_and_write(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sizes, step = self._sizes, self._prepared(layer, inputs)
-        heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
-        num_rotated = sizes.num_heads + sizes.num_kv_heads
-        rotated = _rotate(self._normalise(heads[:, :num_rotated], q_norm, k_norm), step.cos, step.sin).to(qkv.dtype)
-        k, v = rotated[:, sizes.num_heads :], heads[:, num_rotated:]
-        first = 2 * layer * sizes.block_tokens
-        self._rows[first:].index_copy_(0, step.write_rows, k.flatten(1))
-        self._rows[first + sizes.block_tokens :].index_copy_(0, step.write_rows, v.flatten(1))
-        return rotated[:, : sizes.num_heads], k, v
+    def step(self, inputs: StepInputs) -> _Step:
+        num_tokens = len(inputs.positions)
+        is_single = num_tokens == 1 and self._dtype == torch.float32
+        alone: list[_Span] = []
+        batched: list[_Span] = []
+        long: list[_Long] = []
+        for span in self._spans(inputs):
+            if span.q_len > SHORT_TOKENS:
+                long.append(self._long(span))
+            else:
+                (alone if self._is_lone(span, num_tokens) else batched).append(span)
+        lone = [self._lone(span) for span in alone]
+        short = [self._short(group) for group in self._grouped(batched)]
+        tokens = self._single(inputs) if is_single else self._several(inputs)
+        return _Step(inputs, tokens, lone, short, long, _only(num_tokens, lone, short))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
-        step = self._step
-        if step is None or step.inputs is not inputs:
-            raise InvariantBroken("attend before this step's KV was written")
-        if len(q) == len(step.lone) == 1:  # the most frequent one; calls that hardly do anything are a good part of its time
-            return self._attend_lone(layer, q[0], step.lone[0]).view(1, -1)
-        out = q.new_zeros(q.shape)
-        for lone in step.lone:
-            out[lone.row] = self._attend_lone(layer, q[lone.row], lone)
-        for short in step.short:
-            out[short.rows] = self._attend_short(layer, q[short.rows], short)
-        for chunk in step.long:
-            own = slice(chunk.begin, chunk.end)
-            out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
-        return out.flatten(1)
+    def _single(self, inputs: StepInputs) -> _Single:
+        half, size = self._sizes.head_dim // 2, self._sizes.block_tokens
+        cos, sin = self._rope[int(inputs.positions)].chunk(2)
+        turn = torch.diag(torch.cat([cos, cos])) + torch.diag(sin, half) - torch.diag(sin, -half)
+        at = int(inputs.write_at)
+        place = self._arena[at // size, :, :, at % size]
+        return _Single(turn.unsqueeze(0), place[:, :1].unbind(0), place[:, 1:].unbind(0))
 
-    # ------------------------------------------------------------------------------------------------- once per step
-
-    def _prepared(self, layer: int, inputs: StepInputs) -> _Step:
-        """A replay refills the tensors of `inputs` in place, so layer 0 always starts a new step."""
-        if layer == 0 or self._step is None or self._step.inputs is not inputs:
-            sizes = self._sizes
-            cos, sin = self._rope[inputs.positions.long()].unsqueeze(1).chunk(2, dim=-1)
-            cos = torch.cat([cos, cos], dim=-1)
-            at = inputs.write_at.long()
-            write_rows = at // sizes.block_tokens * self._rows_per_slot + at % sizes.block_tokens
-            spans = list(self._spans(inputs))
-            lone = [self._lone(s) for s in spans if self._is_lone(s)]
-            short = [self._short(group) for group in self._grouped([s for s in spans if s.q_len <= SHORT_TOKENS and not self._is_lone(s)])]
-            long = [self._long(s) for s in spans if s.q_len > SHORT_TOKENS]
-            self._step = _Step(inputs, cos, sin, write_rows, lone, short, long)
-            self._grow_workspace(lone, short, long)
-        return self._step
-
-    @property
-    def _rows_per_slot(self) -> int:
-        return self._sizes.num_layers * 2 * self._sizes.block_tokens
+    def _several(self, inputs: StepInputs) -> _Several:
+        size = self._sizes.block_tokens
+        cos, sin = self._rope[inputs.positions.long()].unsqueeze(1).chunk(2, dim=-1)
+        at = inputs.write_at.long()
+        key_rows = at // size * self._rows_per_slot + at % size
+        return _Several(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size)
 
     def _spans(self, inputs: StepInputs) -> Iterator[_Span]:
         q_starts, kv_lens, table_starts = inputs.q_starts.tolist(), inputs.kv_lens.tolist(), inputs.table_starts.tolist()
@@ -158,13 +170,14 @@ class CpuAttention:
                 raise InvariantBroken(f"chunk {chunk}: {q_len} of {kv_len} tokens over a table of {table.numel()} blocks")
             yield _Span(q_starts[chunk], q_len, kv_len, table)
 
-    def _is_lone(self, span: _Span) -> bool:
+    def _is_lone(self, span: _Span, num_tokens: int) -> bool:
         """bfloat16 would round the scores before they are compared; the fused kernel keeps them in float32."""
-        return span.q_len == 1 and span.kv_len >= LONE_TOKENS and self._sizes.group <= LONE_GROUP and self._dtype == torch.float32
+        is_worth_it = span.q_len == 1 and (num_tokens == 1 or span.kv_len >= LONE_TOKENS)
+        return is_worth_it and self._sizes.group <= LONE_GROUP and self._dtype == torch.float32
 
     def _grouped(self, spans: list[_Span]) -> Iterator[list[_Span]]:
         """Chunks that share a call: equal q_len, lengths close enough that padding is cheaper than another call."""
-        token_bytes = 2 * self._rows.shape[1] * self._rows.element_size()
+        token_bytes = 2 * self._token_width * self._dtype.itemsize
         group: list[_Span] = []
         for span in sorted(spans, key=lambda s: (s.q_len, -s.kv_len)):
             if group:
@@ -186,16 +199,30 @@ class CpuAttention:
     def _lone(self, span: _Span) -> _Lone:
         sizes = self._sizes
         of_kv_head = (self._key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(sizes.num_kv_heads)[:, None]
-        width = torch.int32 if len(self._heads) <= INT32_ROWS else torch.int64
-        values = of_kv_head.to(width).repeat_interleave(sizes.group, dim=0)
-        keys = span.table * (2 * sizes.num_layers)
-        part_blocks = max(1, KEY_BYTES // (self._blocks.shape[1] * self._blocks.element_size()))
+        width = torch.int32 if self._arena.numel() // sizes.head_dim <= INT32_ROWS else torch.int64
+        values = of_kv_head.to(width).repeat_interleave(sizes.group, dim=0).flatten()
         starts = torch.arange(0, values.numel(), span.kv_len, dtype=width)
-        return _Lone(span.q_begin, span.kv_len, keys.split(part_blocks), values.flatten(), starts)
+        stride = span.kv_len if sizes.group < 4 else -(-span.kv_len // SCORE_ALIGN) * SCORE_ALIGN
+        scores = torch.empty(sizes.num_kv_heads, sizes.group, stride)[..., : span.kv_len]
+        return _Lone(span.q_begin, list(self._parts(span.table, scores)), scores.flatten(0, 1), values, starts)
+
+    def _parts(self, table: Tensor, scores: Tensor) -> Iterator[_Part]:
+        """Behind kv_len the last block may hold anything, so what lies there is never multiplied, and not weighed with 0."""
+        sizes = self._sizes
+        block_width = sizes.block_tokens * self._token_width
+        part_blocks = max(1, KEY_BYTES // (block_width * self._dtype.itemsize))
+        begin = 0
+        for gather in (table * (2 * sizes.num_layers)).split(part_blocks):
+            space = self._space(len(gather), block_width)
+            of_part = scores[..., begin : begin + len(gather) * sizes.block_tokens]
+            tokens = space.view(-1, sizes.num_kv_heads, sizes.head_dim)[: of_part.shape[-1]]
+            yield _Part(gather, space, tokens.permute(1, 2, 0), of_part)
+            begin += len(gather) * sizes.block_tokens
 
     def _short(self, group: list[_Span]) -> _Short:
         sizes = self._sizes
-        longest, q_len = group[0].kv_len, group[0].q_len
+        group = sorted(group, key=lambda span: span.q_begin)
+        longest, q_len = max(span.kv_len for span in group), group[0].q_len
         gather = torch.empty(2, len(group), longest, dtype=torch.int64)
         for keys, span in zip(gather[0], group, strict=True):
             rows = self._key_rows(span)
@@ -203,26 +230,81 @@ class CpuAttention:
             keys[span.kv_len :] = rows[0]  # masked below, but it must be finite: what lies behind the end may be anything
         gather[1] = gather[0] + sizes.block_tokens
         mask = None
-        if q_len > 1 or group[-1].kv_len != longest:
+        if q_len > 1 or any(span.kv_len != longest for span in group):
             last_visible = torch.tensor([s.kv_len for s in group])[:, None] - q_len + torch.arange(q_len)
             hidden = torch.arange(longest) > last_visible[:, None, :, None].expand(-1, sizes.group, -1, -1)
             mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
             mask = mask.view(len(group), 1, sizes.group * q_len, longest)
-        return _Short(_rows_of(group), gather.flatten(), mask, len(group), q_len)
+        return _Short(_rows_of(group), gather.flatten(), self._space(gather.numel(), self._token_width), mask, len(group), q_len)
 
     def _long(self, span: _Span) -> _Long:
         prefix_len = span.kv_len - span.q_len
         keys = span.table[: self._sizes.num_blocks(prefix_len)] * (2 * self._sizes.num_layers)
-        return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]))
+        space = self._space(2 * len(keys), self._sizes.block_tokens * self._token_width)
+        return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]), space)
 
-    def _grow_workspace(self, lone: list[_Lone], short: list[_Short], long: list[_Long]) -> None:
-        num_blocks = [s.keys[0].numel() for s in lone] + [c.gather.numel() for c in long]
-        sizes = [s.gather.numel() * self._rows.shape[1] for s in short] + [num * self._blocks.shape[1] for num in num_blocks]
-        needed = max(sizes, default=0)
-        if needed > self._workspace.numel():
-            self._workspace = self._rows.new_empty(needed)
+    def _space(self, num_rows: int, width: int) -> Tensor:
+        """Room to gather into, the same for all: each is read before the next is gathered."""
+        if num_rows * width > self._workspace.numel():
+            self._workspace = self._arena.new_empty(num_rows * width)
+        return self._workspace[: num_rows * width].view(num_rows, width)
 
-    # ------------------------------------------------------------------------------------------------ once per layer
+
+class CpuAttention:
+    """`Attention` in float32 or bfloat16 on the CPU."""
+
+    def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
+        sizes = Geometry.of(arena, config, rope)
+        if not arena.is_contiguous():
+            raise InvariantBroken("the CPU backend reads the arena as one flat array of tokens; it must be contiguous")
+        self._sizes = sizes
+        self._layers = [_from_layer(arena, layer) for layer in range(sizes.num_layers)]
+        self._preparation = _Preparation(arena, sizes, rope)
+        self._step: _Step | None = None
+
+    def rotate_and_write(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sizes, tokens = self._sizes, self._prepared(layer, inputs).tokens
+        heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
+        if isinstance(tokens, _Single):
+            # Not `split`, whose wrapper in Python takes longer than what it wraps.
+            q, k, v = heads.split_with_sizes((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
+            if q_norm is not None and k_norm is not None:
+                q, k = (F.rms_norm(x, (sizes.head_dim,), weight, sizes.norm_eps) for x, weight in ((q, q_norm), (k, k_norm)))
+            tokens.values[layer].copy_(v)
+            return torch.bmm(q, tokens.turn), torch.bmm(k, tokens.turn, out=tokens.keys[layer]), v
+        rotated, v = heads.split_with_sizes((sizes.num_heads + sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
+        rotated = _rotate(self._normalise(rotated, q_norm, k_norm), tokens.cos, tokens.sin).to(qkv.dtype)
+        q, k = rotated.split_with_sizes((sizes.num_heads, sizes.num_kv_heads), dim=1)
+        rows = self._layers[layer].rows
+        rows.index_copy_(0, tokens.key_rows, k.flatten(1))
+        rows.index_copy_(0, tokens.value_rows, v.flatten(1))
+        return q, k, v
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
+        step = self._step
+        if step is None or step.inputs is not inputs:
+            raise InvariantBroken("attend before this step's KV was written")
+        if isinstance(step.only, _Lone):
+            return self._attend_lone(layer, q, step.only).view(1, -1)
+        if step.only is not None:
+            return self._attend_short(layer, q, step.only).flatten(1)
+        out = q.new_zeros(q.shape)
+        for lone in step.lone:
+            out[lone.row] = self._attend_lone(layer, q[lone.row], lone)
+        for short in step.short:
+            out[short.rows] = self._attend_short(layer, q[short.rows], short)
+        for chunk in step.long:
+            own = slice(chunk.begin, chunk.end)
+            out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
+        return out.flatten(1)
+
+    def _prepared(self, layer: int, inputs: StepInputs) -> _Step:
+        """A replay refills the tensors of `inputs` in place, so layer 0 always starts a new step."""
+        if layer == 0 or self._step is None or self._step.inputs is not inputs:
+            self._step = self._preparation.step(inputs)
+        return self._step
 
     def _normalise(self, heads: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         heads = heads.float()
@@ -234,19 +316,19 @@ class CpuAttention:
 
     def _attend_lone(self, layer: int, q: Tensor, lone: _Lone) -> Tensor:
         """[heads, head_dim]. The values are the rows of a table of which each query head sums up some, by weight: nothing is copied."""
-        sizes = self._sizes
-        queries = q.view(sizes.num_kv_heads, sizes.group, sizes.head_dim) * sizes.scale
-        parts = (self._gathered(self._blocks[2 * layer :], part).view(-1, sizes.num_kv_heads, sizes.head_dim) for part in lone.keys)
-        scores = torch.cat([torch.bmm(queries, keys.permute(1, 2, 0)) for keys in parts], dim=-1)
-        # Behind kv_len the last block may hold anything, so its scores are cut off and not weighed with 0.
-        weights = scores[..., : lone.kv_len].softmax(dim=-1).flatten()
-        values = self._heads[2 * layer * sizes.block_tokens * sizes.num_kv_heads :]
-        return F.embedding_bag(lone.values, values, lone.starts, mode="sum", per_sample_weights=weights)
+        sizes, arena = self._sizes, self._layers[layer]
+        queries = q.view(sizes.num_kv_heads, sizes.group, sizes.head_dim)
+        for part in lone.parts:
+            torch.index_select(arena.blocks, 0, part.gather, out=part.space)
+            part.scores.baddbmm_(queries, part.keys, beta=0.0, alpha=sizes.scale)
+        weights = lone.scores.softmax(dim=-1).view(-1)
+        # The call behind F.embedding_bag, in mode 0, a sum.
+        return torch.embedding_bag(arena.heads, lone.values, lone.starts, False, 0, False, weights)[0]
 
     def _attend_short(self, layer: int, q: Tensor, short: _Short) -> Tensor:
         """[C * q_len, heads, head_dim]. The query heads of a KV head become rows of one small matrix, so that no key is copied per head."""
         sizes, (chunks, q_len) = self._sizes, (short.num_chunks, short.q_len)
-        kv = self._gathered(self._rows[2 * layer * sizes.block_tokens :], short.gather)
+        kv = torch.index_select(self._layers[layer].rows, 0, short.gather, out=short.space)
         keys, values = kv.view(2, chunks, -1, sizes.num_kv_heads, sizes.head_dim).transpose(2, 3)
         grouped = q.view(chunks, q_len, sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=short.mask, scale=sizes.scale)
@@ -259,22 +341,29 @@ class CpuAttention:
         if chunk.prefix_len == 0:
             own = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True, scale=sizes.scale)
             return own.squeeze(0).transpose(0, 1)
-        kv = self._gathered(self._blocks[2 * layer :], chunk.gather)
+        kv = torch.index_select(self._layers[layer].blocks, 0, chunk.gather, out=chunk.space)
         past = kv.view(2, 1, -1, sizes.num_kv_heads, sizes.head_dim)[:, :, : chunk.prefix_len].transpose(2, 3)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        own, own_lse = flash(queries, self._per_head(keys), self._per_head(values), is_causal=True, scale=sizes.scale)
+        own, own_lse = flash(queries, *(x.repeat_interleave(sizes.group, dim=1) for x in (keys, values)), is_causal=True, scale=sizes.scale)
         grouped = queries.reshape(1, sizes.num_kv_heads, -1, sizes.head_dim)
         before, before_lse = flash(grouped, past[0], past[1], scale=sizes.scale)
         weight = torch.sigmoid(before_lse.reshape(own_lse.shape) - own_lse).unsqueeze(-1)
         joined = torch.lerp(own.float(), before.reshape(own.shape).float(), weight)
         return joined.squeeze(0).transpose(0, 1)
 
-    def _per_head(self, kv: Tensor) -> Tensor:
-        return kv.repeat_interleave(self._sizes.group, dim=1)
 
-    def _gathered(self, source: Tensor, index: Tensor) -> Tensor:
-        out = self._workspace[: index.numel() * source.shape[1]].view(index.numel(), source.shape[1])
-        return torch.index_select(source, 0, index, out=out)
+def _from_layer(arena: Tensor, layer: int) -> _Layer:
+    _, _, _, block_tokens, num_kv_heads, head_dim = arena.shape
+    width = num_kv_heads * head_dim
+    flat = arena.view(-1)[2 * layer * block_tokens * width :]
+    return _Layer(flat.view(-1, head_dim), flat.view(-1, width), flat.view(-1, block_tokens * width))
+
+
+def _only(num_tokens: int, lone: list[_Lone], short: list[_Short]) -> _Lone | _Short | None:
+    if len(lone) == num_tokens == 1:
+        return lone[0]
+    first = short[0] if short else None
+    return first if first is not None and first.num_chunks * first.q_len == num_tokens and isinstance(first.rows, slice) else None
 
 
 def _rows_of(group: list[_Span]) -> Tensor | slice:
@@ -287,8 +376,9 @@ def _rows_of(group: list[_Span]) -> Tensor | slice:
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-rotation of float32 [T, heads, head_dim], into a new tensor without temporaries."""
-    half = heads.shape[-1] // 2
     out = heads * cos
-    out[..., :half].addcmul_(heads[..., half:], sin, value=-1.0)
-    out[..., half:].addcmul_(heads[..., :half], sin)
+    first, second = heads.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin, value=-1.0)
+    out_second.addcmul_(first, sin)
     return out

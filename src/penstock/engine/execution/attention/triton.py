@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.engine.execution.attention import triton_kernels as kernels
 from penstock.engine.execution.attention.geometry import Geometry
-from penstock.engine.execution.batch import StepInputs
+from penstock.engine.execution.batch import Shape, StepInputs
 from penstock.errors import ConfigError
 from penstock.models.model import ModelConfig
 
@@ -42,22 +42,42 @@ class Tuning(NamedTuple):
     """All constants that were found by measuring. The attention tile goes by how many rows (tokens times query heads per KV head) the
     longest chunk of a launch has."""
 
-    decode: Tile
+    decode: Tile  # one token a chunk, and hardly a program per multiprocessor
+    decode_even: Tile  # one or two of them
+    decode_many: Tile  # more: three have to fit side by side
     short: Tile
     long: Tile
+    deep: Tile  # the same over a prefix that is longer than the chunk
     programs_per_sm: int = 2  # keys are split until about so many programs exist
     rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
     rotate_many: RotateTile = RotateTile(tokens=8, heads=8, warps=4)
 
-    def tile(self, num_rows: int) -> Tile:
-        return next((tile for tile in (self.decode, self.short) if num_rows <= tile.rows), self.long)
+    def decode_tile(self, per_sm: float) -> tuple[Tile, int | None]:
+        """By programs per multiprocessor without splitting: the tile, and how often keys are split where that is not up to
+        `programs_per_sm`. One and a bit is the worst case: a few multiprocessors would have two, and all others wait for them."""
+        if per_sm <= 1.0:
+            return self.decode, None
+        if per_sm < 4 / 3:
+            return self.decode_many, 3
+        return (self.decode_even if per_sm <= 2.5 else self.decode_many), 1
+
+    def prefill_tile(self, num_rows: int, deep: bool) -> Tile:
+        return self.short if num_rows <= self.short.rows else self.deep if deep else self.long
 
 
 # By bytes per value: 2 is bfloat16 (and float16), measured on an H200 with Qwen3-4B's shape (`python -m penstock.bench.kernels`);
 # 4 is float32, whose exact products run outside the tensor cores.
+_EXACT_DECODE, _EXACT = Tile(16, 32, 8, 2), Tile(32, 16, 8, 2)
 TUNING = {
-    2: Tuning(decode=Tile(16, 64, 4, 3), short=Tile(64, 64, 4, 3), long=Tile(128, 64, 8, 3)),
-    4: Tuning(decode=Tile(16, 32, 8, 2), short=Tile(32, 16, 8, 2), long=Tile(32, 16, 8, 2)),
+    2: Tuning(
+        decode=Tile(16, 64, 4, 3),
+        decode_even=Tile(16, 64, 2, 3),
+        decode_many=Tile(16, 64, 2, 2),
+        short=Tile(64, 64, 4, 3),
+        long=Tile(128, 64, 8, 3),
+        deep=Tile(128, 128, 8, 3),
+    ),
+    4: Tuning(_EXACT_DECODE, _EXACT_DECODE, _EXACT_DECODE, _EXACT, _EXACT, _EXACT),
 }
 ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
@@ -111,8 +131,7 @@ class TritonAttention:
         self._prefill = prefill
         self._fused = fused
         self._planned: set[tuple[int, int]] = set()
-        sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
-        self._num_programs = self._tuning.programs_per_sm * sms
+        self._num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
         self._layout = {
             "SLOT_STRIDE": arena.stride(0),
             "TOKEN_STRIDE": arena.stride(3),
@@ -174,14 +193,25 @@ class TritonAttention:
     # ------------------------------------------------------------------------------------------------- paged, by Triton
 
     def num_splits(self, num_chunks: int, num_tiles: int) -> int:
-        """Shares that the keys are cut into: from the shape of the launch alone, so that captured and eager steps agree to the bit."""
-        return max(1, min(MAX_SPLITS, self._num_programs // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
+        """Shares that the keys are cut into, so that every multiprocessor has something to do."""
+        wanted = self._tuning.programs_per_sm * self._num_sms
+        return max(1, min(MAX_SPLITS, wanted // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
+
+    def grid(self, launch: _Launch, deep: bool) -> tuple[Tile, int, int]:
+        """Tile, tiles per chunk, and splits. Those of decodes follow from the shape of the launch alone, so that captured and eager steps
+        agree to the bit."""
+        sizes, tuning, splits = self._sizes, self._tuning, None
+        num_rows = launch.max_q_len * sizes.group
+        if num_rows <= tuning.decode.rows:
+            tile, splits = tuning.decode_tile(launch.num_chunks * sizes.num_kv_heads / self._num_sms)
+        else:
+            tile = tuning.prefill_tile(num_rows, deep)
+        num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
+        return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles)
 
     def _attend_paged(self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch) -> None:
         sizes = self._sizes
-        tile = self._tuning.tile(launch.max_q_len * sizes.group)
-        num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
-        splits = self.num_splits(launch.num_chunks, num_tiles)
+        tile, num_tiles, splits = self.grid(launch, deep=inputs.max_kv_len > 2 * inputs.max_q_len)
         target, lse, first_row = out, out, 0
         if splits > 1:
             target = torch.empty(splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device)
@@ -236,6 +266,19 @@ class TritonAttention:
     @property
     def _dims_padded(self) -> int:
         return max(16, triton.next_power_of_2(self._sizes.head_dim))
+
+    def warm(self) -> None:
+        """Compile what steps outside captures need beyond what captures do: a pause of a second, better now than under a request."""
+        sizes, values = self._sizes, self._values[0]
+        packed = torch.zeros(Shape(1, 1, 0).fixed_ints + 1, dtype=torch.int32, device=values.device)
+        q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
+        # A chunk without tokens, said to be long and deep: kernels are launched and do nothing.
+        for q_len in (4096, 2 * self._tuning.deep.rows):  # its keys in one share, and in several
+            inputs = Shape(1, 1, 0).views(packed, num_decodes=0, max_q_len=q_len, max_kv_len=4 * q_len)
+            self._attend_paged(0, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len))
+        self.gathered(0, 1, inputs)
+        lse = torch.zeros(sizes.num_heads, 1, dtype=torch.float32, device=values.device)
+        self._join(q, lse, q.clone(), lse)
 
     # ----------------------------------------------------------------------------------- a long chunk alone, by PyTorch
 

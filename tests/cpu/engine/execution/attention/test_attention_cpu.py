@@ -33,10 +33,10 @@ LONE_SPANS = (
 )
 
 
-def assert_agrees(step: RaggedStep, backend: Backend = CpuAttention, atol: float = 1e-5) -> None:
+def assert_agrees(step: RaggedStep, backend: Backend = CpuAttention, atol: float = 1e-5, norms: bool = True) -> None:
     theirs, ours = step.with_own_arena(), step.with_own_arena()
-    expected = outputs(ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), theirs)
-    made = outputs(backend(ours.arena, step.config, step.rope), ours)
+    expected = outputs(ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), theirs, norms=norms)
+    made = outputs(backend(ours.arena, step.config, step.rope), ours, norms=norms)
     for got, want in zip(made, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=atol, equal_nan=want is expected[-1])
 
@@ -153,10 +153,13 @@ def test_a_chunk_without_keys_gives_zeros() -> None:
     assert out[1].eq(0).all() and out[0].isfinite().all()
 
 
-def test_a_replay_sees_inputs_that_were_refilled_in_place() -> None:
+REPLAYS = (([Span(40, 1), Span(9, 1)], [Span(12, 1), Span(36, 1)]), ([Span(40, 1)], [Span(36, 1)]))  # a step, and the next of its shape
+
+
+@pytest.mark.parametrize("spans", REPLAYS, ids=["two tokens", "one token"])
+def test_a_replay_sees_inputs_that_were_refilled_in_place(spans: tuple[list[Span], list[Span]]) -> None:
     """The second step has other lengths, slots and positions in the very same tensors."""
-    first = ragged_step(ragged_config(), [Span(40, 1), Span(9, 1)], seed=6)
-    second = ragged_step(ragged_config(), [Span(12, 1), Span(36, 1)], seed=7)
+    first, second = (ragged_step(ragged_config(), some, seed=6 + number) for number, some in enumerate(spans))
     assert first.arena.shape == second.arena.shape and first.inputs.tables.shape == second.inputs.tables.shape
     attention = CpuAttention(first.arena, first.config, first.rope)
     outputs(attention, first)
@@ -169,11 +172,14 @@ def test_a_replay_sees_inputs_that_were_refilled_in_place() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_keeping_the_first_steps_indices_through_a_replay_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spans", REPLAYS, ids=["two tokens", "one token"])
+def test_keeping_the_first_steps_indices_through_a_replay_is_noticed(
+    spans: tuple[list[Span], list[Span]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with mutated(cpu, "if layer == 0 or self._step is None", "if self._step is None", tmp_path) as mutant:
         monkeypatch.setitem(globals(), "CpuAttention", mutant.CpuAttention)
         with pytest.raises(AssertionError):
-            test_a_replay_sees_inputs_that_were_refilled_in_place()
+            test_a_replay_sees_inputs_that_were_refilled_in_place(spans)
 
 
 def test_attention_of_a_step_that_was_never_written_is_refused() -> None:
@@ -198,12 +204,12 @@ def test_an_arena_with_gaps_is_refused() -> None:
 
 FAULTS = {
     "a causal mask off by one": ("- q_len + torch.arange(q_len)", "- q_len - 1 + torch.arange(q_len)"),
-    "no mask behind a shorter sequence": ("if q_len > 1 or group[-1].kv_len != longest:", "if q_len > 1:"),
+    "no mask behind a shorter sequence": ("if q_len > 1 or any(span.kv_len != longest for span in group):", "if q_len > 1:"),
     "padding that reads behind the end": ("keys[span.kv_len :] = rows[0]", "keys[span.kv_len :] = rows[-1] + 1"),
     "one token too many of the prefix": ("prefix_len = span.kv_len - span.q_len", "prefix_len = span.kv_len - span.q_len + 1"),
     "a prefix and its chunk joined the wrong way round": ("torch.sigmoid(before_lse", "torch.sigmoid(-before_lse"),
-    "values in place of keys": ("first + sizes.block_tokens :].index_copy_", "first:].index_copy_"),
-    "the layer before": ("first = 2 * layer * sizes.block_tokens", "first = 0"),
+    "values in place of keys": ("index_copy_(0, tokens.value_rows", "index_copy_(0, tokens.key_rows"),
+    "the layer before": ("rows = self._layers[layer].rows", "rows = self._layers[0].rows"),
     "rotation the other way": ("sin, value=-1.0)", "sin, value=1.0)"),
 }  # fmt: skip
 
@@ -215,15 +221,16 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
 
 
 LONE_FAULTS = {
-    "scores of tokens behind the end": ("scores[..., : lone.kv_len]", "scores[..., -lone.kv_len :]"),
+    "keys behind the end": ("[: of_part.shape[-1]]", "[-of_part.shape[-1] :]"),
     "values one token further": ("self._key_rows(span) + sizes.block_tokens", "self._key_rows(span) + 1 + sizes.block_tokens"),
-    "keys one slot further": ("keys = span.table * (2 * sizes.num_layers)", "keys = (span.table + 1) * (2 * sizes.num_layers)"),
-    "keys of layer 0": ("self._gathered(self._blocks[2 * layer :], part)", "self._gathered(self._blocks, part)"),
-    "values of layer 0": ("self._heads[2 * layer * sizes.block_tokens", "self._heads[0 * sizes.block_tokens"),
+    "keys one slot further": ("in (table * (2 * sizes.num_layers)).split", "in ((table + 1) * (2 * sizes.num_layers)).split"),
+    "keys of layer 0": ("(arena.blocks, 0, part.gather", "(self._layers[0].blocks, 0, part.gather"),
+    "values of layer 0": ("embedding_bag(arena.heads", "embedding_bag(self._layers[0].heads"),
     "another KV head's values": ("repeat_interleave(sizes.group, dim=0)", "repeat(sizes.group, 1)"),
     "parts of the keys in one workspace, multiplied too late": (
-        "for keys in parts], dim=-1)", "for keys in list(parts)], dim=-1)"
+        "            part.scores.baddbmm_", "        for part in lone.parts:\n            part.scores.baddbmm_"
     ),
+    "scores added to what was there": ("beta=0.0", "beta=1.0"),
 }  # fmt: skip
 
 
@@ -233,6 +240,32 @@ def test_a_fault_in_long_contexts_turns_the_comparison_red(fault: str, tmp_path:
         mutant.KEY_BYTES = 64 << 10  # several parts
         with pytest.raises(AssertionError):
             assert_agrees(lone_step(14), mutant.CpuAttention)
+
+
+# Steps of one token, as a single conversation has them: one that begins a block, one in it, one that must not be written, and the first.
+SINGLE_SPANS = (Span(48, 1), Span(37, 1), Span(31, 1, writes=False), Span(0, 1))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("span", SINGLE_SPANS, ids=str)
+def test_a_step_of_one_token_agrees_with_the_reference(span: Span, normed: bool) -> None:
+    step = ragged_step(ragged_config(9, 3, 64, num_layers=3), [span], seed=15)
+    assert_agrees(step, norms=normed)
+
+
+SINGLE_FAULTS = {
+    "rotation the other way": ("+ torch.diag(sin, half) -", "- torch.diag(sin, half) +"),
+    "keys of another layer": ("out=tokens.keys[layer]", "out=tokens.keys[0]"),
+    "values of another layer": ("tokens.values[layer].copy_", "tokens.values[0].copy_"),
+    "values in place of keys": ("place[:, 1:].unbind(0)", "place[:, :1].unbind(0)"),
+    "another token of the block": (":, :, at % size]", ":, :, 0]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SINGLE_FAULTS)
+def test_a_fault_in_a_step_of_one_token_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
+    with mutated(cpu, *SINGLE_FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
+        assert_agrees(ragged_step(ragged_config(), SINGLE_SPANS[1:2], seed=16), mutant.CpuAttention)
 
 
 def test_an_output_that_nobody_writes_would_be_nan_here() -> None:
