@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError, IllegalTransition, InvariantBroken
-from penstock.kv.blocks.eviction import CostOrder, EvictionOrder, S3FifoOrder, TinyLfuOrder, make_order, s3fifo
+from penstock.kv.blocks.eviction import CostOrder, EvictionOrder, LruOrder, S3FifoOrder, TinyLfuOrder, make_order, s3fifo
 from penstock.kv.blocks.eviction.cost import TOKENS_TO_DOUBLE, prefill_cost
 from penstock.kv.blocks.eviction.ghosts import GHOSTS_PER_SLOT, Ghosts
 from penstock.kv.blocks.eviction.sketch import FrequencySketch
@@ -343,3 +343,11 @@ def test_cost_a_short_request_over_the_beginning_of_a_long_chain_does_not_make_i
     order.remove([0])
     order.add([0])  # without a hit: as if a transfer had pinned it
     assert order.pop(16) == [*range(15, 0, -1), 0]
+
+
+def test_an_order_whose_books_are_wrong_says_so_instead_of_looking_for_ever() -> None:
+    order = LruOrder(4)
+    order.add([0, 1])
+    next(iter(order._lots.values())).num_left += 1
+    with pytest.raises(InvariantBroken, match="none left"):
+        order.pop(3)
