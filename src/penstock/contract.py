@@ -130,6 +130,11 @@ class Request:
     prefix: Prefix | None = None  # None: reuse is off for this request; its KV is neither looked up nor given a key
     arrival_s: float = 0.0  # time.monotonic()
     adapter: Adapter | None = None  # None: the model as it is
+    distinct_prompt: NDArray[np.int32] | None = field(default=None, compare=False)  # set ahead of `distinct`, which says what it is
+
+    def distinct(self) -> NDArray[np.int32]:
+        """The prompt's tokens, each once. The caller of `submit` works it out where a penalty needs it: long prompts take milliseconds."""
+        return np.unique(np.asarray(self.prompt, np.int32)) if self.distinct_prompt is None else self.distinct_prompt
 
     @property
     def may_match(self) -> bool:

@@ -31,6 +31,9 @@ class LaneObserver(Protocol):
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
         """The calling thread knows that this fence has passed: it blocked for `seconds`, or it looked and saw (0)."""
 
+    def touched(self, label: str, accesses: Sequence[Access]) -> None:
+        """The calling thread itself touches these bytes, between two calls of this observer: no lane does it."""
+
     def started(self, lane: str, ticket: int) -> None:
         """The work begins, on the calling thread: what it submits happens after all that its lane knew (CPU lanes only)."""
 

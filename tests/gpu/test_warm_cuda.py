@@ -1,47 +1,38 @@
-"""No kernel is compiled under a request: all that steps need is there when the engine is."""
+"""Nothing is compiled, allocated or imported under a request: all that steps need is there when the engine is warm. In fresh processes, so
+that no other test has done it before."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu.engine.conftest import prompts
-
-from penstock.engine.build import build
-from penstock.testing.driving import run_all, submit, tiny_config
 
 pytestmark = pytest.mark.gpu
-__all__ = ["prompts"]
 
-triton = pytest.importorskip("triton", reason="NOT TESTED: kernels need triton")
+pytest.importorskip("triton", reason="NOT TESTED: kernels need triton")
+
+_PROCESS = Path(__file__).with_name("warm_process.py")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_nothing_is_compiled_after_the_engine_was_built(prompts: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a fresh process says of itself."""
+    scratch = tmp_path_factory.mktemp("warm")
+    env = {**os.environ, "TRITON_CACHE_DIR": str(scratch / "triton")}
+    ended = subprocess.run(
+        [sys.executable, str(_PROCESS), request.param, str(scratch)], capture_output=True, text=True, timeout=280, env=env
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    assert found["compiled_before"] > 10, "the hook tells of every kernel"
+    return found["kinds"]  # type: ignore[no-any-return]
 
-    def note(*_: Any, **what: Any) -> None:
-        compiled.append(str(what.get("repr", what)))
 
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
-    config = tiny_config(device="cuda", host_blocks=256, prefill_chunk=1024, blocks=512)
-    engine = build(dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype)))
-    try:
-        assert compiled, "the hook tells of every kernel"
-        compiled.clear()
-        for batch in ([40], [600, 90, 300], [1100, 17, 1]):
-            stems = [prompts(length, seed=length) for length in batch]
-            for stem in stems:
-                submit(engine, stem, max_tokens=4)
-            run_all(engine)
-            for stem in stems:  # over a prefix: short, long, alone and beside others
-                submit(engine, stem + prompts(200, seed=len(stem) + 1), max_tokens=4)
-            run_all(engine)
-        whole = prompts(1000, seed=5)
-        for more in (0, 300, 900):
-            submit(engine, whole + prompts(max(more, 1), seed=more), max_tokens=2)
-            run_all(engine)
-        assert compiled == []
-    finally:
-        engine.close(timeout_s=20.0)
+@pytest.mark.parametrize("kind", ["prompts", "sampled", "echoed", "adapted", "returned"])
+def test_nothing_is_made_ready_under_a_request(told: dict[str, Any], kind: str) -> None:
+    assert told[kind] == {"compiled": [], "imported": [], "device": 0, "pinned": 0}

@@ -153,6 +153,7 @@ def _ask_again(job: Job, num_blocks: int, progress: Progress) -> After:
 
 def _built(config: Config, progress: Progress) -> Engine:
     engine = build(config, progress)
+    engine.warm(progress)
     settle_process()
     return engine
 

@@ -24,8 +24,9 @@ def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: P
         require_matplotlib()
     with scratch_ssd(config) as config:
         engine = load_engine(config)
-        settle_process()
         with ProgressBar() as bar:
+            engine.warm(bar)
+            settle_process()
             results = bench.measure(engine, config, bar)
         engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
     return _show(Report(bench, engine.name, config, results), json_file, plot_file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from penstock.commands.session import load_engine
+from penstock.commands.session import load_engine, start_loop
 from penstock.config import Config, ServerConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
@@ -19,14 +19,15 @@ def serve(config: Config, server: ServerConfig, log_level: str) -> int:
     logging.basicConfig(level=log_level.upper(), format=_LOG_FORMAT)
     engine = load_engine(config)
     try:
-        run(engine, EngineLoop(engine), server)
+        loop = EngineLoop(engine)
+        run(engine, loop, server, lambda: start_loop(loop))
     except ConfigError:
         engine.close(timeout_s=20.0)  # the address was no good, so nobody else has started or ended anything
         raise
     return 0
 
 
-def _server() -> Callable[[Engine, EngineLoop, ServerConfig], None]:
+def _server() -> Callable[[Engine, EngineLoop, ServerConfig, Callable[[], None]], None]:
     """Before the weights are loaded: what is missing is said at once."""
     try:
         from penstock.server.run import serve as run

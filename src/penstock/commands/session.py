@@ -25,11 +25,16 @@ def running_engine(config: Config) -> Iterator[Engine]:
     """What still runs when the block is left is cancelled."""
     engine = load_engine(config)
     loop = EngineLoop(engine)
-    loop.start()
+    start_loop(loop)
     try:
         yield engine
     finally:
         loop.close(deadline_s=0.0)
+
+
+def start_loop(loop: EngineLoop) -> None:
+    with ProgressBar() as bar:
+        loop.start(bar)
 
 
 def given_adapter(engine: Engine) -> Adapter | None:

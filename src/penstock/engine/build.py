@@ -18,6 +18,7 @@ from penstock.engine.execution.executor import Executor, StepLimits
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampler import Noise, Sampler, gumbel_noise
+from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
@@ -113,7 +114,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         padding_slot=arena.padding_slot,
         arena=arena.name,
     )
-    attention = _attention(arena, model, budget, max_model_len, progress)
+    attention = _attention(arena, model)
     lane = _lane("compute", device, sanitizer)
     executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters)
     executor.guard = guard
@@ -147,8 +148,9 @@ def _sanitizer(config: Config) -> Sanitizer | None:
 def _executor(
     model: Model, attention: Attention, lane: Lane, limits: StepLimits, buckets: tuple[Shape, ...], adapters: AdapterStore
 ) -> Executor:
-    sampler = Sampler(limits.max_batch, model.config.vocab, model.device, _noise(model.device))
-    return Executor(Forward(model, attention, sampler.last_tokens), sampler, lane, limits, buckets, adapters.weights_of)
+    uploads = Uploads(model.device, lane)
+    sampler = Sampler(limits.max_batch, model.config.vocab, lane, uploads, _noise(model.device))
+    return Executor(Forward(model, attention, sampler.last_tokens), sampler, uploads, lane, limits, buckets, adapters.weights_of)
 
 
 def _device(config: Config) -> torch.device:
@@ -301,18 +303,11 @@ def _layer_ops(device: torch.device) -> LayerOps:
     return TorchLayerOps()
 
 
-def _attention(arena: DeviceArena, model: Model, budget: Budget, max_model_len: int, progress: Progress) -> Attention:
+def _attention(arena: DeviceArena, model: Model) -> Attention:
     if arena.device.type == "cuda":
-        from penstock.engine.execution.attention.triton import TritonAttention, prefill_shapes
+        from penstock.engine.execution.attention.triton import TritonAttention
 
-        attention = TritonAttention(arena.tensor, model.config, model.rope)
-        attention.warm()
-        shapes = prefill_shapes(budget.prefill_chunk, max_model_len)
-        for done, (chunk, prefix) in enumerate(shapes):
-            progress("planning prefill", done, len(shapes))
-            attention.plan(chunk, prefix)
-        progress("planning prefill", len(shapes), len(shapes))
-        return attention
+        return TritonAttention(arena.tensor, model.config, model.rope)
     return CpuAttention(arena.tensor, model.config, model.rope)
 
 

@@ -34,6 +34,7 @@ from penstock.kv.tiers.behind import Persisting
 from penstock.kv.transfer.mover import Settling
 from penstock.lanes.lane import Lane
 from penstock.lanes.polling import POLL_S
+from penstock.models.progress import Progress, silent
 from penstock.models.tokenizer import TextCodec
 from penstock.observe import EngineObserver, Unwatched
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -107,7 +108,8 @@ class Engine:
         arrival_s = time.monotonic()
         cache = self._parts.cache
         prefix = cache.prefix_of(known, cache_salt, adapter)
-        request = Request(request_id or uuid.uuid4().hex, tokens, sampling, prefix, arrival_s, adapter)
+        distinct = np.unique(known).astype(np.int32) if sampling.repetition_penalty != 1.0 else None
+        request = Request(request_id or uuid.uuid4().hex, tokens, sampling, prefix, arrival_s, adapter, distinct)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:
                 hold = self.adapters.hold(adapter)
@@ -208,6 +210,16 @@ class Engine:
         self._inbox.close(why)
 
     # ------------------------------------------------------------------------------------------------- the engine thread
+
+    def warm(self, progress: Progress = silent) -> None:
+        """Run a step of every kind, so that no request pays for what is done once. Optional, before the first step, on the same thread."""
+        cache = self._parts.cache
+        table = cache.open("warm-up", None, 0)
+        try:
+            if cache.try_extend(table, 1):
+                self._parts.executor.warm(int(table.slots(1)[0]), self.max_model_len, progress)
+        finally:
+            cache.release(table, self._parts.lanes[0].record())
 
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""

@@ -168,6 +168,13 @@ class CpuLane:
 
         return self.submit(run_all, accesses, label=replay.label, after=after)
 
+    def touch(self, accesses: Sequence[Access], *, label: str) -> None:
+        if self._observer is not None:
+            self._observer.touched(label, accesses)
+
+    def is_current(self) -> bool:
+        return threading.get_ident() == self._thread.ident
+
     def drain(self, timeout_s: float | None = None) -> None:
         self.record().wait_passed(timeout_s)
 

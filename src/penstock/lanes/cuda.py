@@ -137,6 +137,8 @@ class CudaLane:
     def __init__(self, name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> None:
         self.name = name
         self.stream = torch.cuda.Stream(device=device, priority=priority)
+        # Streams do not wait for the default one: what the maker of this lane has set up there comes before all of its work.
+        self.stream.wait_stream(torch.cuda.current_stream(device))
         self._observer = observer
         self._num_submitted = 0
         self._lock = threading.Lock()
@@ -152,7 +154,7 @@ class CudaLane:
         number = self._announce(label, accesses)
         if error is None:
             try:
-                if self._is_current():
+                if self.is_current():
                     op()
                 else:
                     with torch.inference_mode(), torch.cuda.stream(self.stream):
@@ -224,6 +226,17 @@ class CudaLane:
             raise InvariantBroken(f"lane {self.name} cannot replay {replay!r}: it was captured on another backend")
         return self.submit(replay.graph.replay, accesses, label=replay.label, after=after)
 
+    def touch(self, accesses: Sequence[Access], *, label: str) -> None:
+        if self._observer is not None:
+            self._observer.touched(label, accesses)
+
+    def is_current(self) -> bool:
+        """Whether the calling thread is as an op wants it."""
+        index = self.stream.device_index
+        if not torch.is_inference_mode_enabled() or torch.cuda.current_device() != index:
+            return False
+        return torch._C._cuda_getCurrentRawStream(index) == self.stream.cuda_stream
+
     def drain(self, timeout_s: float | None = None) -> None:
         self.record().wait_passed(timeout_s)
 
@@ -235,13 +248,6 @@ class CudaLane:
     def report_wait(self, number: int, seconds: float) -> None:
         if self._observer is not None:
             self._observer.host_waited(self.name, number, seconds)
-
-    def _is_current(self) -> bool:
-        """Whether the calling thread is as an op wants it."""
-        index = self.stream.device_index
-        if not torch.is_inference_mode_enabled() or torch.cuda.current_device() != index:
-            return False
-        return torch._C._cuda_getCurrentRawStream(index) == self.stream.cuda_stream
 
     def _announce(self, label: str, accesses: Sequence[Access]) -> int:
         with self._lock:

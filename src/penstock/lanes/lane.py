@@ -66,6 +66,12 @@ class Lane(Protocol):
 
     def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket: ...
 
+    def touch(self, accesses: Sequence[Access], *, label: str) -> None:
+        """The calling thread itself reads or writes these bytes, here and now. Nothing is done; an observer is told."""
+
+    def is_current(self) -> bool:
+        """Whether the calling code is work of this lane: what only the lane's work may touch asks this."""
+
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until everything submitted so far is over."""
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.contract import Adapter, Chunk
+from penstock.models.model import ModelConfig
 
 _ADAPTER_OF = attrgetter("adapter")
 
@@ -52,6 +54,22 @@ class AdapterWeights:
     def num_bytes(self) -> int:
         weights = [weight for layer in self.layers for weight in layer.values()]
         return sum(tensor.nbytes for weight in weights for tensor in (weight.a, *(part.b for part in weight.parts)))
+
+
+def blank_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int = 8) -> AdapterWeights:
+    """An adapter that changes nothing, to try steps with."""
+    heads = config.num_heads * config.head_dim
+    shapes = {
+        "qkv": (config.qkv_width, config.hidden),
+        "out": (config.hidden, heads),
+        "gate_up": (2 * config.ffn, config.hidden),
+        "down": (config.hidden, config.ffn),
+    }
+    layer = {}
+    for name, (num_out, num_in) in shapes.items():
+        a, b = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((rank, num_in), (num_out, rank)))
+        layer[name] = LoraWeight(a, (LoraPart(slice(0, num_out), slice(0, rank), b),))
+    return AdapterWeights((layer,) * config.num_layers)
 
 
 class LoraRun(NamedTuple):

@@ -6,6 +6,7 @@ happens before me". Clocks only grow, by these edges:
 - a lane waits for a fence: it learns what the fence's lane knew when the fence was placed, and that lane's work up to it;
 - a thread sees a fence pass, by blocking or by polling: it learns the same;
 - somebody submits to a lane: the work happens after all that the submitter knows;
+- a thread touches bytes itself: that is an item of its own, which it knows to be over at once;
 - work begins on a thread: until it ends, that thread acts as the item, and knows what the item's lane knew when the item was submitted;
 - work ends: what it has seen meanwhile is known behind it on its lane;
 - a slot changes hands: whoever has it next learns what was known when it was given up (`learn` and `Actor.shown`).
@@ -116,6 +117,16 @@ class Clocks:
             self._note(lane, number, clock)
         self._newest[lane] = number
         return clock
+
+    def act(self) -> tuple[str, int, Known]:
+        """The acting one does something itself. A thread's own deeds are numbered as a lane's work is, and it knows them to be over.
+        Returns the thread, the number and what happens before it."""
+        thread = threading.current_thread()
+        name = f"thread {thread.name} ({thread.ident})"
+        number = self._newest.get(name, 0) + 1
+        clock = self.submit(name, number)
+        self.actor.learn({name: number})
+        return name, number, clock
 
     def wait(self, lane: str, on_lane: str, fence: int) -> None:
         """A wait is an item of `lane` like any other, with the next number. Whoever asks for it has its say as with any other."""

@@ -66,6 +66,14 @@ class Sanitizer:
             if seconds > 0:
                 self.turns.blocked(on_lane, fence, seconds)
 
+    def touched(self, label: str, accesses: Sequence[Access]) -> None:
+        with self._lock:
+            thread, number, clock = self._clocks.act()
+            stack = self._findings.stacks.here()
+            for access in accesses:
+                deed = Deed(thread, number, label, access.mode is Mode.WRITE, access.layers, stack)
+                self._arenas[access.arena].touch(deed, _slots_of(access), clock)
+
     def started(self, lane: str, ticket: int) -> None:
         with self._lock:
             self._clocks.start(lane, ticket)

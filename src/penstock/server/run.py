@@ -7,7 +7,7 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 BACKLOG = 2048  # connections that the kernel keeps while the event loop is busy
 
 
-def serve(engine: Engine, loop: EngineLoop, config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end for `shutdown_s` at most. Starts and closes `loop`."""
-    HttpServer(engine, loop, config).run()
+def serve(engine: Engine, loop: EngineLoop, config: ServerConfig, prepare: Callable[[], None] = lambda: None) -> None:
+    """Serve until SIGTERM or SIGINT, then let running requests end for `shutdown_s` at most. Starts and closes `loop`. `prepare` is called
+    once the port is ours: what takes long before the first request."""
+    server = HttpServer(engine, loop, config)
+    prepare()
+    server.run()
 
 
 class HttpServer(uvicorn.Server):

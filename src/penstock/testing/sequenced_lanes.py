@@ -175,6 +175,13 @@ class SequencedLane:
         ops = replay.ops if isinstance(replay, CpuReplay) else ()
         return self.submit(lambda: [op() for op in ops], accesses, label=replay.label, after=after)
 
+    def touch(self, accesses: Sequence[Access], *, label: str) -> None:
+        if self._observer is not None:
+            self._observer.touched(label, accesses)
+
+    def is_current(self) -> bool:
+        return self.accesses is not None
+
     def drain(self, timeout_s: float | None = None) -> None:
         self.record().wait_passed()
 

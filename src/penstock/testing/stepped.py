@@ -171,6 +171,7 @@ class SteppedLane:
         self._queue: deque[_Item] = deque()
         self._num_submitted = 0
         self._closed = False
+        self._runs = False  # whether work of its own is running
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -194,6 +195,13 @@ class SteppedLane:
     def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
         raise InvariantBroken("a stepped lane records nothing")
 
+    def touch(self, accesses: Sequence[Access], *, label: str) -> None:
+        for access in accesses:
+            self.lanes.touch(access, label)
+
+    def is_current(self) -> bool:
+        return self._runs
+
     def drain(self, timeout_s: float | None = None) -> None:
         self.record().wait_passed(timeout_s)
 
@@ -212,10 +220,12 @@ class SteppedLane:
             return True
         if error is None and item.op is not None:
             self.lanes.end(item)
+            self._runs = True
             try:
                 item.op()
             except Exception as raised:
                 error = raised
+            self._runs = False
         self._queue.popleft()
         item.ticket.failure = error
         self.num_finished += 1

@@ -9,20 +9,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import Access, Adapter, Mode, StepPlan
+from penstock.contract import MAX_LOGPROBS, Access, Adapter, Mode, StepPlan
+from penstock.engine.execution import warm
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packed, Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_counts
-from penstock.engine.execution.sampler import SampleOutput, Sampler, token_logprobs
-from penstock.engine.execution.staging import StagingRing, move, to_host
+from penstock.engine.execution.sampler import Sampler, packed_width, token_logprobs
+from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.lanes.lane import Lane, Op, Ticket
-from penstock.models.lora import AdapterWeights, LoraRuns, lora_runs
+from penstock.models.lora import AdapterWeights, LoraRuns, blank_weights, lora_runs
 from penstock.observe import ByteGuard
 
 _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
+
+# Device memory that steps use besides KV, as it is called in declared accesses. The sampler's slots are rows; its "layers" are the last
+# token, and what penalties count.
+_SAMPLER, _LAST, _ROW_STATE = "sampler rows", (0, 1), (0, 2)
+_INPUTS = "replay inputs"
+_GRAPHS = "memory of replays"
+_ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,10 @@ class StepLimits:
     def staging_ints(self) -> int:
         most = Shape(self.prefill_chunk + self.max_batch, self.max_batch, self.max_batch)
         return most.fixed_ints + 1 + self.max_batch * (self.max_table + NUM_PARAMS)
+
+    @property
+    def result_ints(self) -> int:
+        return (self.max_batch + self.prefill_chunk) * packed_width(MAX_LOGPROBS)
 
 
 class _Chain:
@@ -61,6 +73,7 @@ class Executor:
         self,
         forward: Forward,
         sampler: Sampler,
+        uploads: Uploads,
         lane: Lane,
         limits: StepLimits,
         buckets: Sequence[Shape],
@@ -71,15 +84,18 @@ class Executor:
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
+        self._uploads = uploads
         self._lane = lane
         self._limits = limits
         self._device = device
         self._rows = Rows(limits.max_batch)
         self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch)
-        self._staging = StagingRing(limits.staging_ints, pinned=device.type == "cuda")
-        self._results = StagingRing(limits.max_batch, pinned=device.type == "cuda")
+        self._staging = StagingRing(limits.staging_ints, lane, "staged inputs", pinned=device.type == "cuda")
+        self._results = StagingRing(limits.result_ints, lane, "staged results", pinned=device.type == "cuda")
         inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=device)
-        self._replays = Replays(lane, forward, self._packer, inputs, buckets)
+        self._replays = Replays(
+            lane, forward, self._packer, inputs, buckets, lambda: (sampler.last_tokens, forward.model.rope, forward.attention.arena)
+        )
 
     def capture_all(self, progress: Callable[[str, int, int], None]) -> None:
         """Record every bucket now, so that no request pays for it; the largest first, whose memory the others reuse."""
@@ -88,6 +104,23 @@ class Executor:
             progress("capturing steps", done, len(buckets))
             self._replays.get(bucket)
         progress("capturing steps", len(buckets), len(buckets))
+
+    def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
+        """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
+        limits, model = self._limits, self._forward.model
+        sizes = warm.Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
+        self._forward.attention.warm(sizes.prefill_chunk, max_tokens, progress)
+        kinds = warm.all_kinds(sizes, self._replays.buckets) if self._device.type == "cuda" else warm.few_kinds(sizes)
+        blank = blank_weights(model.config, model.dtype, model.device)
+        weights_of, self._weights_of = self._weights_of, lambda adapter: blank
+        try:
+            for done, plan in enumerate(warm.plans(kinds, slot, limits.block_tokens)):
+                progress("warming up", done, len(kinds))
+                if (error := self.launch(plan).wait_result().error) is not None:
+                    raise error
+        finally:
+            self._weights_of = weights_of
+        progress("warming up", len(kinds), len(kinds))
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """Put the step on the compute lane and return; the step before may still be running there."""
@@ -99,22 +132,24 @@ class Executor:
         for start in plan.starts:
             self._rows.start(start)
             if needs_counts(start.request.sampling):
-                chain.submit(lambda start=start: self._sampler.start(start), "start")  # type: ignore[misc]
+                access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
+                chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
         arriving = Arriving(plan.loads)
         lora = lora_runs(plan.chunks, self._weights_of)
         bucket = None if arriving.overlaps or lora is not None else self._bucket_for(plan)
         host, array = self._staging.next()
         packed = self._packer.pack(plan.chunks, bucket, array)
         sample_plan, num_ints = self._plan_sampling(packed, array)
-        outputs = Outputs(lora=lora)
+        outputs = Outputs(self._lane, self._results.next()[0], self._results.access(Mode.READ), lora)
         if bucket is not None:
             flow, device_ints = self._replay(chain, arriving, bucket, packed, host[:num_ints])
         else:
             flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], lora)
             self._submit_prompt_logprobs(chain, plan, flow, outputs)
-        tokens = self._results.next()[0][: packed.shape.num_samples]
         if packed.shape.num_samples:
-            chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs, tokens), "sample")
+            outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
+            accesses = self._sample_accesses(packed, sample_plan, captured=bucket is not None)
+            chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs), "sample", accesses)
         assert chain.last is not None
         fence = self._lane.record()
         self._staging.used_until(fence)
@@ -141,6 +176,15 @@ class Executor:
         arena = self._limits.arena
         return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
 
+    def _embed_access(self, packed: Packed) -> Access:
+        ends = packed.shape.cuts()
+        return Access(_SAMPLER, packed.ints[ends[5] : ends[6]], _LAST, Mode.READ)
+
+    def _sample_accesses(self, packed: Packed, plan: SamplePlan, captured: bool) -> list[Access]:
+        state = Access(_SAMPLER, plan.rows, _ROW_STATE if plan.penalties else _LAST, Mode.WRITE)
+        read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)] if captured else []
+        return [state, self._results.access(Mode.WRITE), *read]
+
     def _run_eagerly(
         self, chain: _Chain, arriving: Arriving, packed: Packed, host: Tensor, lora: LoraRuns | None
     ) -> tuple[Flow, Callable[[], Tensor]]:
@@ -152,10 +196,14 @@ class Executor:
             landed.append(ints)
             flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
 
-        chain.submit(upload, "upload")
+        chain.submit(upload, "upload", [self._staging.access(Mode.READ)])
         for op, layers, label in self._forward.ops(flow):
             self._wait_for(arriving, chain, layers[1])
-            chain.submit(op, label, self._accesses(packed, layers) if layers[1] > layers[0] else ())
+            if layers[1] > layers[0]:
+                accesses: Sequence[Access] = self._accesses(packed, layers)
+            else:
+                accesses = [self._embed_access(packed)] if label == "embed" else ()
+            chain.submit(op, label, accesses)
         return flow, lambda: landed[0]
 
     def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:
@@ -165,10 +213,13 @@ class Executor:
     def _replay(self, chain: _Chain, arriving: Arriving, bucket: Shape, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
         captured = self._replays.get(bucket)
         inputs = self._replays.inputs
-        chain.submit(lambda: move(inputs[: len(host)], host), "upload")
+        chain.submit(
+            lambda: move(inputs[: len(host)], host), "upload", [self._staging.access(Mode.READ), Access(_INPUTS, *_ONE, Mode.WRITE)]
+        )
         self._wait_for(arriving, chain, self._forward.model.config.num_layers)  # no wait is kept inside a replay
-        accesses = self._accesses(packed, (0, self._forward.model.config.num_layers))
-        chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
+        kv = self._accesses(packed, (0, self._forward.model.config.num_layers))
+        others = self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.READ), Access(_GRAPHS, *_ONE, Mode.WRITE)
+        chain.last = self._lane.replay(captured.replay, (*kv, *others), after=chain.last)
         return captured.flow, lambda: inputs
 
     # -------------------------------------------------------------------------------------------------------- sampling
@@ -184,41 +235,33 @@ class Executor:
             used += plan.params.size
         return plan, used
 
-    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs, tokens: Tensor) -> None:
-        assert flow.logits is not None
+    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs) -> None:
+        assert flow.logits is not None and outputs.sampled is not None
         inputs = flow.bound_inputs()
         params = None
         if plan.params is not None:
             params = ints[params_at : params_at + plan.params.size].view(plan.params.shape)
         output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params)
-        outputs.sampled = _on_host(output, move(tokens, output.tokens))
+        move(outputs.sampled, output.packed())
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
         at = 0
         for chunk in plan.chunks:
             targets, num_top = self._rows.echo_targets(chunk)
-            for first in range(0, len(targets), _LOGPROB_ROWS):
-                part = torch.tensor(targets[first : first + _LOGPROB_ROWS], dtype=torch.int64, pin_memory=self._device.type == "cuda")
-                chain.submit(_prompt_part(self, flow, (chunk.request_id, at + first, part, num_top), outputs), "prompt logprobs")
+            if targets:
+                room = outputs.room_for(len(targets), num_top)
+                outputs.prompts.append((chunk.request_id, room))
+                for first in range(0, len(targets), _LOGPROB_ROWS):
+                    part = targets[first : first + _LOGPROB_ROWS], room[first : first + _LOGPROB_ROWS], num_top
+                    chain.submit(self._prompt_part(flow, at + first, *part), "prompt logprobs", [self._results.access(Mode.WRITE)])
             at += chunk.num_tokens
 
-    def prompt_logprobs(self, flow: Flow, at: int, targets: Tensor, num_top: int) -> SampleOutput:
-        assert flow.hidden is not None and flow.residual is not None
-        rows = slice(at, at + len(targets))
-        logits = self._forward.model.head(flow.hidden[..., rows, :], flow.residual[rows])
-        return _on_host(token_logprobs(logits, targets.to(self._device, non_blocking=True), num_top), targets)
+    def _prompt_part(self, flow: Flow, at: int, targets: Sequence[int], room: Tensor, num_top: int) -> Op:
+        def run() -> None:
+            assert flow.hidden is not None and flow.residual is not None
+            rows = slice(at, at + len(targets))
+            logits = self._forward.model.head(flow.hidden[..., rows, :], flow.residual[rows])
+            move(room, token_logprobs(logits, self._uploads.send(targets), num_top).packed())
 
-
-def _on_host(output: SampleOutput, tokens: Tensor) -> SampleOutput:
-    parts = (output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
-    return SampleOutput(tokens, *(None if part is None else to_host(part) for part in parts))
-
-
-def _prompt_part(executor: Executor, flow: Flow, part: tuple[str, int, Tensor, int], outputs: Outputs) -> Op:
-    request_id, at, targets, num_top = part
-
-    def run() -> None:
-        outputs.prompts.append((request_id, executor.prompt_logprobs(flow, at, targets, num_top)))
-
-    return run
+        return run

@@ -60,7 +60,7 @@ class Forward:
 
     def __init__(self, model: Model, attention: Attention, last_tokens: Tensor) -> None:
         self.model = model
-        self._attention = attention
+        self.attention = attention
         self._last_tokens = last_tokens  # int32 by row: what each request sampled last
 
     def ops(self, flow: Flow) -> list[LayerOp]:
@@ -81,7 +81,7 @@ class Forward:
     def _layer(self, flow: Flow, index: int) -> Op:
         def layer() -> None:
             assert flow.hidden is not None
-            kv = BoundKv(self._attention, flow.bound_inputs())
+            kv = BoundKv(self.attention, flow.bound_inputs())
             flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
         return layer

@@ -5,19 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.contract import Chunk, Fence, Load, Sampled, StepResult, TokenLogprob
-from penstock.engine.execution.sampler import SampleOutput
-from penstock.lanes.lane import Ticket
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.contract import Access, Chunk, Fence, Load, Sampled, StepResult, TokenLogprob
+from penstock.engine.execution.sampler import packed_width
+from penstock.lanes.lane import Lane, Ticket
 from penstock.models.lora import LoraRuns
 
 
 @dataclass(slots=True)
 class Outputs:
-    """Host tensors filled by the step's last op; nobody else touches them before its fence has passed."""
+    """Rows of packed words (`SampleOutput.packed`) in a host buffer, which the step's ops fill; nobody reads them before its fence has
+    passed, nor after the buffer has come round."""
 
-    sampled: SampleOutput | None = None
-    prompts: list[tuple[str, SampleOutput]] = field(default_factory=list)
+    lane: Lane
+    buffer: Tensor  # int32
+    access: Access  # the host's, when it reads
     lora: LoraRuns | None = None  # only kept: the device may still read weights that everybody else has let go
+    sampled: Tensor | None = None  # [S, width]
+    prompts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [tokens, width]
+    num_used: int = 0
+
+    def room_for(self, num_rows: int, num_top: int) -> Tensor:
+        """Int32 [num_rows, width] of the buffer for this many alternatives."""
+        width = packed_width(num_top)
+        first, self.num_used = self.num_used, self.num_used + num_rows * width
+        return self.buffer[first : self.num_used].view(num_rows, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +53,18 @@ class RunningStep:
             self.fence.wait_passed()
             if (error := self.last.error()) is not None:
                 return StepResult(self.number, (), error=error)
-            prompts: dict[str, tuple[TokenLogprob, ...]] = {}
-            for request_id, output in self.outputs.prompts:
-                prompts[request_id] = prompts.get(request_id, ()) + tuple(_rows(output))
+            self.outputs.lane.touch((self.outputs.access,), label="read results")
+            prompts = {request_id: tuple(_rows(room.numpy())) for request_id, room in self.outputs.prompts}
             return StepResult(self.number, self._sampled(), prompts)
         except Exception as error:  # a device that failed says so here
             return StepResult(self.number, (), error=error)
 
     def _sampled(self) -> list[Sampled]:
-        output = self.outputs.sampled
-        if output is None:
+        if self.outputs.sampled is None:
             return []
-        if output.logprobs is None:
-            tokens = output.tokens.tolist()
+        output = self.outputs.sampled.numpy()
+        if output.shape[1] == packed_width(-1):
+            tokens = output[:, 0].tolist()
             return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, tokens, strict=False) if c.samples]
         found = zip(self.chunks, _rows(output), self.num_logprobs, strict=False)
         return [
@@ -60,10 +74,9 @@ class RunningStep:
         ]
 
 
-def _rows(output: SampleOutput) -> list[TokenLogprob]:
-    assert output.logprobs is not None and output.ranks is not None
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(output.tokens)
-    if output.top_ids is not None and output.top_logprobs is not None:
-        pairs = zip(output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
-        tops = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
-    return [TokenLogprob(*row) for row in zip(output.tokens.tolist(), output.logprobs.tolist(), output.ranks.tolist(), tops, strict=True)]
+def _rows(words: NDArray[np.int32]) -> list[TokenLogprob]:
+    num_top = (words.shape[1] - packed_width(0)) // 2
+    tokens, logprobs, ranks = words[:, 0].tolist(), words[:, 1].view(np.float32).tolist(), words[:, 2].tolist()
+    ids, values = words[:, 3 : 3 + num_top].tolist(), words[:, 3 + num_top :].view(np.float32).tolist()
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+    return [TokenLogprob(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]

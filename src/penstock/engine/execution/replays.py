@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.contract import StepPlan
 from penstock.engine.execution.batch import Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
+from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Replay
 
 MIXED_KV_TOKENS = 8192  # a replay of chunks and decodes together does not split long sequences; beyond this an eager step is faster
@@ -22,6 +23,7 @@ class Captured(NamedTuple):
 
     replay: Replay
     flow: Flow
+    addresses: tuple[int, ...]  # of what it reads from and writes to outside its own memory
 
 
 def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
@@ -37,10 +39,20 @@ def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
 class Replays:
     """One captured step per shape. Replays follow each other on one lane, so one input buffer serves them all."""
 
-    def __init__(self, lane: Lane, forward: Forward, packer: Packer, inputs: Tensor, buckets: Sequence[Shape]) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        forward: Forward,
+        packer: Packer,
+        inputs: Tensor,
+        buckets: Sequence[Shape],
+        others: Callable[[], tuple[Tensor, ...]],
+    ) -> None:
+        """`others`: what a captured step uses besides its inputs and its own memory, as it is now."""
         self._lane = lane
         self._forward = forward
         self._packer = packer
+        self._others = others
         self._captured: dict[Shape, Captured] = {}
         self.inputs = inputs
         self.buckets = tuple(sorted(buckets, key=lambda shape: (shape.num_tokens, shape.num_chunks)))
@@ -56,9 +68,19 @@ class Replays:
         return None
 
     def get(self, bucket: Shape) -> Captured:
-        if bucket not in self._captured:
-            self._captured[bucket] = self._capture(bucket)
-        return self._captured[bucket]
+        """Captured now where it was not yet. A replay uses the addresses it was captured with: where the tensors are others by now, it
+        would compute from memory that nobody fills any more."""
+        captured = self._captured.get(bucket)
+        if captured is None:
+            captured = self._captured[bucket] = self._capture(bucket)
+        elif captured.addresses != self._addresses():
+            raise InvariantBroken(
+                f"the step of {bucket.num_tokens} x {bucket.num_chunks} was captured over tensors that were replaced since"
+            )
+        return captured
+
+    def _addresses(self) -> tuple[int, ...]:
+        return (self.inputs.data_ptr(), *(tensor.data_ptr() for tensor in self._others()))
 
     def _capture(self, bucket: Shape) -> Captured:
         """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
@@ -75,4 +97,4 @@ class Replays:
         with self._lane.capture(f"step {bucket.num_tokens} x {bucket.num_chunks}") as capture:
             for op, _, label in ops:
                 self._lane.submit(op, label=label)
-        return Captured(capture.replay, flow)
+        return Captured(capture.replay, flow, self._addresses())

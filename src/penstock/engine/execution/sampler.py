@@ -1,15 +1,18 @@
-"""Choosing tokens on the device. Owns the mathematics of sampling and the token counts that penalties need."""
+"""Choosing tokens on the device. Owns the mathematics of sampling and its state by row: the last token, and counts for penalties."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.contract import Start
-from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan, needs_counts
+from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan
+from penstock.engine.execution.staging import Uploads
+from penstock.errors import InvariantBroken
+from penstock.lanes.lane import Lane
 
 _MASK32 = 0xFFFFFFFF
 _LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
@@ -26,6 +29,20 @@ class SampleOutput:
     ranks: Tensor | None = None  # int32 [S]
     top_ids: Tensor | None = None  # int64 [S, n]
     top_logprobs: Tensor | None = None  # float32 [S, n]
+
+    def packed(self) -> Tensor:
+        """All of it as int32 words [S, `packed_width`]: one copy brings it to the host, where `outcome.py` takes it apart."""
+        columns = [self.tokens.to(torch.int32)[:, None]]
+        if self.logprobs is not None and self.ranks is not None:
+            columns += [self.logprobs[:, None].view(torch.int32), self.ranks[:, None]]
+        if self.top_ids is not None and self.top_logprobs is not None:
+            columns += [self.top_ids.to(torch.int32), self.top_logprobs.contiguous().view(torch.int32)]
+        return torch.cat(columns, dim=1)
+
+
+def packed_width(num_top: int) -> int:
+    """Words of one packed row; -1 alternatives: no logprobs at all."""
+    return 1 if num_top < 0 else 3 + 2 * num_top
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
@@ -52,42 +69,40 @@ def _mix32(x: Tensor) -> Tensor:
 class Sampler:
     """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
 
-    def __init__(self, max_batch: int, vocab: int, device: torch.device, noise: Noise = gumbel_noise) -> None:
-        self._num_rows = max_batch + 1  # one more for padding
-        self._vocab = vocab
-        self._device = device
+    def __init__(self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, noise: Noise = gumbel_noise) -> None:
+        num_rows, device = max_batch + 1, uploads.device  # one more for padding
+        self._lane = lane
+        self._uploads = uploads
         self._noise = noise
-        self.last_tokens = torch.zeros(self._num_rows, dtype=torch.int32, device=device)
-        self._counts: Tensor | None = None  # int32 [rows, vocab] of generated tokens; made when first needed
-        self._in_prompt: Tensor | None = None  # bool [rows, vocab]
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._counts = torch.zeros((num_rows, vocab), dtype=torch.int32, device=device)  # of generated tokens
+        self._in_prompt = torch.zeros((num_rows, vocab), dtype=torch.bool, device=device)
 
     def start(self, start: Start) -> None:
-        """Set up penalty state for a request that takes a row. Runs on the lane, before the step's own work."""
-        if not needs_counts(start.request.sampling):
-            return
-        if self._counts is None or self._in_prompt is None:
-            self._counts = torch.zeros((self._num_rows, self._vocab), dtype=torch.int32, device=self._device)
-            self._in_prompt = torch.zeros((self._num_rows, self._vocab), dtype=torch.bool, device=self._device)
+        """Set up penalty state for a request that takes a row: work of the lane, before the step's own. The step before, which may still
+        be running, counts tokens of the row's last request."""
+        self._require_lane()
         self._counts[start.row].zero_()
         self._in_prompt[start.row].zero_()
-        self._in_prompt[start.row].index_fill_(0, self._upload(start.request.prompt), True)
+        if start.request.sampling.repetition_penalty != 1.0:  # the only one that looks at the prompt
+            self._in_prompt[start.row].index_fill_(0, self._uploads.send(start.request.distinct()), True)
         if start.output:
-            output = self._upload(start.output)
+            output = self._uploads.send(start.output)
             self._counts[start.row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def _upload(self, tokens: Sequence[int]) -> Tensor:
-        """Through pinned memory, which torch caches: a copy from pageable memory would hold up the calling thread."""
-        host = torch.tensor(tokens, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        return host.to(self._device, non_blocking=True)
+    def _require_lane(self) -> None:
+        if not self._lane.is_current():
+            raise InvariantBroken(f"the sampler's state is touched by what is no work of lane {self._lane.name}")
 
     def sample(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor | None) -> SampleOutput:
         """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice in `last_tokens`."""
+        self._require_lane()
         if params is None:
             tokens = logits.argmax(dim=-1)
         else:
             tokens = self._choose(logits.float(), rows, plan, params)
         self.last_tokens.index_copy_(0, rows.long(), tokens.to(torch.int32))
-        if plan.penalties and self._counts is not None:
+        if plan.penalties:
             self._counts.index_put_((rows.long(), tokens), torch.ones_like(rows), accumulate=True)
         output = SampleOutput(tokens.to(torch.int32))
         num_top = max(plan.num_logprobs, default=-1)
@@ -119,7 +134,6 @@ class Sampler:
         return ids.gather(1, best)[:, 0]
 
     def _penalise(self, logits: Tensor, rows: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:
-        assert self._counts is not None and self._in_prompt is not None  # made by `start` of the row that wants them
         counts = self._counts[rows.long()]
         seen = (counts > 0) | self._in_prompt[rows.long()]
         damped = torch.where(logits > 0, logits / repetition, logits * repetition)

@@ -1,22 +1,30 @@
-"""Host buffers through which a step's inputs go up and its results come back. Owns their reuse; pinned where the device is CUDA."""
+"""Host buffers through which numbers go to the device and come back. Owns their reuse; pinned where the device is CUDA, and all of it
+allocated once: pinning memory takes milliseconds, and stops the device."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import Fence
+from penstock.contract import Access, Fence, Mode
 from penstock.errors import InvariantBroken
+from penstock.lanes.lane import Lane
 
 _DEPTH = 3  # one step being read, one running, one being prepared
+_PIECE_INTS = 16384
+_NUM_PIECES = 64
 
 
 class StagingRing:
     """A few equal buffers used in turn. A buffer comes round only after the step that used it was read, which is checked, not awaited."""
 
-    def __init__(self, num_ints: int, pinned: bool) -> None:
+    def __init__(self, num_ints: int, lane: Lane, name: str, pinned: bool) -> None:
+        self._lane = lane
+        self._name = name  # of the buffers, in declared accesses
         self._buffers = [torch.empty(num_ints, dtype=torch.int32, pin_memory=pinned) for _ in range(_DEPTH)]
         self._arrays: list[NDArray[np.int32]] = [b.numpy() for b in self._buffers]
         self._fences: list[Fence | None] = [None] * _DEPTH
@@ -27,11 +35,45 @@ class StagingRing:
         fence = self._fences[self._turn]
         if fence is not None and not fence.passed():
             raise InvariantBroken("a staging buffer came round while its step was still running")
+        self._lane.touch((self.access(Mode.WRITE),), label="refill")
         return self._buffers[self._turn], self._arrays[self._turn]
+
+    def access(self, mode: Mode) -> Access:
+        """To the buffer handed out last."""
+        return Access(self._name, (self._turn,), (0, 1), mode)
 
     def used_until(self, fence: Fence) -> None:
         """The buffer handed out last is read or written by the device until `fence` passes."""
         self._fences[self._turn] = fence
+
+
+class Uploads:
+    """Lists of token ids on their way to the device, for what few requests ask for. `send` is called by work of the lane."""
+
+    def __init__(self, device: torch.device, lane: Lane) -> None:
+        self.device = device
+        self._lane = lane
+        pinned = device.type == "cuda"
+        self._pieces = [torch.empty(_PIECE_INTS, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PIECES)] if pinned else []
+        self._fences: list[Fence | None] = [None] * len(self._pieces)
+        self._turn = 0
+
+    def send(self, numbers: Sequence[int] | NDArray[np.int32]) -> Tensor:
+        """The same as int64 on the device. Waits only where four megabytes of such lists are on their way already."""
+        array = np.asarray(numbers, np.int32)
+        if not self._pieces:
+            return torch.from_numpy(array.astype(np.int64))
+        sent = torch.empty(len(array), dtype=torch.int64, device=self.device)
+        for start in range(0, len(array), _PIECE_INTS):
+            part = array[start : start + _PIECE_INTS]
+            self._turn = (self._turn + 1) % len(self._pieces)
+            if (fence := self._fences[self._turn]) is not None:
+                fence.wait_passed()
+            piece = self._pieces[self._turn][: len(part)]
+            piece.numpy()[:] = part
+            move(sent[start : start + len(part)], piece)
+            self._fences[self._turn] = self._lane.record()
+        return sent
 
 
 def move(dest: Tensor, source: Tensor) -> Tensor:
@@ -42,10 +84,3 @@ def move(dest: Tensor, source: Tensor) -> Tensor:
 
     triton_moves.move(dest, source)
     return dest
-
-
-def to_host(source: Tensor) -> Tensor:
-    """A copy that can be read once the lane has passed. Pinned memory comes from torch's cache: for results that few requests ask for."""
-    if source.device.type != "cuda":
-        return source.clone()
-    return move(torch.empty(source.shape, dtype=source.dtype, pin_memory=True), source.contiguous())

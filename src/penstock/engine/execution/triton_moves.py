@@ -11,7 +11,7 @@ from torch import Tensor
 _TILE = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dest_ptr", "source_ptr", "num"])  # so that one compiled kernel serves every length and offset
 def _move_kernel(dest_ptr, source_ptr, num, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     tl.store(dest_ptr + at, tl.load(source_ptr + at, mask=at < num), mask=at < num)

@@ -20,7 +20,7 @@ def _mix32(x):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "vocab"])
 def _noise_kernel(keys_ptr, out_ptr, num_rows, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.engine.engine import Engine
 from penstock.engine.execution.staging import StagingRing
@@ -71,15 +72,22 @@ class Gate:
         raise AssertionError("nobody waits for a staging buffer")
 
 
-def test_a_staging_buffer_that_comes_round_too_early_is_refused_not_refilled() -> None:
-    ring, gate = StagingRing(8, pinned=False), Gate()
+@pytest.fixture
+def lane() -> Iterator[CpuLane]:
+    made = CpuLane("compute")
+    yield made
+    made.close(30)
+
+
+def test_a_staging_buffer_that_comes_round_too_early_is_refused_not_refilled(lane: CpuLane) -> None:
+    ring, gate = StagingRing(8, lane, "staging", pinned=False), Gate()
     first, _ = ring.next()
     ring.used_until(gate)
     others = [ring.next()[0] for _ in range(2)]
     assert len({buffer.data_ptr() for buffer in (first, *others)}) == 3
     with pytest.raises(InvariantBroken, match="still running"):
         ring.next()
-    ring, gate = StagingRing(8, pinned=False), Gate()
+    ring, gate = StagingRing(8, lane, "staging", pinned=False), Gate()
     first, _ = ring.next()
     ring.used_until(gate)
     ring.next(), ring.next()
@@ -107,3 +115,34 @@ def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(make_engine:
     for step in launched:
         engine._outbox.publish(scheduler.commit(step.wait_result()))
     scheduler._steps._unread.clear()  # the plan that could not be launched
+
+
+def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """A request takes a row while a step for the row's last one is running: that step's token must not count against it."""
+    engine = make_engine(max_batch=1)
+    prompt, penalties = prompts(20), {"max_tokens": 6, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+    alone = submit(engine, prompt, **penalties)
+    run_all(engine)
+    first = submit(engine, prompts(30, seed=1), max_tokens=8, frequency_penalty=2.0)
+    for _ in range(4):
+        engine.step()
+    gate = threading.Event()
+    lane, scheduler, sampler = engine._parts.lanes[0], engine._parts.scheduler, engine._parts.executor._sampler
+    lane.submit(lambda: gate.wait(30), label="a step that takes long")
+    try:
+        running = engine._running
+        assert running is not None
+        engine._outbox.publish([scheduler.cancel(first.request_id)])
+        again = submit(engine, prompt, **penalties)
+        engine._inbox.run_all()
+        before = sampler._counts.clone()
+        plan = scheduler.plan()
+        assert plan is not None and plan.starts
+        launched = engine._launch(plan)
+        assert torch.equal(sampler._counts, before) and int(before.sum()) > 0, "the row is still the last request's"
+        engine._running = launched
+    finally:
+        gate.set()
+    engine._read(running)
+    run_all(engine)
+    assert again.tokens == alone.tokens

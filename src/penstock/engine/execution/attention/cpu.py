@@ -3,7 +3,7 @@ up the values where they lie. Owns that workspace and one step's indices and mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -257,10 +257,14 @@ class CpuAttention:
         sizes = Geometry.of(arena, config, rope)
         if not arena.is_contiguous():
             raise InvariantBroken("the CPU backend reads the arena as one flat array of tokens; it must be contiguous")
+        self.arena = arena
         self._sizes = sizes
         self._layers = [_from_layer(arena, layer) for layer in range(sizes.num_layers)]
         self._preparation = _Preparation(arena, sizes, rope)
         self._step: _Step | None = None
+
+    def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
+        """Nothing is compiled here."""
 
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs

@@ -3,6 +3,8 @@ and no speed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,12 @@ class ReferenceAttention:
 
     def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor, math: torch.dtype = torch.float32) -> None:
         self._sizes = Geometry.of(arena, config, rope)
-        self._arena = arena
+        self.arena = arena
         self._rope = rope
         self._math = math
+
+    def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
+        """Nothing is compiled here."""
 
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
@@ -31,8 +36,8 @@ class ReferenceAttention:
         k = self._rotate(self._normalise(k, k_norm), inputs.positions).to(qkv.dtype)
         for token, at in enumerate(inputs.write_at.tolist()):
             slot, offset = divmod(at, sizes.block_tokens)
-            self._arena[slot, layer, 0, offset] = k[token]
-            self._arena[slot, layer, 1, offset] = v[token]
+            self.arena[slot, layer, 0, offset] = k[token]
+            self.arena[slot, layer, 1, offset] = v[token]
         return q, k, v
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
@@ -67,7 +72,7 @@ class ReferenceAttention:
         if num_entries < num_blocks:
             raise InvariantBroken(f"chunk {chunk}: {kv_len} tokens need {num_blocks} blocks, its table has {num_entries}")
         slots = inputs.tables[begin : begin + num_blocks].long()
-        kv = self._arena[slots, layer].to(self._math).transpose(0, 1).flatten(1, 2)
+        kv = self.arena[slots, layer].to(self._math).transpose(0, 1).flatten(1, 2)
         return kv[0, :kv_len], kv[1, :kv_len]
 
     def _one_token(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

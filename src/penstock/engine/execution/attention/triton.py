@@ -4,6 +4,7 @@ and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -124,6 +125,7 @@ class TritonAttention:
         self._sizes = Geometry.of(arena, config, rope)
         if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
             raise ConfigError(f"prefill must be auto, triton or sdpa and fused cudnn or flash, got {prefill!r} and {fused!r}")
+        self.arena = arena
         self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
         self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
         self._rope = rope
@@ -267,8 +269,16 @@ class TritonAttention:
     def _dims_padded(self) -> int:
         return max(16, triton.next_power_of_2(self._sizes.head_dim))
 
-    def warm(self) -> None:
-        """Compile what steps outside captures need beyond what captures do: a pause of a second, better now than under a request."""
+    def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
+        self.compile()
+        shapes = prefill_shapes(max_chunk, max_tokens)
+        for done, (chunk, prefix) in enumerate(shapes):
+            progress("planning prefill", done, len(shapes))
+            self.plan(chunk, prefix)
+        progress("planning prefill", len(shapes), len(shapes))
+
+    def compile(self) -> None:
+        """What steps outside captures need beyond what captures do: a pause of a second, better now than under a request."""
         sizes, values = self._sizes, self._values[0]
         packed = torch.zeros(Shape(1, 1, 0).fixed_ints + 1, dtype=torch.int32, device=values.device)
         q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
@@ -283,7 +293,8 @@ class TritonAttention:
     # ----------------------------------------------------------------------------------- a long chunk alone, by PyTorch
 
     def plan(self, q_len: int, prefix_len: int) -> None:
-        """Let cuDNN build its plan for a lone chunk of this shape now, so that "auto" may use it later without a pause."""
+        """Let cuDNN build its plan for a lone chunk of this shape now, so that "auto" may use it later without a pause. It keeps its plans
+        by thread."""
         sizes, values = self._sizes, self._values[0]
         if values.element_size() != 2 or not values.is_cuda:
             return

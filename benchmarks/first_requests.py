@@ -1,0 +1,143 @@
+"""The first request of each kind after `ready`, beside the second one of the same kind. Fresh process, one engine, its own loop.
+
+    PYTHONPATH=src python3 benchmarks/first_requests.py [--model qwen3-4b --load-format dummy --device cuda ...] [--json FILE]
+
+Every request has a prompt of its own, so that nothing is reused but what the kind is about. The time is that from submit to the last token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.commands.arguments import config_of, engine_flags, lora_flag
+from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+
+LIMIT_S = 300.0
+OUTPUT = 8
+
+
+@dataclass
+class Asker:
+    """Submits requests and waits for them, from a thread that is not the engine's."""
+
+    engine: Engine
+    vocab: int
+    seed: int = 0
+    late: list[str] = field(default_factory=list)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        self.seed += 1
+        return [int(x) for x in np.random.default_rng(self.seed).integers(0, self.vocab, num_tokens)]
+
+    def send(self, prompt: list[int], adapter: Adapter | None = None, **sampling: Any) -> Future[None]:
+        done: Future[None] = Future()
+
+        def listen(event: TokenEvent) -> None:
+            if event.finish is FinishReason.LENGTH:
+                done.set_result(None)
+            elif event.finish is not None:
+                done.set_exception(RuntimeError(event.error or str(event.finish)))
+
+        params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, "seed": 1, **sampling})
+        self.engine.submit(prompt, params, listen, adapter=adapter)
+        return done
+
+    def ask(self, num_tokens: int, **sampling: Any) -> None:
+        self.send(self.prompt(num_tokens), **sampling).result(LIMIT_S)
+
+    def ask_many(self, *lengths: int, **sampling: Any) -> None:
+        for done in [self.send(self.prompt(length), **sampling) for length in lengths]:
+            done.result(LIMIT_S)
+
+    def promote(self, num_tokens: int) -> Callable[[], None]:
+        """Brings a prefix to host memory alone; what is timed is asking for it again."""
+        prompt = self.prompt(num_tokens)
+        self.send(prompt).result(LIMIT_S)
+        self.engine.wait_flushed("visible", LIMIT_S)
+        self.engine.reset_cache(("device",))
+        return lambda: self.send(prompt).result(LIMIT_S)
+
+
+def kinds(asker: Asker, adapter: Adapter | None) -> dict[str, Callable[[], Callable[[], None]]]:
+    """By name: what sets one up, which returns what is timed."""
+
+    def plain(*lengths: int, **sampling: Any) -> Callable[[], Callable[[], None]]:
+        return lambda: lambda: asker.ask_many(*lengths, **sampling)
+
+    found = {
+        "greedy": plain(100),
+        "temperature": plain(100, temperature=0.8),
+        "top_p": plain(100, temperature=0.8, top_p=0.9),
+        "top_k and min_p": plain(100, temperature=0.8, top_k=40, min_p=0.05),
+        "penalties": plain(100, presence_penalty=0.5, repetition_penalty=1.1),
+        "logprobs": plain(100, logprobs=5),
+        "everything": plain(100, temperature=0.7, top_p=0.9, top_k=50, frequency_penalty=0.2, logprobs=20),
+        "echo": plain(700, prompt_logprobs=5),
+        "2,000 tokens": plain(2000),
+        "5,000 tokens": plain(5000),
+        "9,000 tokens": plain(9000),
+        "20,000 tokens": plain(20000),
+        "one of 300 beside seven": plain(*[50] * 7, 300),
+        "one of 3,000 beside forty": plain(*[50] * 40, 3000),
+        "fifty sampled": plain(*[60] * 50, temperature=0.8, top_p=0.9, logprobs=2),
+        "promotion of 2,000": lambda: asker.promote(2000),
+        "promotion of 9,000": lambda: asker.promote(9000),
+        "flush": lambda: lambda: asker.engine.wait_flushed("visible", LIMIT_S),
+    }
+    if adapter is not None:
+        found["adapter"] = plain(100, adapter=adapter)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(), lora_flag(several=True)])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="requests of each kind; the first is compared with the median of the others")
+    args = parser.parse_args()
+    config = config_of(args)
+    started = time.perf_counter()
+    engine = build(config)
+    loop = EngineLoop(engine)
+    loop.start()
+    ready_s = time.perf_counter() - started
+    adapters = engine.adapters.all()
+    asker = Asker(engine, engine.tokenizer.vocab_size)
+    rows = []
+    try:
+        for name, make in kinds(asker, adapters[0].adapter if adapters else None).items():
+            times = []
+            for _ in range(args.rounds):
+                run = make()
+                begun = time.perf_counter()
+                try:
+                    run()
+                except Exception as error:
+                    print(f"{name}: skipped, {error}")
+                    break
+                times.append((time.perf_counter() - begun) * 1e3)
+            if len(times) == args.rounds:
+                rows.append({"kind": name, "first_ms": times[0], "later_ms": float(np.median(times[1:]))})
+    finally:
+        loop.close(deadline_s=0.0)
+    print(f"ready after {ready_s:.1f} s")
+    print(f"{'kind':28} {'first ms':>10} {'later ms':>10} {'ratio':>7}")
+    for row in rows:
+        print(f"{row['kind']:28} {row['first_ms']:10.1f} {row['later_ms']:10.1f} {row['first_ms'] / row['later_ms']:7.2f}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"ready_s": ready_s, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

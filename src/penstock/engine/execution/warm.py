@@ -1,0 +1,108 @@
+"""Steps of every kind, to be run before the first request. Owns which kinds there are; what they compute is thrown away.
+
+Libraries compile, plan, load and allocate when something is used for the first time, some of them once for each thread: cuBLAS its
+workspace, cuDNN its plans. So these steps are launched as any other, by the thread that will launch the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.contract import Adapter, Chunk, Request, SamplingParams, Start, StepPlan
+from penstock.engine.execution.batch import Shape
+
+BLANK = Adapter("blank", "")  # of steps that are to be run with adapters
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+_EVERYTHING = SamplingParams(
+    max_tokens=1, temperature=0.7, top_p=0.9, top_k=50, min_p=0.05, frequency_penalty=0.2, repetition_penalty=1.1, seed=1, logprobs=20
+)
+_SAMPLINGS = (
+    SamplingParams(max_tokens=1, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=1, temperature=0.8, seed=1, top_p=0.9, top_k=40, min_p=0.05),
+    SamplingParams(max_tokens=1, temperature=0.0, presence_penalty=0.5, repetition_penalty=1.1),
+    SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
+    SamplingParams(max_tokens=1, temperature=0.0, logprobs=5),
+    _EVERYTHING,
+)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # kernels that sort and choose differ by the number of rows
+
+
+class Work(NamedTuple):
+    """One chunk of a step: so many tokens behind so many others."""
+
+    num_tokens: int
+    prefix: int = 0
+
+
+class Kind(NamedTuple):
+    """What one step is like."""
+
+    chunks: tuple[Work, ...]
+    sampling: SamplingParams = _GREEDY
+    adapter: Adapter | None = None
+    output: tuple[int, ...] = ()  # generated before a retraction
+
+
+class Sizes(NamedTuple):
+    """The largest steps that there can be."""
+
+    max_batch: int
+    prefill_chunk: int
+    max_tokens: int  # of one sequence
+
+
+def _decodes(num: int) -> tuple[Work, ...]:
+    return (Work(1, 1),) * num
+
+
+def few_kinds(sizes: Sizes) -> list[Kind]:
+    """Where nothing is compiled: libraries find their threads and memory."""
+    short = min(16, sizes.prefill_chunk)
+    return [Kind((Work(short),)), Kind(_decodes(1)), Kind(_decodes(1), _EVERYTHING)]
+
+
+def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[Kind]:
+    """What a GPU can meet: every replay, every way to sample, every option, prompts of all lengths alone and beside others."""
+    most, chunk = sizes.max_batch, sizes.prefill_chunk
+    kinds = [
+        Kind(_decodes(b.num_chunks) if b.is_decode else (*_decodes(b.num_chunks - 1), Work(b.num_tokens - b.num_chunks + 1)))
+        for b in buckets
+    ]
+    batches = [num for num in _BATCHES if num < most] + [most]
+    kinds += [Kind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
+    kinds += [Kind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), Kind((Work(100),), _EVERYTHING)]
+    kinds += [Kind((Work(300),), SamplingParams(max_tokens=1, temperature=0.0, logprobs=num, prompt_logprobs=num)) for num in (0, 5, 20)]
+    lone = [*range(1024, chunk, 1024), chunk]
+    kinds += [Kind((Work(num - odd),)) for num in lone for odd in (0, 7)]
+    kinds += [Kind((Work(num, prefix),)) for num in (300, 3000, chunk) for prefix in (chunk, 2 * chunk)]
+    kinds += [
+        Kind((*_decodes(num), *others)) for num in (1, 7, min(40, most - 3)) for others in ((Work(300),), (Work(3000),), (Work(600),) * 2)
+    ]
+    kinds += [Kind((*(Work(1, chunk),) * 7, Work(300, chunk)))]
+    kinds += [Kind((*_decodes(most - 1), Work(chunk - 1)), _EVERYTHING)]
+    kinds += [Kind(work, adapter=BLANK) for work in (_decodes(1), _decodes(min(32, most)), (Work(300),), (Work(chunk),))]
+    return [kind for kind in kinds if _fits(kind, sizes)]
+
+
+def _fits(kind: Kind, sizes: Sizes) -> bool:
+    tokens = sum(work.num_tokens for work in kind.chunks if work.num_tokens > 1)
+    longest = max(work.num_tokens + work.prefix for work in kind.chunks)
+    return len(kind.chunks) <= sizes.max_batch and tokens <= sizes.prefill_chunk and longest <= sizes.max_tokens
+
+
+def plans(kinds: Sequence[Kind], slot: int, block_tokens: int) -> Iterator[StepPlan]:
+    """Steps of these kinds. All their tables name one slot over and over: nobody looks at what is in it."""
+    for number, kind in enumerate(kinds):
+        starts, chunks = [], []
+        for row, work in enumerate(kind.chunks):
+            length = work.prefix + work.num_tokens
+            request = Request(f"warm-up {row}", [0] * (length + 1), kind.sampling, adapter=kind.adapter)
+            starts.append(Start(row, request, kind.output))
+            slots = np.full(-(-length // block_tokens), slot, np.int32)
+            chunks.append(
+                Chunk(request.id, row, work.prefix, [0] * work.num_tokens, slots, writes=True, samples=True, adapter=kind.adapter)
+            )
+        yield StepPlan(number, tuple(chunks), tuple(starts))
