@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class Asker:
     engine: Engine
     vocab: int
     seed: int = 0
-    late: list[str] = field(default_factory=list)
 
     def prompt(self, num_tokens: int) -> list[int]:
         self.seed += 1
@@ -114,6 +113,7 @@ def main() -> None:
     ready_s = time.perf_counter() - started
     adapters = engine.adapters.all()
     asker = Asker(engine, engine.tokenizer.vocab_size)
+    asker.prompt(1)  # what this script itself does for the first time is not the engine's
     rows = []
     try:
         for name, make in kinds(asker, adapters[0].adapter if adapters else None).items():

@@ -8,6 +8,8 @@ and each B adds to its own columns of the stack's output.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -58,17 +60,22 @@ class AdapterWeights:
 
 def blank_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int = 8) -> AdapterWeights:
     """An adapter that changes nothing, to try steps with."""
-    heads = config.num_heads * config.head_dim
-    shapes = {
-        "qkv": (config.qkv_width, config.hidden),
-        "out": (config.hidden, heads),
-        "gate_up": (2 * config.ffn, config.hidden),
-        "down": (config.hidden, config.ffn),
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    stacks = {
+        "qkv": (config.hidden, (heads, kv_heads, kv_heads)),
+        "out": (heads, (config.hidden,)),
+        "gate_up": (config.hidden, (config.ffn, config.ffn)),
+        "down": (config.ffn, (config.hidden,)),
     }
     layer = {}
-    for name, (num_out, num_in) in shapes.items():
-        a, b = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((rank, num_in), (num_out, rank)))
-        layer[name] = LoraWeight(a, (LoraPart(slice(0, num_out), slice(0, rank), b),))
+    for name, (num_in, widths) in stacks.items():
+        ends = list(itertools.accumulate(widths))
+        blank = functools.partial(torch.zeros, dtype=dtype, device=device)
+        parts = tuple(
+            LoraPart(slice(end - width, end), slice(i * rank, (i + 1) * rank), blank(width, rank))
+            for i, (width, end) in enumerate(zip(widths, ends, strict=True))
+        )
+        layer[name] = LoraWeight(blank(rank * len(widths), num_in), parts)
     return AdapterWeights((layer,) * config.num_layers)
 
 
