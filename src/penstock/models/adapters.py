@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.adapter_config import AdapterConfig, parse_adapter_config
-from penstock.models.cache import DIGEST_BYTES
+from penstock.models.hashed_file import DIGEST_BYTES
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import Model, ModelConfig
 from penstock.models.safetensors_dir import read_json
