@@ -138,6 +138,8 @@ class HashedFile(WeightFile):
 
     def read(self, start: int, num_bytes: int) -> bytes:
         end = start + num_bytes
+        if end > self.num_bytes:
+            raise ModelError(f"{self.path} has {self.num_bytes} bytes; {end} are wanted")
         numbers = range(start // PIECE_BYTES, -(-end // PIECE_BYTES))
         spans = ((number, max(start - number * PIECE_BYTES, 0), end - number * PIECE_BYTES) for number in numbers)
         return b"".join(self._checked(number)[first:last] for number, first, last in spans)

@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from penstock.errors import ModelError
@@ -141,6 +143,42 @@ def test_a_flipped_bit_in_a_tensor_name_is_a_missing_and_an_unexpected_tensor(tm
     path.write_bytes(path.read_bytes().replace(b"model.norm.weight", b"model.normAweight", 1))
     with pytest.raises(ModelError, match=r"missing tensors: model.norm.weight; unexpected tensors: model.normAweight"):
         load(path.parent)
+
+
+def test_any_damage_of_a_header_is_found_where_the_formats_own_library_finds_it(tmp_path: Path) -> None:
+    """But for a dtype that neither knows: that is refused only where the model has the tensor."""
+    path = tmp_path / "x.safetensors"
+    tensors = {
+        "a": torch.ones(3, 4),
+        "b": torch.zeros(5, dtype=torch.bfloat16),
+        "c": torch.zeros(2, dtype=torch.int8),
+        "d": torch.zeros(0, 3),
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    good = path.read_bytes()
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(400):
+        data = bytearray(good)
+        for at in random.integers(0, good.index(b"}}") + 10, random.integers(1, 4)):
+            data[at] = random.choice(list(b'0123456789,"[]{}:FB\xff'))
+        path.write_bytes(data)
+        try:
+            with WeightFile(path) as file:
+                ours = {name: (list(tensor.shape), tensor.dtype) for name, tensor in read_header(file).items()}
+        except ModelError as error:
+            ours = str(error)
+        try:
+            with safe_open(path, "pt") as opened:
+                theirs = {name: (opened.get_slice(name).get_shape(), opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            theirs = str(error)
+        if isinstance(theirs, str) and "unknown variant" in theirs:
+            continue
+        assert isinstance(ours, str) == isinstance(theirs, str), (data, ours, theirs)
+        assert isinstance(ours, str) or ours == theirs
+        refused += isinstance(ours, str)
+    assert 200 < refused < 400
 
 
 def test_a_directory_without_weights_says_what_it_wants(tmp_path: Path) -> None:
