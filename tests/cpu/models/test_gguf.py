@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from collections.abc import Callable
@@ -116,6 +117,11 @@ def flipped(path: Path) -> None:
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
+def other_base(path: Path) -> None:
+    """Of the rotary positions: a config as good as the one before."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 20000.0}))
+
+
 def other_manifest(directory: Path, other: Path) -> None:
     """A whole copy under the name of another."""
     converted(other)
@@ -131,7 +137,7 @@ SPOIL: dict[str, Callable[[Path, Path], object]] = {
     "empty manifest": lambda directory, other: (directory / MANIFEST).write_text("{}"),
     "wrong manifest": lambda directory, other: (directory / MANIFEST).write_text('{"files": {}, "tensors": {}}'),
     "no config": lambda directory, other: (directory / "config.json").unlink(),
-    "another config": lambda directory, other: flipped(directory / "config.json"),
+    "another config": lambda directory, other: other_base(directory / "config.json"),
     "another tokenizer": lambda directory, other: flipped(directory / "tokenizer.json"),
     "another file's copy": other_manifest,
 }

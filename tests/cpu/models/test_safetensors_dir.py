@@ -303,6 +303,7 @@ def test_weights_that_are_renamed_over_while_they_are_read_are_the_old_ones_to_t
 def test_weights_that_are_written_over_while_they_are_read_are_a_model_error(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model")
     path, other = directory / "model.safetensors", (write_tiny_model(tmp_path / "other", seed=1) / "model.safetensors").read_bytes()
+    os.utime(path, (1, 1))
     with pytest.raises(ModelError, match=r"model\.safetensors was written to while it was read"):
         content(directory, AtFirstTensor(lambda: path.write_bytes(other)))
 
