@@ -83,7 +83,7 @@ def _load_cached(target: Path, source: bytes, load: Load[Loaded]) -> Loaded | No
     """None: another process has just moved the copy away, or it is damaged."""
     try:
         return _load_checked(target, source, load)
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         log.warning("the converted copy in %s is not usable and is made again: %s", target, error)
         return None
 
@@ -93,6 +93,9 @@ def _load_checked(directory: Path, source: bytes, load: Load[Loaded]) -> Loaded:
     files, tensors = manifest.get("files"), manifest.get("tensors")
     if manifest.get("source") != source.hex() or not isinstance(files, dict) or not isinstance(tensors, dict) or not files.keys() >= FILES:
         raise ModelError(f"{directory / MANIFEST} does not belong to this file")
+    foreign = {path.name for path in directory.iterdir()} - files.keys() - {MANIFEST, WEIGHTS}
+    if foreign:  # a loader would take an index or a chat template for the model's
+        raise ModelError(f"{directory} holds files that were not written there: {listed(sorted(foreign))}")
     for name, digest in files.items():
         with WeightFile(directory / name) as file:
             if piece_digest(file.read(0, file.num_bytes)).hex() != digest:

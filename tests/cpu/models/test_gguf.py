@@ -140,6 +140,7 @@ SPOIL: dict[str, Callable[[Path, Path], object]] = {
     "another config": lambda directory, other: other_base(directory / "config.json"),
     "another tokenizer": lambda directory, other: flipped(directory / "tokenizer.json"),
     "another file's copy": other_manifest,
+    "a file too many": lambda directory, other: (directory / "chat_template.jinja").write_text("{{ 'other' }}"),
 }
 
 
