@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.adapter_config import AdapterConfig, parse_adapter_config
-from penstock.models.cache import DIGEST_BYTES
+from penstock.models.hashed_file import DIGEST_BYTES, WeightFile
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import Model, ModelConfig
 from penstock.models.safetensors_dir import read_json
@@ -110,10 +110,11 @@ def _refuse_outer(config: AdapterConfig, where: Path) -> None:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    with WeightFile(path) as file:
+        data = file.read(0, file.num_bytes)
+        file.check_unchanged()
     try:
-        return safetensors.torch.load(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+        return safetensors.torch.load(data)
     except (SafetensorError, ValueError, KeyError) as error:
         raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
 import json
+import logging
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.cache import DIGEST_BYTES, cache_dir, file_digest, remember_digest, sync_directory
+from penstock.models.cache import cache_dir, sync_directory
 from penstock.models.dimensions import ARCHITECTURES, parse_config
 from penstock.models.gguf_file import GgufFile, GgufTensor
 from penstock.models.gguf_tokenizer import tokenizer_files
+from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.safetensors_dir import read_json
-from penstock.models.weights import check_tensors
+from penstock.models.weights import Part, check_tensors, listed, tensor_digest
 
-CONVERTER_VERSION = 2  # part of every cached copy's name: raise it whenever the converted bytes or files change
+log = logging.getLogger(__name__)
+
+Loaded = TypeVar("Loaded")
+Content = Mapping[str, bytes]  # digests of tensors by name, as `tensor_digest` makes them
+Load = Callable[[Path], tuple[Loaded, Content]]
+
+CONVERTER_VERSION = 3  # part of every cached copy's name: raise it whenever the converted bytes or files change
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
+FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides
 _ABANDONED_S = 24 * 3600.0  # a temporary directory this old belongs to a process that was killed
-_PIECE_ROWS = 4096
 
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -55,52 +63,86 @@ class _Encoding(NamedTuple):
     dtype: str
     plain: bool  # the bytes are already what safetensors stores
 
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "F32" else 2
 
-def converted_directory(path: Path, progress: Progress) -> Path:
-    """The cached model directory of a GGUF file, made now if there is none or it no longer is what was written."""
-    digest = file_digest(path, f"hashing {path.name}", progress)
-    target = cache_dir() / "gguf" / f"{digest.hex()[:32]}-v{CONVERTER_VERSION}"
-    if target.is_dir() and _intact(target, progress):
-        return target
-    source = GgufFile(path)
+
+def load_converted(path: Path, load: Load[Loaded], progress: Progress) -> Loaded:
+    """What `load` makes of the GGUF file as a model directory: of the cached copy, or of one made now if there is none or it is not what
+    was written. `load` says what it has read, and that is compared: whatever happens to a copy, it is not served."""
+    with HashedFile(path, progress) as file:
+        target = cache_dir() / "gguf" / f"{file.digest.hex()[:32]}-v{CONVERTER_VERSION}"
+        loaded = _load_cached(target, file.digest, load) if target.is_dir() else None
+        if loaded is None:
+            loaded = _make(GgufFile(file), file.digest, target, load, progress)
+    return loaded
+
+
+def _load_cached(target: Path, source: bytes, load: Load[Loaded]) -> Loaded | None:
+    """None: another process has just moved the copy away, or it is damaged."""
+    try:
+        return _load_checked(target, source, load)
+    except (ModelError, OSError) as error:
+        log.warning("the converted copy in %s is not usable and is made again: %s", target, error)
+        return None
+
+
+def _load_checked(directory: Path, source: bytes, load: Load[Loaded]) -> Loaded:
+    manifest = read_json(directory / MANIFEST)
+    files, tensors = manifest.get("files"), manifest.get("tensors")
+    if manifest.get("source") != source.hex() or not isinstance(files, dict) or not isinstance(tensors, dict) or not files.keys() >= FILES:
+        raise ModelError(f"{directory / MANIFEST} does not belong to this file")
+    foreign = {path.name for path in directory.iterdir()} - files.keys() - {MANIFEST, WEIGHTS}
+    if foreign:  # a loader would take an index or a chat template for the model's
+        raise ModelError(f"{directory} holds files that were not written there: {listed(sorted(foreign))}")
+    for name, digest in files.items():
+        with WeightFile(directory / name) as file:
+            if piece_digest(file.read(0, file.num_bytes)).hex() != digest:
+                raise ModelError(f"{directory / name} is not what was written")
+    loaded, content = load(directory)
+    changed = [name for name, digest in content.items() if tensors.get(name) != digest.hex()]
+    if changed:
+        raise ModelError(f"{directory / WEIGHTS} is not what was written: {listed(changed)}")
+    return loaded
+
+
+def _make(source: GgufFile, digest: bytes, target: Path, load: Load[Loaded], progress: Progress) -> Loaded:
+    """Convert into a directory of our own, load from there, and leave it at `target` for later starts. Processes that do so at the same
+    time do not meet: each loads its own."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target.parent)
+        _discard(target)
         temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix="tmp-"))
         try:
-            weights_digest = _convert(source, temporary, progress)
-            _publish(temporary, target, progress)
+            _convert(source, digest, temporary, progress)
+            loaded = _load_checked(temporary, digest, load)
+            _publish(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         where = f"{target.parent}: {error.strerror or error}"
         raise ModelError(f"the converted weights cannot be written to {where}; set PENSTOCK_CACHE to another place") from error
-    remember_digest(target / WEIGHTS, weights_digest)
-    return target
+    return loaded
 
 
-def _intact(directory: Path, progress: Progress) -> bool:
-    """Whether the cached copy holds the bytes that were written: a changed file has another mtime and is hashed again."""
-    try:
-        manifest = read_json(directory / MANIFEST)
-        return WEIGHTS in manifest and all(
-            file_digest(directory / name, f"checking {name}", progress).hex() == digest for name, digest in manifest.items()
-        )
-    except ModelError:
-        return False
-
-
-def _publish(temporary: Path, target: Path, progress: Progress) -> None:
-    """One rename makes the directory visible, whole. Where one stands already, an intact one stays and a damaged one goes."""
-    try:
-        os.rename(temporary, target)
-    except OSError:
-        if _intact(target, progress):
-            return
+def _discard(target: Path) -> None:
+    """Away with a copy in one rename, so that no reader finds half of it under its name."""
+    if target.is_dir():
         aside = Path(tempfile.mkdtemp(dir=target.parent, prefix="tmp-"))
-        os.rename(target, aside)
-        os.rename(temporary, target)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.rename(target, aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """One rename makes the directory visible, whole. One that another process has published meanwhile stays."""
+    try:
+        os.rename(temporary, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
     sync_directory(target.parent)
 
 
@@ -111,24 +153,26 @@ def _remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _convert(source: GgufFile, directory: Path, progress: Progress) -> bytes:
-    """Write the model directory and return the digest of its weights file."""
+def _convert(source: GgufFile, digest: bytes, directory: Path, progress: Progress) -> None:
+    """Write the model directory, and the manifest that says what was written and from what."""
     raw = config_from_metadata(source)
     config = parse_config(raw, str(source.path))
     files = {"config.json": json.dumps(raw).encode(), **tokenizer_files(source.metadata, str(source.path))}
-    manifest = {name: hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest() for name, data in files.items()}
     with (directory / WEIGHTS).open("wb") as file:
-        weights_digest = _write_weights(source, config, file, progress)
+        tensors = _write_weights(source, config, file, progress)
         file.flush()
         os.fsync(file.fileno())
-    manifest[WEIGHTS] = weights_digest.hex()
+    manifest = {
+        "source": digest.hex(),
+        "files": {name: piece_digest(data).hex() for name, data in files.items()},
+        "tensors": {name: content.hex() for name, content in tensors.items()},
+    }
     for name, data in {**files, MANIFEST: json.dumps(manifest).encode()}.items():
         with (directory / name).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     sync_directory(directory)
-    return weights_digest
 
 
 def config_from_metadata(source: GgufFile) -> dict[str, Any]:
@@ -176,26 +220,27 @@ class _Entries:
         return self._metadata.get(f"{self._prefix}.{key}", default)
 
 
-def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progress: Progress) -> bytes:
-    """Stream every tensor into a safetensors file, one piece of rows in memory at a time."""
+def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
+    """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
     named = {_name(tensor.name): tensor for tensor in source.tensors.values()}
     encodings = {name: _encoding(tensor, source) for name, tensor in named.items()}
     check_tensors({name: (tensor.shape, encodings[name].dtype) for name, tensor in named.items()}, config, source.path)
-    raw = {name: source.raw(tensor, encodings[name].row_bytes) for name, tensor in named.items()}  # all there, before any is written
+    for name, tensor in named.items():  # all there, before any is written
+        source.check_inside(tensor, encodings[name].row_bytes)
     header, total = _header(named, encodings)
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     file.write(header)
-    state.update(header)
     done = 0
+    content = {}
     for name, tensor in named.items():
         permuted = config.architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight"))
-        rows = unpermute(raw[name], config.head_dim) if permuted else raw[name]
-        for piece in _decoded(rows, tensor, source):
+        digests = []
+        for piece in _decoded(source, tensor, encodings[name], config.head_dim if permuted else None):
             file.write(piece)
-            state.update(piece)
+            digests.append(piece_digest(piece))
             done += len(piece)
             progress("converting GGUF to safetensors (once)", done, total)
-    return state.digest()
+        content[name] = tensor_digest(Part(name, tensor.shape), encodings[name].dtype, digests)
+    return content
 
 
 def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, _Encoding]) -> tuple[bytes, int]:
@@ -204,7 +249,7 @@ def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, _Encoding])
     end = 0
     for name, tensor in named.items():
         dtype = encodings[name].dtype
-        start, end = end, end + math.prod(tensor.shape) * (4 if dtype == "F32" else 2)
+        start, end = end, end + math.prod(tensor.shape) * encodings[name].item_bytes
         entries[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % 64)  # tensors start on a cache line
@@ -238,19 +283,20 @@ def _encoding(tensor: GgufTensor, source: GgufFile) -> _Encoding:
     return _Encoding(row_bytes, kind.name if plain else "F32", plain)
 
 
-def _decoded(rows: np.ndarray[Any, Any], tensor: GgufTensor, source: GgufFile) -> Iterator[memoryview]:
-    """Bytes as safetensors stores them, a piece of rows at a time."""
+def _decoded(source: GgufFile, tensor: GgufTensor, encoding: _Encoding, permuted: int | None) -> Iterator[memoryview]:
+    """The tensor as safetensors stores it, in the pieces that it is hashed in. `permuted`: the width of heads whose halves are interleaved;
+    such a tensor is read as a whole."""
     import gguf
 
-    plain = _encoding(tensor, source).plain
-    for start in range(0, len(rows), _PIECE_ROWS):
-        piece = np.ascontiguousarray(rows[start : start + _PIECE_ROWS])
-        if not plain:
+    whole = None if permuted is None else unpermute(source.rows(tensor, encoding.row_bytes, slice(0, tensor.num_rows)), permuted)
+    for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
+        raw = source.rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
+        if not encoding.plain:
             try:
-                piece = gguf.dequantize(piece, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
+                raw = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
             except NotImplementedError as error:
                 raise ModelError(f"{source.path}: tensor {tensor.name}: {error}") from error
-        yield piece.reshape(-1).data
+        yield np.ascontiguousarray(raw).reshape(-1).data
 
 
 def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:

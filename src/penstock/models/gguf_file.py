@@ -6,13 +6,14 @@ of up to 2**64 rounds. Each count here is checked against the bytes that are lef
 
 from __future__ import annotations
 
+import math
 import struct
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.errors import ModelError
+from penstock.models.hashed_file import WeightFile
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -31,24 +32,25 @@ class GgufTensor(NamedTuple):
     kind: int
     offset: int  # bytes from the start of the tensor data
 
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
 
 class GgufFile:
-    """A mapped file whose header has been read and checked."""
+    """A file whose header has been read and checked."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            if path.stat().st_size < 24:
-                raise ModelError(f"{path} is not a GGUF file: it ends inside the header")
-            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    def __init__(self, file: WeightFile) -> None:
+        self.path = file.path
+        if file.num_bytes < 24:
+            raise ModelError(f"{file.path} is not a GGUF file: it ends inside the header")
+        self._file = file
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._data_start = self._read_header()
 
     def _read_header(self) -> int:
-        cursor = _Cursor(self._bytes.data, self.path)
+        cursor = _Cursor(self._file)
         if cursor.take(4) != MAGIC:
             raise ModelError(f"{self.path} is not a GGUF file: its first bytes are not {MAGIC.decode()}")
         version = cursor.number("I")
@@ -69,30 +71,36 @@ class GgufFile:
             raise cursor.damaged(f"alignment {alignment!r}")
         return -(-cursor.at // alignment) * alignment
 
-    def raw(self, tensor: GgufTensor, row_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor's bytes as [rows, row_bytes]; nothing is copied."""
-        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
-        start = self._data_start + tensor.offset
-        end = start + rows * row_bytes
-        if end > len(self._bytes):
-            short = end - len(self._bytes)
+    def check_inside(self, tensor: GgufTensor, row_bytes: int) -> None:
+        """Raises where the file ends before the tensor does."""
+        short = self._data_start + tensor.offset + tensor.num_rows * row_bytes - self._file.num_bytes
+        if short > 0:
             raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {short} bytes behind the end of the file")
-        return self._bytes[start:end].reshape(rows, row_bytes)
+
+    def rows(self, tensor: GgufTensor, row_bytes: int, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Some rows of a tensor that is inside, as [rows, row_bytes]."""
+        start = self._data_start + tensor.offset + rows.start * row_bytes
+        data = self._file.read(start, (rows.stop - rows.start) * row_bytes)
+        return np.frombuffer(data, np.uint8).reshape(-1, row_bytes)
 
 
 class _Cursor:
     """Reads forward through the header; running past the end, or a count that cannot fit, is a ModelError."""
 
-    def __init__(self, data: memoryview, path: Path) -> None:
-        self._data, self._path, self.at = data, path, 0
+    def __init__(self, file: WeightFile) -> None:
+        self._file, self.at = file, 0
+
+    @property
+    def _left(self) -> int:
+        return self._file.num_bytes - self.at
 
     def damaged(self, what: str) -> ModelError:
-        return ModelError(f"{self._path} is damaged or truncated: {what} at byte {self.at} of its header")
+        return ModelError(f"{self._file.path} is damaged or truncated: {what} at byte {self.at} of its header")
 
     def take(self, size: int) -> bytes:
-        if size > len(self._data) - self.at:
-            raise self.damaged(f"{size} bytes wanted, {len(self._data) - self.at} left")
-        piece = bytes(self._data[self.at : self.at + size])
+        if size > self._left:
+            raise self.damaged(f"{size} bytes wanted, {self._left} left")
+        piece = self._file.read(self.at, size)
         self.at += size
         return piece
 
@@ -102,7 +110,7 @@ class _Cursor:
     def count(self, least_bytes: int) -> int:
         """A number of things that take at least `least_bytes` each."""
         count = int(self.number("Q"))
-        if count * least_bytes > len(self._data) - self.at:
+        if count * least_bytes > self._left:
             raise self.damaged(f"a count of {count}, more than the file can hold,")
         return count
 
@@ -139,6 +147,6 @@ class _Cursor:
             raise self.damaged(f"tensor {name} of {num_dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(num_dimensions))[::-1]
         kind, offset = self.number("I"), self.number("Q")
-        if not all(0 < extent < 2**40 for extent in shape) or offset > len(self._data):
+        if not all(0 < extent < 2**40 for extent in shape) or offset > self._file.num_bytes:
             raise self.damaged(f"tensor {name} of shape {list(shape)} at offset {offset}")
         return GgufTensor(name, shape, kind, offset)

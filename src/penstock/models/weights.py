@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.models.cache import DIGEST_BYTES
+from penstock.models.hashed_file import DIGEST_BYTES
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
 
@@ -128,14 +128,24 @@ def dummy_weights(config: ModelConfig, seed: int, device: torch.device, dtype: t
     return weights
 
 
-def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Sequence[bytes]) -> bytes:
+def tensor_digest(part: Part, dtype: str, pieces: Iterable[bytes]) -> bytes:
+    """Identity of one tensor in a file: the digests of its pieces, under its name, its shape and the dtype that it is stored in."""
+    return _framed(b"penstock-tensor", [part.name.encode(), dtype.encode(), str(list(part.shape)).encode(), b"".join(pieces)])
+
+
+def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes]) -> bytes:
     """Identity of the function that the weights compute: their `content`, the dtype they run in and the numbers of the config."""
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"penstock-weights")
     numbers = dataclasses.asdict(config)
     del numbers["eos_ids"]  # when to stop changes no KV
-    for piece in (json.dumps(numbers, sort_keys=True).encode(), str(dtype).encode(), *content):
-        state.update(len(piece).to_bytes(8, "little"))
-        state.update(piece)
+    return _framed(b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), str(dtype).encode(), *content])
+
+
+def _framed(kind: bytes, parts: Iterable[bytes]) -> bytes:
+    """Each part goes in behind its length, so that no two lists read the same."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=kind)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
     return state.digest()
 
 

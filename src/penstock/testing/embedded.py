@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.models.dimensions import SMOLLM2_135M
 from penstock.models.gguf_file import GgufFile
 from penstock.models.gguf_tokenizer import tokenizer_files
+from penstock.models.hashed_file import WeightFile
 from penstock.models.registry import embedded_file
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_dir import load_tokenizer
@@ -18,7 +19,7 @@ from penstock.models.tokenizer_dir import load_tokenizer
 def embedded_tokenizer() -> Tokenizer:
     """SmolLM2's tokenizer, from the metadata of its GGUF file; made once per process."""
     path = embedded_file()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, data in tokenizer_files(GgufFile(path).metadata, str(path)).items():
+    with tempfile.TemporaryDirectory() as folder, WeightFile(path) as file:
+        for name, data in tokenizer_files(GgufFile(file).metadata, str(path)).items():
             (Path(folder) / name).write_bytes(data)
         return load_tokenizer(Path(folder), SMOLLM2_135M)

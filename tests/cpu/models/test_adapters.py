@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.config import ModelSource
 from penstock.contract import Adapter, Chunk
 from penstock.errors import ModelError
 from penstock.models.adapters import read_adapter
+from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
 from penstock.models.model import Model, ModelConfig
@@ -197,6 +199,24 @@ def test_the_digest_is_of_the_content_and_of_nothing_else(tmp_path: Path, llama:
     ]
     digests = {read_adapter(other, llama).digest for other in others}
     assert len(digests) == len(others) and first not in digests
+
+
+def test_an_adapter_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
+    other = (write_random_adapter(tmp_path / "other", TINY_LLAMA, seed=2) / "adapter_model.safetensors").read_bytes()
+    os.utime(adapter / "adapter_model.safetensors", (1, 1))
+    read = WeightFile.read
+
+    def read_and_replace(self: WeightFile, start: int, num_bytes: int) -> bytes:
+        data = read(self, start, num_bytes)
+        self.path.write_bytes(other)
+        return data
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightFile, "read", read_and_replace)
+        with pytest.raises(ModelError, match=r"adapter_model\.safetensors was written to while it was read"):
+            read_adapter(adapter, llama)
+    assert read_adapter(adapter, llama).digest == read_adapter(tmp_path / "other", llama).digest
 
 
 # ----------------------------------------------------------------------------------------------------------- refused

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,15 @@ import pytest
 import torch
 
 from penstock.errors import ModelError
-from penstock.models import gguf_convert
-from penstock.models.gguf_convert import MANIFEST, WEIGHTS, converted_directory
+from penstock.models import gguf_convert, hashed_file
+from penstock.models.cache import cache_dir
+from penstock.models.dimensions import parse_config
+from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, load_converted
 from penstock.models.gguf_file import GgufFile
+from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import ModelConfig
-from penstock.models.progress import silent
-from penstock.models.safetensors_dir import load_directory
+from penstock.models.progress import Progress, silent
+from penstock.models.safetensors_dir import LoadedWeights, load_directory, read_json
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_gguf, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -34,86 +39,205 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf").read_bytes()
 
 
+def load(directory: Path) -> tuple[LoadedWeights, Content]:
+    config = parse_config(read_json(directory / "config.json"), "config.json")
+    weights = load_directory(directory, config, CPU, torch.float32, silent)
+    return weights, weights.content
+
+
+def converted(path: Path, progress: Progress = silent) -> dict[str, torch.Tensor]:
+    """The weights of a GGUF file."""
+    return load_converted(path, load, progress).tensors
+
+
+def copy_of(path: Path) -> Path:
+    """Where the converted copy of a GGUF file is kept."""
+    with HashedFile(path, silent) as file:
+        return cache_dir() / "gguf" / f"{file.digest.hex()[:32]}-v{gguf_convert.CONVERTER_VERSION}"
+
+
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
 def test_a_converted_file_has_the_weights_of_the_model_it_was_made_from(tmp_path: Path, config: ModelConfig) -> None:
-    directory = converted_directory(write_tiny_gguf(tmp_path / "tiny.gguf", config), silent)
-    converted = load_directory(directory, config, CPU, torch.float32, silent)
-    original = load_directory(write_tiny_model(tmp_path / "model", config), config, CPU, torch.float32, silent)
-    assert set(converted) == set(original)
-    assert all(torch.equal(converted[name], original[name]) for name in original)
+    found = converted(write_tiny_gguf(tmp_path / "tiny.gguf", config))
+    original = load_directory(write_tiny_model(tmp_path / "model", config), config, CPU, torch.float32, silent).tensors
+    assert set(found) == set(original)
+    assert all(torch.equal(found[name], original[name]) for name in original)
 
 
 def test_without_unpermuting_the_rows_of_q_would_be_another_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the test above would show."""
     monkeypatch.setattr(gguf_convert, "unpermute", lambda rows, head_dim: rows)
-    directory = converted_directory(write_tiny_gguf(tmp_path / "tiny.gguf"), silent)
-    converted = load_directory(directory, TINY_LLAMA, CPU, torch.float32, silent)
     q = tiny_tensors(TINY_LLAMA)["model.layers.0.self_attn.q_proj.weight"]
-    assert not torch.equal(converted["layers.0.qkv"][: len(q)], q)
+    assert not torch.equal(converted(write_tiny_gguf(tmp_path / "tiny.gguf"))["layers.0.qkv"][: len(q)], q)
+
+
+@pytest.mark.parametrize("piece_bytes", [256, 1000, 20_000])
+def test_pieces_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    whole = converted(path)
+    monkeypatch.setattr(hashed_file, "PIECE_BYTES", piece_bytes)
+    pieced = converted(path)
+    assert len(list(copy_of(path).parent.iterdir())) == 2, "the size of pieces is part of the digest, so it was converted again"
+    assert all(torch.equal(pieced[name], whole[name]) for name in whole)
 
 
 def test_conversion_happens_once_and_says_so(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     first: list[tuple[str, int, int]] = []
     second: list[tuple[str, int, int]] = []
-    directory = converted_directory(path, lambda *call: first.append(call))
+    weights = converted(path, lambda *call: first.append(call))
     conversion = [call for call in first if "converting" in call[0]]
     assert conversion[-1][1] == conversion[-1][2] > 0
-    assert converted_directory(path, lambda *call: second.append(call)) == directory
+    again = converted(path, lambda *call: second.append(call))
     assert not any("converting" in stage for stage, _, _ in second)
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
 def test_the_copy_is_found_by_content_and_not_by_path(tmp_path: Path) -> None:
-    directory = converted_directory(write_tiny_gguf(tmp_path / "a.gguf"), silent)
-    assert converted_directory(write_tiny_gguf(tmp_path / "b.gguf"), silent) == directory
-    assert converted_directory(write_tiny_gguf(tmp_path / "c.gguf", seed=1), silent) != directory
+    stages: list[str] = []
+    converted(write_tiny_gguf(tmp_path / "a.gguf"))
+    converted(write_tiny_gguf(tmp_path / "b.gguf"), lambda stage, done, total: stages.append(stage))
+    assert not any("converting" in stage for stage in stages)
+    converted(write_tiny_gguf(tmp_path / "c.gguf", seed=1), lambda stage, done, total: stages.append(stage))
+    assert any("converting" in stage for stage in stages)
 
 
 def test_another_converter_version_makes_another_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    directory = converted_directory(path, silent)
-    monkeypatch.setattr(gguf_convert, "CONVERTER_VERSION", gguf_convert.CONVERTER_VERSION + 1)
-    assert converted_directory(path, silent) != directory
+    converted(path)
+    monkeypatch.setattr(gguf_convert, "CONVERTER_VERSION", CONVERTER_VERSION + 1)
+    converted(path)
+    assert len(list(copy_of(path).parent.iterdir())) == 2
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "no manifest", "empty manifest", "wrong manifest"])
-def test_a_damaged_cached_copy_is_made_again(tmp_path: Path, how: str) -> None:
+def flipped(path: Path) -> None:
+    """One bit of the last byte, behind the back of whoever looks at size and times."""
+    good, stat = path.read_bytes(), path.stat()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def other_base(path: Path) -> None:
+    """Of the rotary positions: a config as good as the one before."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 20000.0}))
+
+
+def other_manifest(directory: Path, other: Path) -> None:
+    """A whole copy under the name of another."""
+    converted(other)
+    for file in copy_of(other).iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+
+
+SPOIL: dict[str, Callable[[Path, Path], object]] = {
+    "truncated": lambda directory, other: os.truncate(directory / WEIGHTS, 10_000),
+    "flipped": lambda directory, other: flipped(directory / WEIGHTS),
+    "missing": lambda directory, other: (directory / WEIGHTS).unlink(),
+    "no manifest": lambda directory, other: (directory / MANIFEST).unlink(),
+    "empty manifest": lambda directory, other: (directory / MANIFEST).write_text("{}"),
+    "wrong manifest": lambda directory, other: (directory / MANIFEST).write_text('{"files": {}, "tensors": {}}'),
+    "no config": lambda directory, other: (directory / "config.json").unlink(),
+    "another config": lambda directory, other: other_base(directory / "config.json"),
+    "another tokenizer": lambda directory, other: flipped(directory / "tokenizer.json"),
+    "another file's copy": other_manifest,
+    "a file too many": lambda directory, other: (directory / "chat_template.jinja").write_text("{{ 'other' }}"),
+}
+
+
+@pytest.mark.parametrize("how", SPOIL)
+def test_a_damaged_or_foreign_cached_copy_is_not_served_but_made_again(tmp_path: Path, how: str) -> None:
+    path, other = write_tiny_gguf(tmp_path / "tiny.gguf"), write_tiny_gguf(tmp_path / "other.gguf", seed=1)
+    expected, directory = converted(path), copy_of(path)
+    good = {file.name: file.read_bytes() for file in directory.iterdir()}
+    SPOIL[how](directory, other)
+    found = converted(path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == good
+    assert not list(directory.parent.glob("tmp-*"))
+
+
+def test_a_copy_that_is_damaged_after_it_was_opened_is_not_served(tmp_path: Path) -> None:
+    """Between the check of its small files and the reading of its weights: what is loaded is what is compared."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    directory = converted_directory(path, silent)
-    weights = directory / WEIGHTS
-    good = weights.read_bytes()
-    if how == "truncated":
-        os.truncate(weights, len(good) // 2)
-    elif how == "flipped":
-        weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    elif how == "missing":
-        weights.unlink()
-    elif how == "no manifest":
-        (directory / MANIFEST).unlink()
-    elif how == "empty manifest":
-        (directory / MANIFEST).write_text("{}")
-        os.truncate(weights, 0)
-    else:
-        (directory / MANIFEST).write_text('{"model.safetensors": "00"}')
-    assert converted_directory(path, silent) == directory
-    assert weights.read_bytes() == good
-    assert [child.name for child in directory.parent.iterdir()] == [directory.name]
+    expected, directory = converted(path), copy_of(path)
+
+    def damage_and_load(found: Path) -> tuple[LoadedWeights, Content]:
+        if found == directory:
+            flipped(directory / WEIGHTS)
+        return load(found)
+
+    found = load_converted(path, damage_and_load, silent).tensors
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_two_processes_that_convert_at_once_end_with_one_intact_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_convert_at_once_load_their_own_and_leave_one_copy(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    publish = gguf_convert._publish
-    inodes = []
+    kept: list[int] = []
+    loaded: list[Path] = []
 
-    def other_was_faster(temporary: Path, target: Path, progress: object) -> None:
-        monkeypatch.setattr(gguf_convert, "_publish", publish)
-        inodes.append((converted_directory(path, silent) / WEIGHTS).stat().st_ino)
-        publish(temporary, target, silent)
+    def other_is_faster(directory: Path) -> tuple[LoadedWeights, Content]:
+        loaded.append(directory)
+        if len(loaded) == 1:
+            load_converted(path, other_is_faster, silent)
+            kept.append((copy_of(path) / WEIGHTS).stat().st_ino)
+        return load(directory)
 
-    monkeypatch.setattr(gguf_convert, "_publish", other_was_faster)
-    directory = converted_directory(path, silent)
-    assert (directory / WEIGHTS).stat().st_ino == inodes[0], "the copy that another process may be reading was replaced"
-    assert [child.name for child in directory.parent.iterdir()] == [directory.name]
+    load_converted(path, other_is_faster, silent)
+    assert len(set(loaded)) == 2 and copy_of(path) not in loaded
+    assert (copy_of(path) / WEIGHTS).stat().st_ino == kept[0], "the copy that another process may be reading was replaced"
+    assert [child.name for child in copy_of(path).parent.iterdir()] == [copy_of(path).name]
+
+
+def test_a_copy_that_another_process_moves_away_while_it_is_read_is_made_again(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    expected, directory = converted(path), copy_of(path)
+
+    def moved_and_load(found: Path) -> tuple[LoadedWeights, Content]:
+        if found == directory:
+            os.rename(directory, tmp_path / "aside")
+        return load(found)
+
+    found = load_converted(path, moved_and_load, silent).tensors
+    assert all(torch.equal(found[name], expected[name]) for name in expected) and directory.is_dir()
+
+
+def test_a_file_that_is_written_over_while_it_is_converted_is_a_model_error(tmp_path: Path, own_cache: Path) -> None:
+    """With the old size and time: what is converted is compared with what the copy is named after."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    other, stamp = write_tiny_gguf(tmp_path / "other.gguf", seed=1).read_bytes(), path.stat().st_mtime_ns
+
+    def replace(stage: str, done: int, total: int) -> None:
+        if "hashing" in stage and done == total:
+            path.write_bytes(other)
+            os.utime(path, ns=(stamp, stamp))
+
+    with pytest.raises(ModelError, match=r"tiny\.gguf was written to while it was read"):
+        converted(path, replace)
+    assert not list(own_cache.glob("gguf/*"))
+
+
+def test_a_file_that_is_cut_short_while_it_is_converted_is_a_model_error(tmp_path: Path) -> None:
+    """Under a mapping this would end the process with a bus error."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+
+    def cut(stage: str, done: int, total: int) -> None:
+        if "hashing" in stage and done == total:
+            os.truncate(path, 100_000)
+
+    with pytest.raises(ModelError, match=r"tiny\.gguf ends at byte 100000: it was cut short"):
+        converted(path, cut)
+
+
+def test_a_file_that_is_renamed_over_while_it_is_converted_is_the_old_one_to_the_end(tmp_path: Path) -> None:
+    path, other = write_tiny_gguf(tmp_path / "tiny.gguf"), write_tiny_gguf(tmp_path / "other.gguf", seed=1)
+    expected = load_directory(write_tiny_model(tmp_path / "model"), TINY_LLAMA, CPU, torch.float32, silent).tensors
+
+    def replace(stage: str, done: int, total: int) -> None:
+        if "hashing" in stage and done == total:
+            other.replace(path)
+
+    assert torch.equal(converted(path, replace)["layers.0.down"], expected["layers.0.down"])
+    assert not torch.equal(converted(path)["layers.0.down"], expected["layers.0.down"])
 
 
 def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +246,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, own_cache
 
     monkeypatch.setattr(gguf_convert, "sync_directory", full)
     with pytest.raises(ModelError, match=r"cannot be written to .*No space left on device; set PENSTOCK_CACHE"):
-        converted_directory(write_tiny_gguf(tmp_path / "tiny.gguf"), silent)
+        converted(write_tiny_gguf(tmp_path / "tiny.gguf"))
     assert list((own_cache / "gguf").iterdir()) == []
 
 
@@ -131,7 +255,7 @@ def test_what_a_killed_conversion_left_is_removed_after_a_day(tmp_path: Path, ow
     for path in (old, young):
         path.mkdir(parents=True)
     os.utime(old, (1, 1))
-    converted_directory(write_tiny_gguf(tmp_path / "tiny.gguf"), silent)
+    converted(write_tiny_gguf(tmp_path / "tiny.gguf"))
     assert not old.exists() and young.exists()
 
 
@@ -143,7 +267,7 @@ def test_a_truncated_file_is_a_model_error(tmp_path: Path, pristine: bytes, keep
     path = tmp_path / "tiny.gguf"
     path.write_bytes(pristine[:keep])
     with pytest.raises(ModelError, match=r"tiny\.gguf"):
-        converted_directory(path, silent)
+        converted(path)
 
 
 DAMAGE = {
@@ -161,7 +285,7 @@ def test_a_damaged_header_is_a_model_error(tmp_path: Path, pristine: bytes, offs
     path = tmp_path / "tiny.gguf"
     path.write_bytes(pristine[:offset] + data + pristine[offset + len(data) :])
     with pytest.raises(ModelError, match=r"tiny\.gguf"):
-        converted_directory(path, silent)
+        converted(path)
 
 
 def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_path: Path, pristine: bytes) -> None:
@@ -175,7 +299,8 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_p
         damaged[at] ^= 0xFF
         path.write_bytes(damaged)
         try:
-            source = GgufFile(path)
+            with WeightFile(path) as file:
+                source = GgufFile(file)
             gguf_convert.parse_config(gguf_convert.config_from_metadata(source), "x")
             gguf_convert.tokenizer_files(source.metadata, "x")
         except ModelError:
@@ -188,7 +313,7 @@ def test_the_data_is_checked_to_be_there_before_anything_is_written(tmp_path: Pa
     path.write_bytes(pristine[:-4])
     calls: list[str] = []
     with pytest.raises(ModelError, match="is truncated: tensor"):
-        converted_directory(path, lambda stage, done, total: calls.append(stage))
+        converted(path, lambda stage, done, total: calls.append(stage))
     assert not any("converting" in stage for stage in calls)
 
 
@@ -205,7 +330,7 @@ FOREIGN = {
 @pytest.mark.parametrize(("metadata", "message"), FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_file_is_refused_by_name(tmp_path: Path, metadata: dict[str, str], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        converted_directory(write_tiny_gguf(tmp_path / "tiny.gguf", metadata=metadata), silent)
+        converted(write_tiny_gguf(tmp_path / "tiny.gguf", metadata=metadata))
 
 
 def test_tensors_that_do_not_fit_the_metadata_are_named(tmp_path: Path, pristine: bytes) -> None:
@@ -214,7 +339,7 @@ def test_tensors_that_do_not_fit_the_metadata_are_named(tmp_path: Path, pristine
     with pytest.raises(
         ModelError, match=r"missing tensors: model\.layers\.1\.mlp\.down_proj\.weight; unexpected tensors: blk\.1\.ffn_Xown\.weight"
     ):
-        converted_directory(path, silent)
+        converted(path)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16", "BF16"])
@@ -236,7 +361,7 @@ def test_encodings_are_decoded_as_ggml_defines_them(tmp_path: Path, kind: str, m
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
     path = tiny_models.write_tiny_gguf(tmp_path / "tiny.gguf")
-    weights = load_directory(converted_directory(path, silent), TINY_LLAMA, CPU, torch.float32, silent)
+    weights = converted(path)
     up = weights["layers.0.gate_up"][TINY_LLAMA.ffn :].numpy()
     assert np.array_equal(up, gguf.dequantize(encoded, encoding))
     assert 0 < np.abs(up - plain).max() < 0.2

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from penstock.errors import ModelError
+from penstock.models import hashed_file
+from penstock.models.hashed_file import WeightFile
 from penstock.models.model import ModelConfig
-from penstock.models.progress import silent
-from penstock.models.safetensors_dir import INDEX, directory_digest, load_directory
+from penstock.models.progress import Progress, silent
+from penstock.models.safetensors_dir import INDEX, load_directory
+from penstock.models.safetensors_file import read_header
+from penstock.models.weights import layout
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -24,7 +32,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def load(directory: Path, config: ModelConfig = TINY_LLAMA, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return load_directory(directory, config, CPU, dtype, silent)
+    return load_directory(directory, config, CPU, dtype, silent).tensors
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -137,6 +145,42 @@ def test_a_flipped_bit_in_a_tensor_name_is_a_missing_and_an_unexpected_tensor(tm
         load(path.parent)
 
 
+def test_any_damage_of_a_header_is_found_where_the_formats_own_library_finds_it(tmp_path: Path) -> None:
+    """But for a dtype that neither knows: that is refused only where the model has the tensor."""
+    path = tmp_path / "x.safetensors"
+    tensors = {
+        "a": torch.ones(3, 4),
+        "b": torch.zeros(5, dtype=torch.bfloat16),
+        "c": torch.zeros(2, dtype=torch.int8),
+        "d": torch.zeros(0, 3),
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    good = path.read_bytes()
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(400):
+        data = bytearray(good)
+        for at in random.integers(0, good.index(b"}}") + 10, random.integers(1, 4)):
+            data[at] = random.choice(list(b'0123456789,"[]{}:FB\xff'))
+        path.write_bytes(data)
+        try:
+            with WeightFile(path) as file:
+                ours = {name: (list(tensor.shape), tensor.dtype) for name, tensor in read_header(file).items()}
+        except ModelError as error:
+            ours = str(error)
+        try:
+            with safe_open(path, "pt") as opened:
+                theirs = {name: (opened.get_slice(name).get_shape(), opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            theirs = str(error)
+        if isinstance(theirs, str) and "unknown variant" in theirs:
+            continue
+        assert isinstance(ours, str) == isinstance(theirs, str), (data, ours, theirs)
+        assert isinstance(ours, str) or ours == theirs
+        refused += isinstance(ours, str)
+    assert 200 < refused < 400
+
+
 def test_a_directory_without_weights_says_what_it_wants(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"must hold model\.safetensors"):
         load(tmp_path)
@@ -178,15 +222,118 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         load(directory)
 
 
-def test_the_digest_follows_the_bytes_of_the_weights(tmp_path: Path) -> None:
-    def digest(directory: Path) -> bytes:
-        return directory_digest(directory, TINY_LLAMA, torch.float32, silent)
+# ------------------------------------------------------------------------------------------------------------ content
 
-    first = digest(write_tiny_model(tmp_path / "first"))
-    assert digest(write_tiny_model(tmp_path / "same")) == first
-    assert digest(write_tiny_model(tmp_path / "other", seed=1)) != first
-    path = tmp_path / "same" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(bytes(data))
-    assert digest(tmp_path / "same") != first
+
+def content(directory: Path, progress: Progress = silent) -> dict[str, bytes]:
+    return load_directory(directory, TINY_LLAMA, CPU, torch.float32, progress).content
+
+
+def test_the_content_follows_the_bytes_of_the_weights_and_not_the_files_they_are_in(tmp_path: Path) -> None:
+    first = content(write_tiny_model(tmp_path / "first"))
+    assert list(first) == [part.name for weight in layout(TINY_LLAMA) for part in weight.parts]
+    assert len(set(first.values())) == len(first)
+    assert content(write_tiny_model(tmp_path / "shards", shards=3)) == first
+    assert not set(content(write_tiny_model(tmp_path / "other", seed=1)).values()) & set(first.values())
+
+
+def test_every_byte_of_a_tensor_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)  # matrices are several pieces, of several rows each, the last one shorter
+    directory = write_tiny_model(tmp_path / "model")
+    first = content(directory)
+    with WeightFile(directory / "model.safetensors") as file:
+        stored = read_header(file)["model.layers.1.mlp.up_proj.weight"]
+    path = directory / "model.safetensors"
+    good = path.read_bytes()
+    for at in (0, 1, 999, 1000, 1001, stored.num_bytes // 2, stored.num_bytes - 1):
+        bad = bytearray(good)
+        bad[stored.start + at] ^= 1
+        path.write_bytes(bad)
+        found = content(directory)
+        assert {name for name in first if found[name] != first[name]} == {"model.layers.1.mlp.up_proj.weight"}
+
+
+def test_pieces_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    whole = load(directory)
+    for piece_bytes in (1, 300, 5000):
+        monkeypatch.setattr(hashed_file, "PIECE_BYTES", piece_bytes)
+        pieced = load(directory)
+        assert all(torch.equal(pieced[name], whole[name]) for name in whole)
+
+
+def test_the_same_bytes_under_another_dtype_are_other_content(tmp_path: Path) -> None:
+    tensors = {name: tensor.half() for name, tensor in tiny_tensors(TINY_LLAMA).items()}
+    half = content(write_tiny_model(tmp_path / "half", tensors=tensors))
+    relabelled = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items()}
+    assert not set(content(write_tiny_model(tmp_path / "bfloat", tensors=relabelled)).values()) & set(half.values())
+
+
+# ------------------------------------------------------------------------------------- files that change while they are read
+
+
+class AtFirstTensor:
+    """A Progress that does something to the files once, when the first tensor is there and most are yet to be read."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act: Callable[[], object] | None = act
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()
+
+
+@pytest.fixture
+def one_piece_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the next tensor is read before it is asked for."""
+    monkeypatch.setattr(hashed_file, "_MAX_THREADS", 1)
+    monkeypatch.setattr(hashed_file, "_AHEAD", 1)
+
+
+@pytest.mark.usefixtures("one_piece_ahead")
+def test_weights_that_are_renamed_over_while_they_are_read_are_the_old_ones_to_the_end(tmp_path: Path) -> None:
+    directory, other = write_tiny_model(tmp_path / "model"), write_tiny_model(tmp_path / "other", seed=1)
+    expected, found = content(directory), other / "model.safetensors"
+    assert content(directory, AtFirstTensor(lambda: found.replace(directory / "model.safetensors"))) == expected
+    assert content(directory) != expected
+
+
+@pytest.mark.usefixtures("one_piece_ahead")
+def test_weights_that_are_written_over_while_they_are_read_are_a_model_error(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    path, other = directory / "model.safetensors", (write_tiny_model(tmp_path / "other", seed=1) / "model.safetensors").read_bytes()
+    os.utime(path, (1, 1))
+    with pytest.raises(ModelError, match=r"model\.safetensors was written to while it was read"):
+        content(directory, AtFirstTensor(lambda: path.write_bytes(other)))
+
+
+@pytest.mark.usefixtures("one_piece_ahead")
+def test_bytes_that_are_written_over_unnoticed_are_digested_as_they_were_loaded(tmp_path: Path) -> None:
+    """By a writer who puts the modification time back: what was read before is the old, what was read after is the new, and so say the
+    digests."""
+    directory, other = write_tiny_model(tmp_path / "model"), write_tiny_model(tmp_path / "other", seed=1)
+    path = directory / "model.safetensors"
+    stamp = path.stat().st_mtime_ns
+    old, new, new_bytes = content(directory), content(other), (other / "model.safetensors").read_bytes()
+    new_weights = load(other)
+
+    def replace() -> None:
+        path.write_bytes(new_bytes)
+        os.utime(path, ns=(stamp, stamp))
+
+    found = load_directory(directory, TINY_LLAMA, CPU, torch.float32, AtFirstTensor(replace))
+    first, *_, last = layout(TINY_LLAMA)
+    assert found.content[first.parts[0].name] == old[first.parts[0].name]
+    assert found.content[last.parts[0].name] == new[last.parts[0].name]
+    assert torch.equal(found.tensors[last.name], new_weights[last.name]) and not torch.equal(
+        found.tensors[first.name], new_weights[first.name]
+    )
+
+
+@pytest.mark.usefixtures("one_piece_ahead")
+def test_weights_that_are_cut_short_while_they_are_read_are_a_model_error(tmp_path: Path) -> None:
+    """Under a mapping this would end the process with a bus error."""
+    directory = write_tiny_model(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"model\.safetensors ends at byte \d+: it was cut short"):
+        content(directory, AtFirstTensor(lambda: os.truncate(directory / "model.safetensors", 4096)))

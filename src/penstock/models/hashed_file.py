@@ -1,0 +1,154 @@
+"""Files of weights, read by position and hashed as they are read, so that a digest is of the very bytes that were used. Owns the pieces and
+the threads that read them; knows no format.
+
+Files are never mapped: one that is cut short under a mapping kills the process, one that is written to gives other bytes to the second
+reader than to the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from penstock.errors import ModelError
+from penstock.models.progress import Progress
+
+DIGEST_BYTES = 32
+PIECE_BYTES = 4 << 20  # part of every digest: with another size, no stored KV and no converted file is found any more
+_MAX_THREADS = 16
+_AHEAD = 2  # pieces in memory for each thread: one being read, one waiting for its user
+
+
+def piece_digest(data: bytes | bytearray | memoryview) -> bytes:
+    """SHA-256, which most processors have instructions for; it lets other threads run meanwhile."""
+    return hashlib.sha256(data).digest()
+
+
+def piece_rows(num_rows: int, row_bytes: int) -> Iterator[slice]:
+    """The rows of a tensor that make up each of its pieces."""
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+
+
+class WeightFile:
+    """An open file. What is renamed over its path meanwhile does not matter; what is written into it is an error at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self._found = os.fstat(self._file.fileno())
+        self.num_bytes = self._found.st_size
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        data = bytearray(num_bytes)
+        self.read_into(memoryview(data), start)
+        return bytes(data)
+
+    def read_into(self, room: memoryview, start: int) -> None:
+        """Fill `room` with what is at `start`; from any thread."""
+        done = 0
+        try:
+            while done < len(room):
+                num = os.preadv(self._file.fileno(), [room[done:]], start + done)
+                if num == 0:
+                    raise ModelError(f"{self.path} ends at byte {start + done}: it was cut short while it was read")
+                done += num
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def check_unchanged(self) -> None:
+        """Raises where somebody has written to the file since it was opened. Digests do not rest on this: it is for those who would
+        otherwise run half of two models."""
+        now = os.fstat(self._file.fileno())
+        if (now.st_size, now.st_mtime_ns) != (self._found.st_size, self._found.st_mtime_ns):
+            raise ModelError(f"{self.path} was written to while it was read; load it again when it is complete")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _unreadable(self, error: OSError) -> ModelError:
+        return ModelError(f"{self.path} cannot be read: {error.strerror or error}")
+
+
+class Piece(NamedTuple):
+    """A stretch of a file that has a digest of its own."""
+
+    file: WeightFile
+    start: int
+    num_bytes: int
+
+
+def read_pieces(pieces: Iterable[Piece]) -> Generator[tuple[memoryview, bytes]]:
+    """Each piece's bytes and their digest, in order. Threads read and hash ahead; the bytes stay until the next piece is asked for."""
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    coming = iter(pieces)
+    with ThreadPoolExecutor(num_threads, "weights") as pool:
+        ahead = deque(pool.submit(_read, piece, bytearray()) for piece in islice(coming, _AHEAD * num_threads))
+        while ahead:
+            room, num_bytes, digest = ahead.popleft().result()
+            yield memoryview(room)[:num_bytes], digest
+            for piece in islice(coming, 1):
+                ahead.append(pool.submit(_read, piece, room))
+
+
+def _read(piece: Piece, room: bytearray) -> tuple[bytearray, int, bytes]:
+    if len(room) < piece.num_bytes:
+        room = bytearray(piece.num_bytes)
+    with memoryview(room) as whole, whole[: piece.num_bytes] as data:
+        piece.file.read_into(data, piece.start)
+        return room, piece.num_bytes, piece_digest(data)
+
+
+class HashedFile(WeightFile):
+    """A file that is hashed as a whole when it is opened. Whatever is read from it afterwards is what was hashed, or an error."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        super().__init__(path)
+        self._at = -1
+        self._piece = b""
+        self._digests: list[bytes] = []
+        try:
+            starts = range(0, self.num_bytes, PIECE_BYTES)
+            pieces = [Piece(self, start, min(PIECE_BYTES, self.num_bytes - start)) for start in starts]
+            for piece, (_, digest) in zip(pieces, read_pieces(pieces), strict=True):
+                self._digests.append(digest)
+                progress(f"hashing {path.name}", piece.start + piece.num_bytes, self.num_bytes)
+        except BaseException:
+            self.close()
+            raise
+        state = hashlib.blake2b(self.num_bytes.to_bytes(8, "little"), digest_size=DIGEST_BYTES, person=b"penstock-file")
+        state.update(b"".join(self._digests))
+        self.digest = state.digest()
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        end = start + num_bytes
+        if end > self.num_bytes:
+            raise ModelError(f"{self.path} has {self.num_bytes} bytes; {end} are wanted")
+        numbers = range(start // PIECE_BYTES, -(-end // PIECE_BYTES))
+        spans = ((number, max(start - number * PIECE_BYTES, 0), end - number * PIECE_BYTES) for number in numbers)
+        return b"".join(self._checked(number)[first:last] for number, first, last in spans)
+
+    def _checked(self, number: int) -> bytes:
+        if number != self._at:
+            start = number * PIECE_BYTES
+            data = super().read(start, min(PIECE_BYTES, self.num_bytes - start))
+            if piece_digest(data) != self._digests[number]:
+                raise ModelError(f"{self.path} was written to while it was read; load it again when it is complete")
+            self._at, self._piece = number, data
+        return self._piece
