@@ -9,7 +9,7 @@ import threading
 import time
 
 from penstock.engine.engine import Engine
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, EngineClosed
 from penstock.models.progress import Progress, silent
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class EngineLoop:
         self._beat_s = time.monotonic()
         self._stop_by_s: float | None = None  # set by close: when running requests are cancelled
         self._error: BaseException | None = None
-        self._warm = threading.Event()
+        self._warm = threading.Event()  # warming up is over,
+        self._is_warm = False  # and has worked
         self._progress: Progress = silent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -49,8 +50,8 @@ class EngineLoop:
         self._progress = progress
         self._thread.start()
         self._warm.wait()
-        if self._error is not None:
-            raise self._error
+        if not self._is_warm:
+            raise EngineClosed("the engine could not be warmed up; its error is above") from self._error
         settle_process()
 
     def beat_age_s(self) -> float:
@@ -71,6 +72,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._engine.warm(self._progress)
+            self._is_warm = True
             self._warm.set()
             while not self._is_over():
                 self._beat_s = time.monotonic()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent
 from penstock.engine.engine import Engine
+from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, StepFailed
 from penstock.testing.driving import generate, run_all, submit, tiny_config
@@ -121,3 +122,35 @@ def test_a_replay_that_fails_ends_its_requests_and_leaves_the_lane_usable(
     monkeypatch.setattr(model, "layer", whole)
     assert len(generate(engine, prompts(20)).tokens) == 8
     engine.close(timeout_s=20.0)
+
+
+def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def burst(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(engine._parts.executor, "warm", burst)
+    loop = EngineLoop(engine)
+    with pytest.raises(EngineClosed) as raised:
+        loop.start()
+    assert "no such kernel" in str(raised.value.__cause__) and isinstance(loop.failed(), RuntimeError)
+    with pytest.raises(EngineClosed, match="no such kernel"):
+        engine.submit([1, 2], sampling(), Ended())
+    loop.close(5.0)
+
+
+def test_a_loop_that_has_started_is_warm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of every kind have run, on the thread that runs all others, before anybody is served."""
+    threads: list[str] = []
+    launch = engine._parts.executor.launch
+
+    def noted(plan: StepPlan) -> RunningStep:
+        threads.append(threading.current_thread().name)
+        return launch(plan)
+
+    monkeypatch.setattr(engine._parts.executor, "launch", noted)
+    loop = EngineLoop(engine)
+    loop.start()
+    assert len(threads) >= 3 and set(threads) == {"engine"}
+    loop.start()
+    loop.close(5.0)
+    assert loop.failed() is None

@@ -43,6 +43,9 @@ class Heard:
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
         self.events.append(("host_waited", on_lane, fence))
 
+    def touched(self, label: str, accesses: Sequence[Access]) -> None:
+        self.events.append(("touched", label, tuple(accesses)))
+
     def started(self, lane: str, ticket: int) -> None:
         self.starts.append((lane, ticket, threading.get_ident()))
 
@@ -443,6 +446,18 @@ class LaneRules:
         assert not fence.passed(), "all of that was said before the work ran"
         release()
         second.drain(rig.patience_s)
+
+    def test_an_observer_hears_what_a_thread_touches_itself(self, rig: Rig) -> None:
+        hears = Heard()
+        access = Access("staging", (0,), (0, 1), Mode.WRITE)
+        lane = rig.lane("a", hears)
+        lane.touch((access,), label="refill")
+        assert hears.of("touched") == [("touched", "refill", (access,))] and hears.of("submitted") == []
+
+    def test_work_knows_whether_it_is_work_of_a_lane(self, rig: Rig) -> None:
+        lane, other, found = rig.lane("a"), rig.lane("b"), []
+        lane.submit(lambda: found.append((lane.is_current(), other.is_current())), label="asks").wait_done(rig.patience_s)
+        assert found == [(True, False)] and not lane.is_current()
 
     def test_an_observer_hears_of_work_before_it_can_run(self, rig: Rig) -> None:
         heard = Heard()

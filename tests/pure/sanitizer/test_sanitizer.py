@@ -45,6 +45,34 @@ def scene() -> Iterator[Scene]:
         lane.close(10.0)
 
 
+def test_what_a_thread_touches_itself_is_in_order_once_it_has_seen_the_work_to_be_over(scene: Scene) -> None:
+    fence = scene.write("compute", 1)
+    fence.wait_passed(10.0)
+    scene.lanes["compute"].touch([Access("device", (1,), ALL, Mode.READ)], label="read results")
+    scene.write("compute", 1)
+    assert scene.races == []
+
+
+def test_what_a_thread_touches_itself_under_work_that_it_has_not_seen_to_be_over_is_a_race(scene: Scene) -> None:
+    scene.write("compute", 1)
+    scene.lanes["compute"].touch([Access("device", (1,), ALL, Mode.READ)], label="read results")
+    [(first, second, slots)] = scene.races
+    assert first == "compute" and second.startswith("thread MainThread") and slots == (1,)
+
+
+def test_two_threads_that_touch_the_same_are_a_race_and_one_is_not(scene: Scene) -> None:
+    lane, access = scene.lanes["compute"], [Access("device", (1,), ALL, Mode.WRITE)]
+    lane.touch(access, label="refill")
+    lane.touch(access, label="refill")
+    assert scene.races == []
+    other = threading.Thread(target=lane.touch, args=(access,), kwargs={"label": "refill"}, name="other")
+    other.start()
+    other.join(10.0)
+    assert [(first.partition(" (")[0], second.partition(" (")[0]) for first, second, _ in scene.races] == [
+        ("thread MainThread", "thread other")
+    ]
+
+
 def test_a_read_that_waits_for_the_write_is_in_order(scene: Scene) -> None:
     fence = scene.write("load", 1, 2)
     scene.lanes["compute"].wait(fence)

@@ -74,9 +74,7 @@ class Replays:
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
         elif captured.addresses != self._addresses():
-            raise InvariantBroken(
-                f"the step of {bucket.num_tokens} x {bucket.num_chunks} was captured over tensors that were replaced since"
-            )
+            raise InvariantBroken(f"the step of {bucket.num_tokens} x {bucket.num_chunks} was captured over tensors since replaced")
         return captured
 
     def _addresses(self) -> tuple[int, ...]:

@@ -1,0 +1,156 @@
+"""Device memory of steps besides KV: what each op changes is what it has declared, and a replay uses the tensors it was captured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.contract import Access, Mode
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.errors import InvariantBroken
+from penstock.sanitizer.report import Kind
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.driving import generate, run_all, submit, tiny_config
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+ROWS = "sampler rows"
+
+
+class StateWatch(Sanitizer):
+    """Compares the sampler's rows before and after each op of the compute lane with what the op has declared to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine | None = None
+        self.undeclared: list[tuple[str, list[int]]] = []
+        self.num_changes = 0
+        self._declared: dict[int, tuple[str, list[Access]]] = {}
+        self._before: list[torch.Tensor] = []
+
+    def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
+        super().submitted(lane, ticket, label, accesses)
+        if lane == "compute":
+            self._declared[ticket] = label, [a for a in accesses if a.arena == ROWS and a.mode is Mode.WRITE]
+
+    def _state(self) -> list[torch.Tensor]:
+        assert self.engine is not None
+        sampler = self.engine._parts.executor._sampler
+        return [sampler.last_tokens[:, None], sampler._counts, sampler._in_prompt]
+
+    def started(self, lane: str, ticket: int) -> None:
+        super().started(lane, ticket)
+        if lane == "compute" and self.engine is not None:
+            self._before = [state.clone() for state in self._state()]
+
+    def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
+        super().finished(lane, ticket, error)
+        if lane != "compute" or self.engine is None:
+            return
+        label, accesses = self._declared.pop(ticket)
+        for layer, (old, new) in enumerate(zip(self._before, self._state(), strict=True)):
+            layer = min(layer, 1)
+            changed = (old != new).any(dim=1).nonzero()[:, 0].tolist()
+            declared = {int(row) for a in accesses if a.layers[0] <= layer < a.layers[1] for row in a.slots}
+            self.num_changes += len(changed)
+            if not set(changed) <= declared:
+                self.undeclared.append((label, sorted(set(changed) - declared)))
+
+
+def test_every_op_declares_the_rows_whose_state_it_changes(prompts: Prompts) -> None:
+    watch = StateWatch()
+    engine = build(tiny_config(max_batch=4), sanitizer=watch)
+    watch.engine = engine
+    for number in range(6):
+        how: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.5} if number % 2 else {}
+        submit(engine, prompts(20 + number, seed=number), max_tokens=5 + number, temperature=0.5, seed=number, **how)
+    run_all(engine)
+    engine.close(timeout_s=20.0)
+    assert watch.undeclared == [] and watch.num_changes > 50 and watch.reports == []
+
+
+def test_a_captured_step_is_not_replayed_over_other_tensors(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """A replay reads the last tokens where they were when it was captured. Were they somewhere else by now, it would decode stale ones."""
+    engine = make_engine()
+    generate(engine, prompts(20), max_tokens=4)
+    sampler = engine._parts.executor._sampler
+    kept, sampler.last_tokens = sampler.last_tokens, sampler.last_tokens.clone()
+    try:
+        submit(engine, prompts(20, seed=1), max_tokens=4)
+        with pytest.raises(InvariantBroken, match="captured over tensors since replaced"):
+            run_all(engine)
+    finally:
+        sampler.last_tokens = kept
+    engine._parts.scheduler._steps._unread.pop()  # the plan that could not be launched
+
+
+@pytest.mark.parametrize("what", ["inputs", "rope", "arena"])
+def test_the_other_tensors_of_a_captured_step_are_watched_too(make_engine: MakeEngine, prompts: Prompts, what: str) -> None:
+    engine = make_engine()
+    generate(engine, prompts(20), max_tokens=4)
+    executor = engine._parts.executor
+    owner: Any = {"inputs": executor._replays, "rope": executor._forward.model, "arena": executor._forward.attention}[what]
+    bucket = next(iter(executor._replays._captured))
+    executor._replays.get(bucket)
+    kept = getattr(owner, what)
+    setattr(owner, what, kept.clone())
+    with pytest.raises(InvariantBroken, match="captured over tensors since replaced"):
+        executor._replays.get(bucket)
+    setattr(owner, what, kept)
+    executor._replays.get(bucket)
+
+
+def test_the_sanitizer_sees_results_that_are_read_too_early(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: a result is read without waiting for its step."""
+    sanitizer = Sanitizer()
+    engine = build(tiny_config(), sanitizer=sanitizer)
+    submit(engine, prompts(20), max_tokens=2)
+    engine.step()
+    running = engine._running
+    assert running is not None and sanitizer.reports == []
+    engine._parts.lanes[0].touch((running.outputs.access,), label="read results")
+    assert [(r.kind, r.arena) for r in sanitizer.reports] == [(Kind.RACE, "staged results")]
+    run_all(engine)
+    engine.close(timeout_s=20.0)
+
+
+def test_warming_up_leaves_nothing_behind(prompts: Prompts) -> None:
+    """No count, no block, no rate: an engine that is warm answers as one that is not, and says that nothing was asked of it."""
+    cold, sanitizer = build(tiny_config(host_blocks=64)), Sanitizer()
+    warm = build(tiny_config(host_blocks=64), sanitizer=sanitizer)
+    before = warm.stats()
+    stages: list[str] = []
+    warm.warm(lambda stage, done, total: stages.append(f"{stage} {done == total}"))
+    assert stages[0] == "warming up False" and stages[-1] == "warming up True"
+    after = warm.stats()
+    assert (after.prompt_tokens, after.generated_tokens, after.steps, after.cache) == (
+        before.prompt_tokens,
+        before.generated_tokens,
+        0,
+        before.cache,
+    )
+    assert after.kv_blocks == before.kv_blocks and sum(after.requests.values()) == 0
+    how: dict[str, Any] = {"max_tokens": 8, "temperature": 0.9, "seed": 3, "repetition_penalty": 1.3, "logprobs": 2}
+    assert generate(warm, prompts(40), **how).tokens == generate(cold, prompts(40), **how).tokens
+    warm.check()
+    for engine in (warm, cold):
+        engine.close(timeout_s=20.0)
+    assert sanitizer.reports == []
+
+
+def test_uploads_go_round_only_when_the_device_has_read_them() -> None:
+    """On the CPU nothing is staged: what is sent is a copy that later changes of the list do not reach."""
+    from penstock.engine.execution.staging import Uploads
+    from penstock.lanes.cpu import CpuLane
+
+    lane = CpuLane("compute")
+    given = np.array([3, 1, 2], np.int32)
+    sent = Uploads(torch.device("cpu"), lane).send(given)
+    given[:] = 0
+    assert sent.tolist() == [3, 1, 2] and sent.dtype == torch.int64
+    lane.close(10)
