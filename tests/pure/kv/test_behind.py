@@ -11,7 +11,7 @@ from stacked_rig import Stacked
 from penstock.config import AdmissionName
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.behind import Behind, Persisting
-from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.cold import ColdTier, Writing
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -250,13 +250,20 @@ def test_the_set_of_dirty_blocks_stays_small_though_they_come_and_go() -> None:
 # ---------------------------------------------------------------------------------------------------------------------------- reset
 
 
+def emptied(rig: Stacked, tier: str) -> int:
+    """What the store had."""
+    resetting = rig.cache.begin_reset([tier])
+    rig.flow()
+    assert resetting.settled and resetting.error is None
+    return resetting.forgotten[tier]
+
+
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(admission: AdmissionName) -> None:
     rig = Stacked(admission=admission)
     rig.remembered(4, tiers=("host", "ssd"))
     assert rig.persisted().error is None
-    assert rig.tiers["ssd"].reset() == 4
-    rig.cache.forgotten("ssd")
+    assert emptied(rig, "ssd") == 4
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end()
 
@@ -264,8 +271,7 @@ def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(a
 def test_a_reset_of_the_second_tier_makes_nothing_dirty() -> None:
     rig = Stacked("ssd", "remote")
     rig.remembered(4, tiers=("host", "ssd", "remote"))
-    assert rig.tiers["remote"].reset() == 4
-    rig.cache.forgotten("remote")
+    assert emptied(rig, "remote") == 4
     assert rig.behind._dirty == {}
     rig.end()
 
@@ -275,11 +281,9 @@ def test_a_write_that_was_done_before_the_reset_does_not_count_behind_it() -> No
     one = rig.cache.persist()
     rig.cache.settle()
     rig.lanes.run_all()  # it is in the store, and nobody has looked yet
-    assert rig.tiers["ssd"].reset() == 4
-    rig.cache.forgotten("ssd")
-    rig.flow()
-    assert one is not None and one.settled and isinstance(one.error, StoreFailed), "it is not there any more"
-    assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    assert emptied(rig, "ssd") == 4
+    assert one is not None and one.settled and one.error is None
+    assert rig.store_has(rig.keys(4)) == [True] * 4, "it is not there any more, and was written again"
     rig.end()
 
 
@@ -288,9 +292,7 @@ def test_a_block_that_was_read_before_the_reset_is_not_in_the_store_behind_it() 
     rig.remembered(2, tiers=("ssd",))
     table, haul = rig.load(2)
     rig.lanes.run_all()
-    assert rig.tiers["ssd"].reset() == 2
-    rig.cache.forgotten("ssd")
-    rig.flow()
+    assert emptied(rig, "ssd") == 2
     assert haul.num_landed == 2 and rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
     rig.end(table)
 
@@ -331,8 +333,8 @@ class BelievesEveryWrite(Behind):
 
 
 class ForgetsNothingAtAReset(Behind):
-    def forgotten(self, tier: str) -> None:
-        pass
+    def reset(self, tier: str) -> Writing:
+        return self.tiers[tier].reset()
 
 
 class WritesThroughTheLimit(Behind):
@@ -354,8 +356,7 @@ def sealed_by_persist(make: type[Behind]) -> None:
     rig.flow()
     assert one.settled and one.error is None and rig.store_has(rig.keys(10)) == [True] * 10
     assert rig.stores["ssd"].calls[-1] == "persist"
-    rig.tiers["ssd"].reset()
-    rig.cache.forgotten("ssd")
+    emptied(rig, "ssd")
     rig.stores["ssd"].fails.add(rig.keys(1)[0])
     assert rig.persisted().error is not None, "not all of it was written"
     rig.stores["ssd"].fails.clear()
