@@ -248,7 +248,7 @@ class Mover:
         try:
             if transfer.prepare():
                 self._enqueue(transfer, arrivals)
-        except Exception as error:
+        except BaseException as error:  # of any kind: what was not copied has not landed
             transfer.fail(error)
         finally:
             # Whatever went wrong, what is on the lane already ends before either side is given back.
