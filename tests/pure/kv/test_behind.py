@@ -9,7 +9,7 @@ import pytest
 from stacked_rig import Stacked
 
 from penstock.config import AdmissionName
-from penstock.errors import StoreFailed
+from penstock.errors import LaneClosed, StoreFailed
 from penstock.kv.tiers.behind import Behind, Persisting
 from penstock.kv.tiers.cold import ColdTier, Writing
 
@@ -295,6 +295,75 @@ def test_a_block_that_was_read_before_the_reset_is_not_in_the_store_behind_it() 
     assert emptied(rig, "ssd") == 2
     assert haul.num_landed == 2 and rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
     rig.end(table)
+
+
+def test_a_block_that_is_read_while_the_store_waits_to_be_emptied_is_not_in_the_store_behind_it() -> None:
+    rig = Stacked()
+    rig.remembered(2, tiers=("ssd",))
+    resetting = rig.cache.begin_reset(["ssd"])  # on its lane, and not begun
+    table, haul = rig.load(2)
+    rig.read(0)
+    assert haul.num_sent == 2 and not resetting.settled
+    rig.flow()
+    assert resetting.forgotten == {"ssd": 2}
+    assert rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
+    rig.end(table)
+
+
+@pytest.mark.parametrize("num_writes", range(4))
+def test_a_reset_at_any_moment_of_a_persist_makes_it_write_again(num_writes: int) -> None:
+    rig = in_host_only("evict")
+    one = rig.cache.persist()
+    rig.cache.settle()
+    for _ in range(3 * num_writes):
+        rig.lane("write ssd").step()
+    resetting = rig.cache.begin_reset(["ssd"])
+    again = rig.cache.persist()
+    rig.flow()
+    assert resetting.settled and one is not None and again is not None and one.settled and again.settled
+    assert one.error is None and again.error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.end()
+
+
+@pytest.mark.parametrize("admission", ["reuse", "evict"])
+def test_blocks_that_a_reset_of_host_memory_takes_from_a_persist_are_its_loss(admission: AdmissionName) -> None:
+    rig = in_host_only(admission)
+    table = rig.ran(2, "b", "other")
+    one = rig.cache.persist()  # it waits for the save of the second
+    assert rig.cache.begin_reset(["host"]).forgotten == {"host": 4}
+    rig.flow()
+    assert one is not None and one.settled and isinstance(one.error, StoreFailed) and "4 of 6" in str(one.error)
+    assert rig.store_has(rig.keys(2, "b")) == [True] * 2, "what is left is written all the same"
+    assert rig.persisted().error is None, "what had left host memory before is nobody's loss"
+    rig.end(table)
+
+
+def test_a_reset_of_host_memory_takes_nothing_that_a_persist_is_writing() -> None:
+    rig = in_host_only("evict")
+    one = rig.cache.persist()
+    rig.cache.settle()
+    assert rig.cache.begin_reset(["host"]).forgotten == {"host": 0}
+    rig.flow()
+    assert one is not None and one.error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.end()
+
+
+def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() -> None:
+    rig = Stacked("ssd", "remote")
+    rig.remembered(4, tiers=("host", "ssd", "remote"))
+    resetting = rig.cache.begin_reset(["host", "ssd", "remote"])
+    assert resetting.memory == {"host": 4} and not resetting.settled and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.flow()
+    assert resetting.settled and resetting.forgotten == {"host": 4, "ssd": 4, "remote": 4}
+    rig.end()
+
+
+def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
+    rig = Stacked()
+    rig.lane("write ssd").close()
+    resetting = rig.cache.begin_reset(["ssd"])
+    rig.cache.settle()
+    assert resetting.settled and isinstance(resetting.error, LaneClosed)
 
 
 # --------------------------------------------------------------------------------------------------------------------------- faults

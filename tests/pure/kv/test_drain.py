@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from stacked_rig import GROUP, Stacked
 
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers import behind
 
@@ -254,3 +254,14 @@ def test_slots_of_a_table_that_has_ended_are_not_the_hauls_any_more() -> None:
         assert not haul.over, "it still reads into host memory"
     assert not touched(rig, rig.flow)
     rig.end()
+
+
+def test_a_pin_that_no_drain_knows_is_a_defect() -> None:
+    rig = Stacked()
+    table = rig.ran(2)
+    rig.flow()
+    pin = rig.cache.pin(table.hold.slots[:1], "something else")
+    with pytest.raises(InvariantBroken, match="something else"):
+        rig.cache.check()
+    pin.end()
+    rig.end(table)
