@@ -3,19 +3,24 @@ with the reason, and nobody's wait outlasts it."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
-from cpu.engine.test_tiers import turn, until
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from cpu.engine.test_tiers import until
+from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
+from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest
+from penstock.kv.tiers.host import HostLease
+from penstock.models.lora import AdapterWeights
 from penstock.testing.driving import Collected, generate, run_all, settle_all, submit, tiny_config
 from penstock.testing.gates import gates
 from penstock.testing.sanitized import build_sanitized
@@ -129,7 +134,9 @@ def test_a_listener_that_raises_keeps_nobody_from_being_told(prompts: Prompts, e
     engine.submit(prompts(10, seed=3), PARAMS, in_the_inbox)
     behind_it = submit(engine, prompts(10, seed=4))
     engine.fail_all(RuntimeError("the device is gone"))
-    assert all(one.events[-1].finish is FinishReason.ERROR and len(one.events) == 1 for one in (first, raising, last, in_the_inbox, behind_it))
+    assert all(
+        one.events[-1].finish is FinishReason.ERROR and len(one.events) == 1 for one in (first, raising, last, in_the_inbox, behind_it)
+    )
 
 
 def test_after_a_failure_everything_is_refused_with_its_reason_and_nothing_piles_up(prompts: Prompts) -> None:
@@ -307,17 +314,86 @@ def test_a_flush_that_was_asked_for_before_the_engine_closes_is_not_forgotten(pr
     assert failure_of(flush) is None and len(shared.blocks) == 6
 
 
+def test_an_operator_does_not_wait_for_ever_for_an_engine_that_does_not_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.0)
+    engine = build(host_blocks=16)
+    for call in (engine.reset_cache, lambda: engine.wait_flushed("visible", 0.0)):
+        with pytest.raises(DeadlineExceeded, match="what is under way goes on"):
+            call()
+    engine.step()  # and what was asked for is done all the same
+    assert not engine._flushes and len(engine._inbox) == 0
+    engine.close(20.0)
+
+
 # ------------------------------------------------------------------------------------------- a submit that is refused at the last moment
+
+
+class Files:
+    digest = "digest"
+    weights = AdapterWeights(())
+
+
+def adapted(engine: Engine) -> Adapter:
+    """An adapter that changes nothing, under a name."""
+    engine.adapters._read = lambda directory: Files()  # type: ignore[assignment, return-value]
+    return engine.adapters.load("tuned", Path("anywhere")).adapter
+
+
+def test_a_listener_that_raises_at_its_last_event_lets_go_of_its_adapter(prompts: Prompts) -> None:
+    engine = build()
+    adapter = adapted(engine)
+    raising = Raising(ValueError("mine"))
+    engine.submit(prompts(10), PARAMS, raising, adapter=adapter)
+    engine._inbox.run_all()
+    assert engine.adapters._num_holds[adapter.digest] == 1
+    engine.cancel(raising.events[0].request_id if raising.events else engine._outbox.open_ids()[0])
+    engine._inbox.run_all()
+    assert raising.events[-1].finish is FinishReason.CANCELLED and engine.adapters._num_holds[adapter.digest] == 0
+    engine.close(20.0)
+
+
+def test_a_request_is_told_though_its_lease_cannot_be_ended(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(host_blocks=64)
+    generate(engine, prompts(100))
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    found = submit(engine, prompts(100))
+    monkeypatch.setattr(HostLease, "end", burst)
+    engine.fail_all(RuntimeError("the step broke"))
+    assert len(found.events) == 1 and found.finish is FinishReason.ERROR and "the step broke" in str(found.error)
+
+
+def test_a_device_that_fails_while_a_step_is_waited_for_ends_its_requests_with_the_error(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    found = submit(engine, prompts(10))
+    engine.step()
+    assert engine._running is not None
+    engine._running = dataclasses.replace(engine._running, fence=Lost())
+    run_all(engine)
+    assert found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
+    engine._parts.lanes[0].drain(20.0)
+    assert len(generate(engine, prompts(10)).tokens) == 8, "the engine goes on"
+    engine.close(20.0)
+
+
+class Lost:
+    """A fence of a device that has failed."""
+
+    lane, number = "compute", 0
+
+    def passed(self) -> bool:
+        return False
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        raise RuntimeError("the device is gone")
 
 
 @pytest.mark.parametrize("late", ["closed", "ended", "no lease"])
 def test_a_submit_that_is_refused_at_the_last_moment_keeps_nothing(prompts: Prompts, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-    from penstock.contract import Adapter
-    from penstock.models.lora import AdapterWeights
-
     engine = build(host_blocks=64)
-    adapter = Adapter("tuned", "digest")
-    engine.adapters._weights[adapter.digest] = AdapterWeights(())
+    adapter = adapted(engine)
     generate(engine, prompts(100))
     settle_all(engine)
     engine.cache.reset(("device",))

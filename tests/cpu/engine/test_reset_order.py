@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
-from cpu.engine.test_failed_engine import asked, soon
+from cpu.engine.test_failed_engine import adapted, asked, soon
 from cpu.engine.test_tiers import states, turn, until
-from penstock.contract import Adapter, FinishReason, KvSource
+from penstock.contract import FinishReason, KvSource, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import InvalidRequest, StoreFailed
-from penstock.models.lora import AdapterWeights
 from penstock.testing.driving import generate, run_all, settle_all, submit
 from penstock.testing.stores import MemoryStore
 
@@ -242,17 +241,6 @@ def between(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], N
     monkeypatch.setattr(engine.cache, "lease", interrupted)
 
 
-def adapted(engine: Engine) -> Adapter:
-    """An adapter that changes nothing, under a name."""
-    engine.adapters._read = lambda directory: Files()  # type: ignore[assignment]
-    return engine.adapters.load("tuned", Path("anywhere")).adapter
-
-
-class Files:
-    digest = "digest"
-    weights = AdapterWeights(())
-
-
 def test_an_adapter_that_is_unloaded_in_the_middle_of_a_submit_stays_until_the_request_has_ended(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,8 +262,6 @@ def test_a_cancel_in_the_middle_of_a_submit_is_of_nothing_and_one_after_it_ends_
     engine = make_engine(host_blocks=64)
     between(engine, monkeypatch, lambda: engine.cancel("mine"))
     events: list[Any] = []
-    from penstock.contract import SamplingParams
-
     engine.submit(prompts(20), SamplingParams(max_tokens=200, ignore_eos=True), events.append, request_id="mine")
     turn(engine, 4)
     assert events and all(event.finish is None for event in events)
