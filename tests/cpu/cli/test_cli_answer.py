@@ -99,8 +99,21 @@ class _Silent(_Failing):
         return "its thread is gone" if self._ends is not None and self.num_looks > self._ends else None
 
 
+class _Clock:
+    """A second passes with every look at it, and not for ever."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 1.0
+        assert self.now_s < 1000.0, "it waits for ever"
+        return self.now_s
+
+
 def test_nobody_waits_for_an_engine_that_has_ended(monkeypatch):
     monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(answer_module, "time", _Clock())
     engine = _Silent(ends=3)
     pieces = Answer(engine, [1], _greedy(5)).pieces()
     assert next(pieces) == "A", "what it said before counts"
@@ -111,7 +124,7 @@ def test_nobody_waits_for_an_engine_that_has_ended(monkeypatch):
 
 def test_nobody_waits_for_ever_for_a_request_to_be_cancelled(monkeypatch):
     monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
-    monkeypatch.setattr(answer_module, "CANCEL_S", -1.0)
+    monkeypatch.setattr(answer_module, "time", _Clock())
     engine = _Silent()
     answer = Answer(engine, [1], _greedy(5))
     pieces = answer.pieces()
@@ -119,7 +132,7 @@ def test_nobody_waits_for_ever_for_a_request_to_be_cancelled(monkeypatch):
     answer.interrupt()
     with pytest.raises(StepFailed, match="did not end the request"):
         next(pieces)
-    assert engine.cancelled == ["r"]
+    assert engine.cancelled == ["r"] and engine.num_looks > answer_module.CANCEL_S - 5, "it has all that time"
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
