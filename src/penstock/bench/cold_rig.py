@@ -138,6 +138,13 @@ class ColdRig:
                 raise DeadlineExceeded(f"blocks are still on their way after {_WAIT_S:g} s")
             self._woken.wait(self.cache.look_again_s if self.cache.num_in_flight and not self.cache.is_hauling else POLL_BEHIND_S)
 
+    def empty_store(self) -> None:
+        """Raises StoreFailed."""
+        resetting = self.cache.begin_reset([self.tier.name])
+        self.wait_until(lambda: resetting.settled)
+        if resetting.error is not None:
+            raise resetting.error
+
     def wait_idle(self) -> None:
         self.wait_until(lambda: not (self.cache.num_in_flight or self.cache.num_behind))
 
@@ -150,11 +157,11 @@ class ColdRig:
         """What the store got is removed from it. After an error as much of that as can be done."""
         if kind is None:
             self.wait_idle()
-            self.tier.reset()
+            self.empty_store()
             self.cache.close(_CLOSE_S)
         else:
             with contextlib.suppress(PenstockError):
-                self.tier.reset()
+                self.empty_store()
             with contextlib.suppress(PenstockError):
                 self.cache.close(_CLOSE_S)
         self.host.close()

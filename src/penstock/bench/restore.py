@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -95,14 +95,14 @@ class RestoreBench:
             turn = driver.turn()
             turns = [*turns, turn] if turn.num_tokens == batch else []
         # As in a server: prompts are hashed and looked up by threads that are not the engine's.
-        submitter = threading.Thread(target=lambda: [driver.submit(prompt, 1) for prompt in returning], name="bench-submit", daemon=True)
-        submitter.start()
-        while True:
-            turn = driver.turn()
-            if turn.num_finished > len(returning) or (turn.num_finished and turn.num_tokens - turn.num_finished < batch):
-                break
-            turns.append(turn)
-        submitter.join()
+        with ThreadPoolExecutor(1, "bench-submit") as pool:
+            submitted = pool.submit(lambda: [driver.submit(prompt, 1) for prompt in returning])
+            while True:
+                turn = driver.turn()
+                if turn.num_finished > len(returning) or (turn.num_finished and turn.num_tokens - turn.num_finished < batch):
+                    break
+                turns.append(turn)
+            submitted.result()
         driver.run_all()
         kept = [turn for turn in turns if turn.num_tokens >= batch]
         return [later.end_s - earlier.end_s for earlier, later in pairwise(kept)]

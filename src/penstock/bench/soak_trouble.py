@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Disturber:
     def run(self, stop: threading.Event) -> None:
         try:
             while not stop.wait(self._rng.random() * PAUSE_S):
-                self._rng.choice((self._reset, self._flush, self._flush, self._reload, self._reload, self._engine.stats))()
+                self._rng.choice((self._reset, self._flush, self._both, self._reload, self._reload, self._engine.stats))()
         except EngineClosed:
             return  # the engine has stopped, and says why itself
 
@@ -90,6 +91,13 @@ class Disturber:
         with self._may_refuse():
             self._engine.wait_flushed(self._rng.choice(levels), FLUSH_S)
             self.counts["flushes"] += 1
+
+    def _both(self) -> None:
+        """A flush and a reset at once."""
+        with ThreadPoolExecutor(1) as other:
+            flushed = other.submit(self._flush)
+            self._reset()
+            flushed.result()
 
     @contextmanager
     def _may_refuse(self) -> Iterator[None]:

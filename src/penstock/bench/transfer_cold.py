@@ -93,7 +93,7 @@ class TierWrite:
         self._persist = persist
 
     def prepare(self, spoil: bool) -> None:
-        self._rig.tier.reset()
+        self._rig.empty_store()
 
     def launch(self) -> Wait:
         rig = self._rig

@@ -13,6 +13,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.text import TextStream
 from penstock.errors import StepFailed
 
+LOOK_S = 1.0  # between two looks whether the engine can still say anything
+CANCEL_S = 30.0  # for the engine to end a request that nobody wants any more; a step takes seconds at most
+
 COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
 
 
@@ -58,16 +61,18 @@ class Answer:
         self._finish: str | None = None
         self._request_id = ""
         self._submitted_s = self._first_s = self._last_s = 0.0
+        self._cancel_by_s = float("inf")  # set when it is cancelled
 
     def interrupt(self) -> None:
         self._events.put(None)
 
     def pieces(self) -> Iterator[str]:
-        """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where it gave it up."""
+        """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where it gave it up, or where it
+        can no longer say so."""
         self._submitted_s = time.monotonic()
         self._request_id = self._submit(self._events.put)
         while True:
-            event = self._events.get()
+            event = self._wait_event()
             if event is None:
                 self._end("cancelled")
                 continue
@@ -77,6 +82,17 @@ class Answer:
             if event.finish is not None:
                 self._last_s = time.monotonic() - self._submitted_s
                 return
+
+    def _wait_event(self) -> TokenEvent | None:
+        while True:
+            try:
+                return self._events.get(timeout=LOOK_S)
+            except queue.Empty:
+                why = self._engine.ended
+                if why is None and time.monotonic() > self._cancel_by_s:
+                    why = f"the engine did not end the request within {CANCEL_S:g} s"
+                if why is not None and self._events.empty():  # what it said before it ended counts
+                    raise StepFailed(why) from None
 
     def figures(self) -> Figures:
         return Figures(len(self._prompt), self._source, self._num_generated, self._first_s, self._last_s, self._finish or "cancelled")
@@ -103,4 +119,5 @@ class Answer:
         """No more text is wanted; the engine is asked to end the request, and the event that says so is waited for."""
         if self._finish is None:
             self._finish = finish
+            self._cancel_by_s = time.monotonic() + CANCEL_S
             self._engine.cancel(self._request_id)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import random
 import time
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract import Adapter, FinishReason, Lease, Listener, Request, SamplingParams, StepPlan, TokenEvent
+from penstock.contract import Adapter, Lease, Listener, Request, SamplingParams, StepPlan
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.outcome import RunningStep
@@ -27,10 +28,10 @@ from penstock.engine.pace import Pace
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.stats import EngineStats
-from penstock.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena
-from penstock.kv.tiers.behind import Persisting
+from penstock.kv.tiers.behind import Persisting, Resetting
 from penstock.kv.transfer.mover import Settling
 from penstock.lanes.lane import Lane
 from penstock.lanes.polling import POLL_S
@@ -43,7 +44,8 @@ log = logging.getLogger(__name__)
 
 FlushLevel = Literal["captured", "visible", "persisted"]
 POLL_BEHIND_S = 0.5e-3  # while tiers behind host memory read or write: looking more often would take the interpreter from their lanes
-RESET_DEADLINE_S = 60.0  # for the engine thread to come round; a step takes seconds at most
+RESET_DEADLINE_S = 600.0  # for the engine thread to come round, and for stores to be emptied
+_GRACE_S = 1.0  # for a lane that has nothing to do any more to end
 
 
 @dataclass(slots=True)
@@ -76,11 +78,10 @@ class Engine:
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")  # elsewhere compute has better use for the core
         self._outbox = Outbox()
         self._running: RunningStep | None = None
-        self._failure: str | None = None  # why the loop cannot go on
         self._seeds = random.Random(parts.seed)
         self._blocked_s = {"result": 0.0, "save": 0.0, "settle": 0.0}
         self._load_exposed_s = 0.0
-        self._flushes: list[tuple[Settling | None, Future[None]]] = []  # who waits for saves, and for which
+        self._flushes: list[tuple[Settling | None, Future[Any]]] = []  # who waits for saves and resets, and for which
         self._num_steps = 0
         self._pace = Pace()
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
@@ -119,7 +120,8 @@ class Engine:
             lease = cache.lease(request.id, prefix) if prefix is not None and request.may_match else None
             if lease is not None:
                 undo.callback(lease.end)
-            self._inbox.put(lambda: self._add(request, listener, lease), only_open=True)
+            run, fail = functools.partial(self._add, request, listener, lease), functools.partial(self._give_up, request, listener, lease)
+            self._inbox.put(run, fail=fail, only_open=True)
             undo.pop_all()
         return request.id
 
@@ -144,15 +146,13 @@ class Engine:
 
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
         """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine thread has done it, and
-        until disks and stores have."""
-        done: Future[dict[str, int]] = Future()
-        self._inbox.put(lambda: done.set_result(self._parts.cache.reset(tiers)), only_open=True)
-        forgotten = done.result(timeout=RESET_DEADLINE_S)
-        for name, tier in self._parts.cache.cold_tiers.items():
-            if name in tiers:
-                forgotten[name] = tier.reset()
-                self._inbox.put(lambda name=name: self._parts.cache.forgotten(name))  # type: ignore[misc]
-        return forgotten
+        until disks and stores have. Raises StoreFailed where one could not."""
+        done = self._begin(lambda: self._parts.cache.begin_reset(tiers))
+        try:
+            forgotten: dict[str, int] = done.result(timeout=RESET_DEADLINE_S)
+            return forgotten
+        except TimeoutError:
+            raise DeadlineExceeded(f"the cache was not reset within {RESET_DEADLINE_S:g} s; what is under way goes on") from None
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
         """Block until what was sealed before this call has been read from device memory (captured), can be found in the host tier
@@ -161,13 +161,22 @@ class Engine:
         cache = self._parts.cache
         if level == "persisted" and not cache.cold_tiers:
             raise InvalidRequest("nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level")
-        done: Future[None] = Future()
-        save = cache.persist if level == "persisted" else cache.newest_save
-        self._inbox.put(lambda: self._flushes.append((save(), done)), only_open=True)
+        done = self._begin(cache.persist if level == "persisted" else cache.newest_save)
         try:
             done.result(timeout=timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the cache was not {level} within {timeout_s:g} s; what is under way goes on") from None
+
+    def _begin(self, start: Callable[[], Settling | None]) -> Future[Any]:
+        """Have the engine thread start something. The future ends when that is settled, and at the latest when the engine does."""
+        done: Future[Any] = Future()
+        self._inbox.put(lambda: self._flushes.append((start(), done)), fail=done.set_exception, only_open=True)
+        return done
+
+    @property
+    def ended(self) -> str | None:
+        """Why no listener will ever hear anything again; None while the engine may still say something."""
+        return self._inbox.ended
 
     def stats(self) -> EngineStats:
         scheduler, cache = self._parts.scheduler, self._parts.cache.stats()
@@ -253,26 +262,38 @@ class Engine:
         self._parts.cache.check()
 
     def fail_all(self, error: BaseException) -> None:
-        """End every request with `error`: the loop cannot go on."""
-        self._failure = f"the engine stopped: {type(error).__name__}: {error}"
-        self.refuse(self._failure)
-        self._inbox.run_all()
-        for request_id in self._outbox.open_ids():
-            self._outbox.publish([TokenEvent(request_id, finish=FinishReason.ERROR, error=self._failure)])
+        """The loop cannot go on: end every request, and everybody else's wait, with `error`. Touches neither scheduler nor cache, which may
+        be what is broken. Never raises."""
+        self._end_all(f"the engine stopped: {type(error).__name__}: {error}")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel what is open, let the device finish, check that nothing is left. Bounded by `timeout_s` per lane."""
+        """Cancel what is open, let the device finish, check that nothing is left. Transfers and lanes have `timeout_s` in all; where they
+        take longer this raises DeadlineExceeded, and closing may be tried again."""
         self.refuse("the engine is closed")
-        self._inbox.run_all()
-        for request_id in self._outbox.open_ids():
-            self._outbox.publish([self._parts.scheduler.cancel(request_id)])
-        if self._running is not None:
-            self._read(self._running)
-            self._running = None
-        self._parts.cache.close(timeout_s)
-        for lane in self._parts.lanes:
-            lane.close(timeout_s)
-        self._end_flushes()
+        by_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self._inbox.run_all()
+            for request_id in self._outbox.open_ids():
+                self._outbox.publish([self._parts.scheduler.cancel(request_id)])
+            if self._running is not None:
+                running, self._running = self._running, None
+                self._read(running)
+            self._parts.cache.close(timeout_s)
+            for lane in self._parts.lanes:
+                lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
+            self._end_flushes()
+        except BaseException as error:
+            self.fail_all(error)
+            raise
+        self._end_all("the engine is closed")
+
+    def _end_all(self, why: str) -> None:
+        """Nobody hears anything from here on; whoever waits is told so."""
+        self._inbox.end(why)
+        for _, done in self._flushes:
+            done.set_exception(EngineClosed(why))
+        self._flushes = []
+        self._outbox.end_all(why)
 
     def _launch(self, plan: StepPlan) -> RunningStep:
         running = self._parts.executor.launch(plan)
@@ -313,20 +334,26 @@ class Engine:
 
     def _end_flushes(self) -> None:
         for save, done in self._flushes:
-            if (save is None or save.settled) and not done.done():
-                error = save.error if isinstance(save, Persisting) else None
-                done.set_result(None) if error is None else done.set_exception(error)
+            if save is None or save.settled:
+                error = save.error if isinstance(save, Persisting | Resetting) else None
+                result = save.forgotten if isinstance(save, Resetting) else None
+                done.set_result(result) if error is None else done.set_exception(error)
         self._flushes = [(save, done) for save, done in self._flushes if not done.done()]
 
     def _add(self, request: Request, listener: Listener, lease: Lease | None) -> None:
-        error = f"request id {request.id} is in use" if request.id in self._outbox else self._failure
-        if error is not None:
+        if request.id in self._outbox:
+            self._give_up(request, listener, lease, InvalidRequest(f"request id {request.id} is in use"))
+            return
+        self._parts.scheduler.add(request, lease)  # where it raises, the request was never open
+        self._outbox.open(request.id, listener, request.arrival_s)
+
+    def _give_up(self, request: Request, listener: Listener, lease: Lease | None, error: BaseException) -> None:
+        """What was submitted is not added."""
+        try:
             if lease is not None:
                 lease.end()
-            listener(TokenEvent(request.id, finish=FinishReason.ERROR, error=error))
-            return
-        self._outbox.open(request.id, listener, request.arrival_s)
-        self._parts.scheduler.add(request, lease)
+        finally:
+            self._outbox.refuse(request.id, listener, str(error))
 
     def _checked_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], NDArray[np.uint32]]:
         """Its tokens as a list of our own, and the same in an array."""

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from penstock.errors import EngineClosed
 from penstock.lanes.polling import sharpen_timers
 
-Command = Callable[[], object]
+log = logging.getLogger(__name__)
+
+
+def _nobody_waits(error: BaseException) -> None:
+    """For commands without an answer."""
+
+
+class Command(NamedTuple):
+    """Exactly one of `run` and `fail` is called, or `run` and then `fail` where it raised."""
+
+    run: Callable[[], object]
+    fail: Callable[[BaseException], object]  # tells whoever waits that it will not be, or could not be, done
+
+    def try_fail(self, error: BaseException) -> None:
+        """Never raises: others are still to be told."""
+        try:
+            self.fail(error)
+        except BaseException:
+            log.exception("somebody could not be told that the engine thread has failed")
 
 
 class Inbox:
-    """Commands in order. `put` and `wake` may be called from any thread, `run_all` and `wait` from the engine thread only. `sharp`: waits
-    end when they should, which costs a thread that waits shortly and often more of its core."""
+    """Commands in order. `put` and `wake` may be called from any thread, `run_all`, `wait` and `end` from the engine thread only. `sharp`:
+    waits end when they should, which costs a thread that waits shortly and often more of its core."""
 
     def __init__(self, sharp: bool = False) -> None:
         self._commands: deque[Command] = deque()
@@ -24,16 +44,24 @@ class Inbox:
         self._sharp = sharp
         self._waiting: threading.Thread | None = None  # who did so last
         self._closed: str | None = None  # set under the lock, so that no submission slips in behind it
+        self._ended = False  # nobody runs commands any more; also set under the lock
 
     def __len__(self) -> int:
         return len(self._commands)
 
-    def put(self, command: Command, *, only_open: bool = False) -> None:
-        """`only_open`: raise EngineClosed once the inbox is closed; other commands are taken to the end."""
+    @property
+    def ended(self) -> str | None:
+        """Why nobody runs commands any more; None: somebody does."""
+        return self._closed if self._ended else None
+
+    def put(self, run: Callable[[], object], *, fail: Callable[[BaseException], object] = _nobody_waits, only_open: bool = False) -> None:
+        """`only_open`: raise EngineClosed once the inbox is closed; other commands are taken until it has ended, and dropped then."""
         with self._lock:
             if only_open:
                 self.check_open()
-            self._commands.append(command)
+            if self._ended:
+                return
+            self._commands.append(Command(run, fail))
         self.wake()
 
     def check_open(self) -> None:
@@ -41,14 +69,31 @@ class Inbox:
             raise EngineClosed(self._closed)
 
     def close(self, why: str) -> None:
-        """Take no further submissions. The newest reason counts."""
+        """Take no further submissions. The newest reason counts, the last one being that of `end`."""
         with self._lock:
-            self._closed = why
+            if not self._ended:
+                self._closed = why
         self.wake()
 
+    def end(self, why: str) -> None:
+        """Nobody runs commands any more: those that are here fail, and no more are taken. Never raises; idempotent."""
+        with self._lock:
+            if not self._ended:
+                self._closed, self._ended = why, True
+            left, self._commands = self._commands, deque()
+        error = EngineClosed(why)
+        for command in left:
+            command.try_fail(error)
+
     def run_all(self) -> None:
+        """What a command raises is raised here, once whoever waits for it was told."""
         while self._commands:
-            self._commands.popleft()()
+            command = self._commands.popleft()
+            try:
+                command.run()
+            except BaseException as error:
+                command.try_fail(error)
+                raise
 
     def wake(self) -> None:
         """End a wait, the next one where nobody waits: something outside has changed."""
@@ -56,11 +101,11 @@ class Inbox:
             self._bell.put(None)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until there is a command, somebody wakes it, or the inbox is closed."""
+        """Block until there is a command, or somebody wakes it, as closing does."""
         if self._sharp and self._waiting is not (thread := threading.current_thread()):
             self._waiting = thread
             sharpen_timers()
-        if not self._commands and self._closed is None:
+        if not self._commands:
             try:  # noqa: SIM105 - one call less in what an engine that polls does all the time
                 self._bell.get(timeout=timeout_s)
             except Empty:

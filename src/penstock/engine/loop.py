@@ -18,6 +18,8 @@ _SWITCH_S = 0.0005
 # By generation. The youngest holds what a step or two have made, and is looked through in a tenth of a millisecond. The others hold what
 # open requests keep, and take up to a step's time: by Python's own numbers every ten steps.
 _COLLECT_AFTER = (1000, 200, 100)
+_CLOSE_S = 20.0  # for transfers that are under way when the engine closes
+_MARGIN_S = 10.0  # for everything else that closing does
 _IDLE_S = 0.5  # an idle loop comes round this often, so that its heartbeat stays fresh
 
 
@@ -65,7 +67,7 @@ class EngineLoop:
         """Stop admission, let running requests end for `deadline_s`, cancel the rest, join. Idempotent."""
         self._stop_by_s = time.monotonic() + deadline_s
         self._engine.refuse("the server is shutting down")
-        self._thread.join(deadline_s + 30.0)
+        self._thread.join(deadline_s + _CLOSE_S + _MARGIN_S)
         if self._thread.is_alive():
             raise DeadlineExceeded("the engine thread did not end: a step is stuck on the device")
 
@@ -77,14 +79,18 @@ class EngineLoop:
             while not self._is_over():
                 self._beat_s = time.monotonic()
                 if not self._engine.step():
-                    self._engine.wait_work(_IDLE_S)
-            self._engine.close(timeout_s=20.0)
+                    self._engine.wait_work(self._patience_s())
+            self._engine.close(timeout_s=_CLOSE_S)
         except BaseException as error:
-            log.exception("the engine loop failed")
             self._error = error
             self._engine.fail_all(error)
+            log.exception("the engine loop failed")
         finally:
             self._warm.set()
+
+    def _patience_s(self) -> float:
+        """How long it may wait for work: it comes round for its heartbeat, and for the deadline of a close."""
+        return _IDLE_S if self._stop_by_s is None else max(0.0, min(_IDLE_S, self._stop_by_s - time.monotonic()))
 
     def _is_over(self) -> bool:
         if self._stop_by_s is None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.contract import Listener, TokenEvent
+from penstock.contract import FinishReason, Listener, TokenEvent
 from penstock.engine.scheduling.track import State
 from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S
 from penstock.figures import Histogram
@@ -74,3 +74,16 @@ class Outbox:
                 entry.listener(event)
             except Exception:
                 log.exception("the listener of request %s raised; the request goes on", event.request_id)
+
+    def end_all(self, why: str) -> None:
+        """The last event of every open request: it ends with an error. Never raises: whatever one listener does, the others are told."""
+        for request_id in self.open_ids():
+            self.refuse(request_id, self._open.pop(request_id).listener, why)
+
+    @staticmethod
+    def refuse(request_id: str, listener: Listener, why: str) -> None:
+        """The only event of a request that was not opened, or the last of one that is no longer. Never raises."""
+        try:
+            listener(TokenEvent(request_id, finish=FinishReason.ERROR, error=why))
+        except BaseException:
+            log.exception("the listener of request %s raised when it was told: %s", request_id, why)

@@ -21,7 +21,7 @@ from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.tiers.behind import Persisting
+from penstock.kv.tiers.behind import Persisting, Resetting
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HOST, HostLease
@@ -32,6 +32,7 @@ from penstock.lanes.polling import POLL_MOST_S
 from penstock.observe import EngineObserver
 
 _CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
+_GRACE_S = 1.0  # for lanes that have nothing to do any more to end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -360,7 +361,7 @@ class KvCache:
     # ------------------------------------------------------------------------------------------------------------- end
 
     def reset(self, tiers: Iterable[str] = ("device", "host")) -> dict[str, int]:
-        """Forget every block that nobody uses; returns how many, by tier."""
+        """Forget every block in memory that nobody uses; returns how many, by tier."""
         forgotten = {}
         if "device" in tiers:
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
@@ -368,10 +369,11 @@ class KvCache:
             forgotten["host"] = self.ladder.host.reset()
         return forgotten
 
-    def forgotten(self, tier: str) -> None:
-        """A tier behind the host tier has been emptied."""
-        if self.ladder is not None and self.ladder.behind is not None:
-            self.ladder.behind.forgotten(tier)
+    def begin_reset(self, tiers: Iterable[str]) -> Resetting:
+        """As `reset`, and have disks and stores forget everything, in order with what is written to them."""
+        wanted, behind = frozenset(tiers), None if self.ladder is None else self.ladder.behind
+        memory = self.reset(wanted)
+        return Resetting(memory, {} if behind is None else {name: behind.reset(name) for name in behind.tiers if name in wanted})
 
     def check(self) -> None:
         """Recount; raises where the books do not add up."""
@@ -380,7 +382,7 @@ class KvCache:
         if announcing != self._announcing:
             raise InvariantBroken(f"{len(self._announcing)} tables are booked as announcing keys, and {len(announcing)} open ones do")
         if self.ladder is not None:
-            self.ladder.host.check()
+            self.ladder.check()
 
     def tell_balance(self, observer: EngineObserver) -> None:
         """How many slots of each pool are in each state, between two turns."""
@@ -389,23 +391,25 @@ class KvCache:
             self.ladder.host.tell_balance(observer)
 
     def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
-        """Block until no transfer is in flight that touches one of the device's `slots` (None: any), launched or not, and settle."""
+        """Block until nothing that was taken on touches one of the device's `slots` any more, launched or not, and settle; without
+        `slots` until nothing is under way in any tier. Raises DeadlineExceeded where that takes longer."""
         if self.ladder is None:
             return
         deadline_s = time.monotonic() + timeout_s
         while True:
             self.ladder.drain(max(0.0, deadline_s - time.monotonic()), slots)
             self.settle()
-            if slots is not None or not (self.num_in_flight or self.num_behind):
+            if not self.ladder.is_touched(slots) and (slots is not None or not self.num_behind):
                 return
-            if time.monotonic() > deadline_s:  # what has landed may have set off a write, and that another
+            if time.monotonic() > deadline_s:  # what was read is sent on, and what has landed may have set off a write
                 raise DeadlineExceeded(f"transfers are still under way after {timeout_s:g} s")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Idempotent. Transfers end first; raises Leaked while a table, pin or lease is out."""
+        """Idempotent. Transfers end first: raises DeadlineExceeded where they do not, and Leaked while a table, pin or lease is out."""
         if self.ladder is not None and not self._closed:
-            self.drain(_CLOSE_S if timeout_s is None else timeout_s)
-            self.ladder.close(timeout_s)
+            by_s = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
+            self.drain(by_s - time.monotonic())
+            self.ladder.close(max(_GRACE_S, by_s - time.monotonic()))
         self._closed = True
         self._pool.close()
 

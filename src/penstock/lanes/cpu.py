@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.lane import Op, Replay, Ticket
 from penstock.observe import LaneObserver
+
+log = logging.getLogger(__name__)
 
 
 class CpuFence:
@@ -114,6 +117,8 @@ class CpuLane:
         self._closed = False
         self._recording: _Recording | None = None
         self._over = threading.Condition()  # told of every item that is
+        self._has_ended = False  # nothing more will come
+        self._failure: BaseException | None = None  # why its thread cannot run anything: whatever is submitted fails with it
         self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
@@ -232,27 +237,33 @@ class CpuLane:
     # --------------------------------------------------------------------------------------------------- worker side
 
     def _run(self) -> None:
-        with self._around():
-            while (item := self._next()) is not None:
-                self._run_item(item)
+        try:
+            with self._around():
+                self._run_all()
+        except BaseException as error:  # the thread lives on: others wait for what was submitted to it
+            log.exception("lane %s: what is put around its work failed, and so does all that is submitted from now on", self.name)
+            self._failure = error
+            self._run_all()
+
+    def _run_all(self) -> None:
+        while not self._has_ended and (item := self._next()) is not None:
+            self._run_item(item)
+        self._has_ended = True
 
     def _next(self) -> _Item | None:
         return self._queue.get()
 
     def _run_item(self, item: _Item) -> None:
-        error = item.after.error() if item.after is not None else None
-        if error is None:
-            try:
-                if isinstance(item.fence, CpuFence):
-                    item.fence.hold_lane()
-                elif item.fence is not None:
-                    item.fence.wait_passed()
-                elif item.op is not None:
-                    if self._observer is not None:
-                        self._observer.started(self.name, item.ticket.number)
-                    item.op()
-            except BaseException as raised:
-                error = raised
+        error = self._failure
+        try:
+            if error is None and item.after is not None:
+                error = item.after.error()
+            if error is None:
+                self._run_whole(item)
+        except BaseException as raised:
+            error = raised
+            if item.op is None:
+                self._failure = raised  # what comes behind a wait that failed may not run: nobody knows what it would meet
         try:
             if self._observer is not None and item.op is not None:
                 self._observer.finished(self.name, item.ticket.number, error)
@@ -263,3 +274,13 @@ class CpuLane:
         with self._over:
             self.num_finished += 1
             self._over.notify_all()
+
+    def _run_whole(self, item: _Item) -> None:
+        if isinstance(item.fence, CpuFence):
+            item.fence.hold_lane()
+        elif item.fence is not None:
+            item.fence.wait_passed()
+        elif item.op is not None:
+            if self._observer is not None:
+                self._observer.started(self.name, item.ticket.number)
+            item.op()

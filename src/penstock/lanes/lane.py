@@ -6,7 +6,8 @@ Rules, the same on CPU threads and CUDA streams:
 - `record` marks a point; `wait` orders what is submitted afterwards behind such a point of another lane, on the device, without
   blocking the caller. Only `wait_*` and `drain` block a host thread.
 - An exception raised by work is kept in its ticket and raised where the ticket is waited on; work given `after=` a failed ticket is
-  skipped and fails with the same error. The lane itself goes on.
+  skipped and fails with the same error. The lane itself goes on. Where it cannot (its thread could not be set up, a wait failed), all that
+  is submitted from then on is skipped and fails with the reason: every ticket and every fence ends.
 - `capture` records submissions instead of running them; `replay` runs the whole recording as one unit. Inside a recording no wait on
   an outside fence is honoured: it is reported to the observer and dropped, on both backends, since a captured graph cannot keep it.
   So whatever a replay must wait for is waited on before it is submitted.

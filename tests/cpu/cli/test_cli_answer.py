@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.commands import answer as answer_module
 from penstock.commands.answer import Answer, Figures
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import running_engine
@@ -62,6 +63,7 @@ class _Failing:
     """An engine whose request fails."""
 
     tokenizer = ByteTokenizer(256)
+    ended = None
 
     def submit(self, prompt, sampling, listener, adapter=None):
         listener(TokenEvent("r", tokens=(65,), source=KvSource(computed=len(prompt))))
@@ -74,6 +76,81 @@ def test_a_failed_request_raises_after_the_text_it_had():
     assert next(pieces) == "A"
     with pytest.raises(StepFailed, match="the step broke"):
         next(pieces)
+
+
+class _Silent(_Failing):
+    """An engine that takes a request, and says no more than one token about it. `ends` is when it turns out to have ended."""
+
+    def __init__(self, ends: int | None = None) -> None:
+        self.num_looks = 0
+        self.cancelled = []
+        self._ends = ends
+
+    def submit(self, prompt, sampling, listener, adapter=None):
+        listener(TokenEvent("r", tokens=(65,), source=KvSource(computed=len(prompt))))
+        return "r"
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+
+    @property
+    def ended(self):
+        self.num_looks += 1
+        return "its thread is gone" if self._ends is not None and self.num_looks > self._ends else None
+
+
+class _Clock:
+    """A second passes with every look at it, and not for ever."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 1.0
+        assert self.now_s < 1000.0, "it waits for ever"
+        return self.now_s
+
+
+def test_nobody_waits_for_an_engine_that_has_ended(monkeypatch):
+    monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(answer_module, "time", _Clock())
+    engine = _Silent(ends=3)
+    pieces = Answer(engine, [1], _greedy(5)).pieces()
+    assert next(pieces) == "A", "what it said before counts"
+    with pytest.raises(StepFailed, match="its thread is gone"):
+        next(pieces)
+    assert engine.num_looks == 4, "as long as it might say something, it is waited for"
+
+
+def test_nobody_waits_for_ever_for_a_request_to_be_cancelled(monkeypatch):
+    monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(answer_module, "time", _Clock())
+    engine = _Silent()
+    answer = Answer(engine, [1], _greedy(5))
+    pieces = answer.pieces()
+    assert next(pieces) == "A"
+    answer.interrupt()
+    with pytest.raises(StepFailed, match="did not end the request"):
+        next(pieces)
+    assert engine.cancelled == ["r"] and engine.num_looks > answer_module.CANCEL_S - 5, "it has all that time"
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_an_engine_thread_that_dies_ends_the_answer_with_the_reason(monkeypatch, when):
+    def burst(*_):
+        raise RuntimeError("the device is gone")
+
+    with running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))) as engine:
+        pieces = Answer(engine, list(b"hello"), _greedy(2000)).pieces()
+        if when == "while":
+            assert next(pieces)
+        monkeypatch.setattr(engine._parts.scheduler, "cancel", burst)  # its inbox fails as well
+        engine.cancel("somebody else")
+        with pytest.raises((StepFailed, EngineClosed), match="the device is gone"):
+            for _ in pieces:
+                pass
+        with pytest.raises(EngineClosed, match="the device is gone"):
+            next(Answer(engine, list(b"hello"), _greedy(5)).pieces())
 
 
 def test_leaving_a_session_closes_its_engine():

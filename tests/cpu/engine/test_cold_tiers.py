@@ -287,6 +287,7 @@ def test_a_reset_of_the_disk_is_for_good(make_engine: MakeEngine, prompts: Promp
     engine = make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
     generate(engine, prompts(100))
     only_colder(engine)
-    assert engine.cache.cold_tiers["ssd"].reset() == 6
-    engine.cache.forgotten("ssd")
+    resetting = engine.cache.begin_reset(["ssd"])
+    until(engine, lambda: resetting.settled)
+    assert resetting.forgotten == {"ssd": 6} and resetting.error is None
     assert generate(engine, prompts(100)).source == KvSource(computed=100)

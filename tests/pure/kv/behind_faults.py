@@ -172,7 +172,7 @@ def acknowledges_before_anything_is_written(patch: Patch) -> None:
 
 
 def tells_nobody_of_a_store_that_was_emptied(patch: Patch) -> None:
-    patch.setattr(Behind, "forgotten", lambda self, tier: None)
+    patch.setattr(Behind, "reset", lambda self, tier: self.tiers[tier].reset())
 
 
 def waits_for_ever_for_a_part_that_could_not_be_read(patch: Patch) -> None:

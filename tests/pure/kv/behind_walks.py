@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ladder_rig import LAYERS
@@ -50,7 +50,6 @@ class Claim:
 
     persisting: Persisting
     keys: set[bytes]
-    lost: set[bytes] = field(default_factory=set)  # by a reset since
 
 
 class Shape(NamedTuple):
@@ -96,7 +95,7 @@ class Walker:
         for claim in self.claims:
             claim.keys.intersection_update(self.rig.host._pool.keys())
             if claim.persisting.settled and claim.persisting.error is None:
-                there = self.rig.first.blocks.keys() | claim.lost | self.gone
+                there = self.rig.first.blocks.keys() | self.gone
                 assert claim.keys <= there, "a flush has acknowledged what is not there"
                 self.seen["persisted"] += bool(claim.keys)
         self.claims = [claim for claim in self.claims if not claim.persisting.settled]
@@ -235,13 +234,7 @@ class Walker:
     def reset(self, r: random.Random) -> None:
         tier = r.choice(["device", "host", "first"])
         first = next(iter(self.rig.tiers.values()))
-        if tier != "first":
-            self.rig.cache.reset([tier])
-        elif self.rig.first.raises is None and first.usable:
-            for claim in self.claims:
-                claim.lost.update(self.rig.first.blocks)
-            first.reset()
-            self.rig.cache.forgotten(first.name)
+        self.rig.cache.begin_reset([first.name if tier == "first" else tier])
 
     def persist(self, r: random.Random) -> None:
         persisting = self.rig.cache.persist()

@@ -163,7 +163,8 @@ class Stacked(Rig):
         busy = True
         while busy:
             self.lanes.run_all()
-            busy = self.cache.settle() or any(len(lane) for lane in self.lanes)
+            settled = [self.cache.settle() for _ in range(2)]  # one that takes in as much as it sets off sees no change
+            busy = any(settled) or any(len(lane) for lane in self.lanes)
         self.check()
 
     def persisted(self) -> Persisting:
@@ -202,7 +203,7 @@ class Stacked(Rig):
         for table in tables:
             self.cache.release(table, fence)
         self.flow()
-        assert self.behind.num_hauls == 0 and not self.cache._hauls and not self.cache._promoting
+        assert not self.behind.hauls and not self.cache._hauls and not self.cache._promoting
         assert self.host.num_leases == 0 and not self.host._arriving and not self.behind._writing
         for pool in (self.pool, self.host._pool):
             assert pool.counts.free + pool.counts.idle == pool.num_slots, f"{pool.name}: {pool.counts}"

@@ -9,9 +9,9 @@ import pytest
 from stacked_rig import Stacked
 
 from penstock.config import AdmissionName
-from penstock.errors import StoreFailed
+from penstock.errors import LaneClosed, StoreFailed
 from penstock.kv.tiers.behind import Behind, Persisting
-from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.cold import ColdTier, Writing
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -250,13 +250,20 @@ def test_the_set_of_dirty_blocks_stays_small_though_they_come_and_go() -> None:
 # ---------------------------------------------------------------------------------------------------------------------------- reset
 
 
+def emptied(rig: Stacked, tier: str) -> int:
+    """What the store had."""
+    resetting = rig.cache.begin_reset([tier])
+    rig.flow()
+    assert resetting.settled and resetting.error is None
+    return resetting.forgotten[tier]
+
+
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(admission: AdmissionName) -> None:
     rig = Stacked(admission=admission)
     rig.remembered(4, tiers=("host", "ssd"))
     assert rig.persisted().error is None
-    assert rig.tiers["ssd"].reset() == 4
-    rig.cache.forgotten("ssd")
+    assert emptied(rig, "ssd") == 4
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end()
 
@@ -264,8 +271,7 @@ def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(a
 def test_a_reset_of_the_second_tier_makes_nothing_dirty() -> None:
     rig = Stacked("ssd", "remote")
     rig.remembered(4, tiers=("host", "ssd", "remote"))
-    assert rig.tiers["remote"].reset() == 4
-    rig.cache.forgotten("remote")
+    assert emptied(rig, "remote") == 4
     assert rig.behind._dirty == {}
     rig.end()
 
@@ -275,11 +281,9 @@ def test_a_write_that_was_done_before_the_reset_does_not_count_behind_it() -> No
     one = rig.cache.persist()
     rig.cache.settle()
     rig.lanes.run_all()  # it is in the store, and nobody has looked yet
-    assert rig.tiers["ssd"].reset() == 4
-    rig.cache.forgotten("ssd")
-    rig.flow()
-    assert one is not None and one.settled and isinstance(one.error, StoreFailed), "it is not there any more"
-    assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    assert emptied(rig, "ssd") == 4
+    assert one is not None and one.settled and one.error is None
+    assert rig.store_has(rig.keys(4)) == [True] * 4, "it is not there any more, and was written again"
     rig.end()
 
 
@@ -288,11 +292,78 @@ def test_a_block_that_was_read_before_the_reset_is_not_in_the_store_behind_it() 
     rig.remembered(2, tiers=("ssd",))
     table, haul = rig.load(2)
     rig.lanes.run_all()
-    assert rig.tiers["ssd"].reset() == 2
-    rig.cache.forgotten("ssd")
-    rig.flow()
+    assert emptied(rig, "ssd") == 2
     assert haul.num_landed == 2 and rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
     rig.end(table)
+
+
+def test_a_block_that_is_read_while_the_store_waits_to_be_emptied_is_not_in_the_store_behind_it() -> None:
+    rig = Stacked()
+    rig.remembered(2, tiers=("ssd",))
+    resetting = rig.cache.begin_reset(["ssd"])  # on its lane, and not begun
+    table, haul = rig.load(2)
+    rig.read(0)
+    assert haul.num_sent == 2 and not resetting.settled
+    rig.flow()
+    assert resetting.forgotten == {"ssd": 2}
+    assert rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
+    rig.end(table)
+
+
+@pytest.mark.parametrize("num_writes", range(4))
+def test_a_reset_at_any_moment_of_a_persist_makes_it_write_again(num_writes: int) -> None:
+    rig = in_host_only("evict")
+    one = rig.cache.persist()
+    rig.cache.settle()
+    for _ in range(3 * num_writes):
+        rig.lane("write ssd").step()
+    resetting = rig.cache.begin_reset(["ssd"])
+    again = rig.cache.persist()
+    rig.flow()
+    assert resetting.settled and one is not None and again is not None and one.settled and again.settled
+    assert one.error is None and again.error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.end()
+
+
+@pytest.mark.parametrize("admission", ["reuse", "evict"])
+def test_blocks_that_a_reset_of_host_memory_takes_from_a_persist_are_its_loss(admission: AdmissionName) -> None:
+    rig = in_host_only(admission)
+    table = rig.ran(2, "b", "other")
+    one = rig.cache.persist()  # it waits for the save of the second
+    assert rig.cache.begin_reset(["host"]).forgotten == {"host": 4}
+    rig.flow()
+    assert one is not None and one.settled and isinstance(one.error, StoreFailed) and "4 of 6" in str(one.error)
+    assert rig.store_has(rig.keys(2, "b")) == [True] * 2, "what is left is written all the same"
+    assert rig.persisted().error is None, "what had left host memory before is nobody's loss"
+    rig.end(table)
+
+
+def test_a_reset_of_host_memory_takes_nothing_that_a_persist_is_writing() -> None:
+    rig = in_host_only("evict")
+    one = rig.cache.persist()
+    rig.cache.settle()
+    assert rig.cache.begin_reset(["host"]).forgotten == {"host": 0}
+    rig.flow()
+    assert one is not None and one.error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.end()
+
+
+def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() -> None:
+    rig = Stacked("ssd", "remote")
+    rig.remembered(4, tiers=("host", "ssd", "remote"))
+    resetting = rig.cache.begin_reset(["host", "ssd", "remote"])
+    assert resetting.memory == {"host": 4} and not resetting.settled and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.flow()
+    assert resetting.settled and resetting.forgotten == {"host": 4, "ssd": 4, "remote": 4}
+    rig.end()
+
+
+def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
+    rig = Stacked()
+    rig.lane("write ssd").close()
+    resetting = rig.cache.begin_reset(["ssd"])
+    rig.cache.settle()
+    assert resetting.settled and isinstance(resetting.error, LaneClosed)
 
 
 # --------------------------------------------------------------------------------------------------------------------------- faults
@@ -331,8 +402,8 @@ class BelievesEveryWrite(Behind):
 
 
 class ForgetsNothingAtAReset(Behind):
-    def forgotten(self, tier: str) -> None:
-        pass
+    def reset(self, tier: str) -> Writing:
+        return self.tiers[tier].reset()
 
 
 class WritesThroughTheLimit(Behind):
@@ -354,8 +425,7 @@ def sealed_by_persist(make: type[Behind]) -> None:
     rig.flow()
     assert one.settled and one.error is None and rig.store_has(rig.keys(10)) == [True] * 10
     assert rig.stores["ssd"].calls[-1] == "persist"
-    rig.tiers["ssd"].reset()
-    rig.cache.forgotten("ssd")
+    emptied(rig, "ssd")
     rig.stores["ssd"].fails.add(rig.keys(1)[0])
     assert rig.persisted().error is not None, "not all of it was written"
     rig.stores["ssd"].fails.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
@@ -327,29 +327,69 @@ def test_persist_says_why_not_everything_is_safe(make: Make, way: str) -> None:
     assert persisting.settled and isinstance(persisting.error, StoreFailed)
 
 
-def test_blocks_that_a_reset_took_while_they_were_written_are_written_again(make: Make) -> None:
+def test_a_reset_takes_what_was_submitted_before_it_and_nothing_that_was_submitted_after(make: Make) -> None:
     rig = make(False)
-    whole = rig.store.write
+    rig.write(KEYS[:2])  # the store was seen to have these
+    rig.store.gate.hold("write")
+    rig.submit_write(KEYS[2:8])  # three groups, on both lanes
+    reset = rig.tier.reset()
+    again = rig.submit_write(KEYS[:4])
+    rig.store.gate.wait_came(2)
+    assert rig.store.calls.count("reset") == 0, "it waits for the writes before it"
+    rig.store.gate.let()
+    rig.settle()
+    assert reset.num_forgotten == 8 and reset.error is None
+    assert again is not None and again.done_keys == KEYS[:4] and set(rig.store.blocks) == set(KEYS[:4])
 
-    def overtaken(*args: Any) -> list[Outcome]:
-        outcomes = whole(*args)
-        rig.tier.reset()
-        return outcomes
 
-    rig.store.write = overtaken  # type: ignore[method-assign]
-    rig.write(KEYS[:2])
-    rig.store.write = whole  # type: ignore[method-assign]
-    assert not rig.store.blocks
-    rig.write(KEYS[:2])
-    assert set(rig.store.blocks) == set(KEYS[:2])
+def test_writes_behind_a_reset_wait_for_it_on_every_lane(make: Make) -> None:
+    rig = make(False)
+    rig.store.gate.hold("reset")
+    rig.tier.reset()
+    rig.submit_write(KEYS[:8])
+    rig.store.gate.wait_came()
+    assert "write" not in rig.store.calls
+    rig.store.gate.let()
+    rig.settle()
+    assert rig.store.calls == ["reset", *["write"] * 4] and set(rig.store.blocks) == set(KEYS[:8])
+
+
+def test_two_resets_follow_each_other_and_the_write_between_them_is_gone(make: Make) -> None:
+    rig = make(False)
+    rig.store.gate.hold("reset")
+    first = rig.tier.reset()
+    rig.submit_write(KEYS[:2])
+    second = rig.tier.reset()
+    last = rig.submit_write(KEYS[2:4])
+    rig.store.gate.wait_came()
+    rig.store.gate.let()
+    rig.settle()
+    assert (first.num_forgotten, second.num_forgotten) == (0, 2)
+    assert last is not None and last.done_keys == KEYS[2:4] and set(rig.store.blocks) == set(KEYS[2:4])
+
+
+def test_a_persist_behind_a_reset_does_not_mind_what_was_lost_before_it(make: Make) -> None:
+    rig = make()
+    rig.store.fails.add(KEYS[0])
+    rig.store.gate.hold("write")
+    rig.submit_write(KEYS[:2])
+    rig.tier.reset()
+    persisting = rig.tier.persist()
+    rig.store.gate.wait_came()
+    rig.store.gate.let()
+    rig.settle()
+    assert persisting.settled and persisting.error is None
 
 
 def test_a_reset_store_is_written_again(make: Make) -> None:
     rig = make()
     rig.write(KEYS[:2])
-    assert rig.tier.reset() == 2 and rig.tier.usage().num_used == 0
+    reset = rig.tier.reset()
+    rig.settle()
+    assert reset.num_forgotten == 2 and rig.tier.usage().num_used == 0
     rig.write(KEYS[:2])
     assert rig.tier.usage().num_used == 2
     rig.break_store()
-    with pytest.raises(StoreFailed):
-        rig.tier.reset()
+    reset = rig.tier.reset()
+    rig.settle()
+    assert reset.settled and isinstance(reset.error, StoreFailed) and reset.num_forgotten == 0

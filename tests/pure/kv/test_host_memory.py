@@ -19,11 +19,12 @@ PIECES = [range(first, first + 64) for first in range(0, 640, 64)]
 class Pieces:
     """An arena whose pieces become usable one for each `let`."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, fails_at: int | None = None, error: BaseException | None = None) -> None:
         self.deeds: list[str] = []
         self._allowed = threading.Semaphore(0)
         self._done = threading.Semaphore(0)
         self._fails_at = fails_at
+        self._error = error or OSError("no memory is left")
 
     def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
         self.deeds.append("begins")
@@ -32,7 +33,7 @@ class Pieces:
             if stop():
                 break
             if number == self._fails_at:
-                raise OSError("no memory is left")
+                raise self._error
             ready(piece)
             progress(number + 1, len(PIECES))
             self._done.release()
@@ -76,9 +77,10 @@ def test_a_close_ends_it_before_its_next_piece_and_closes_the_arena_behind_it() 
     memory.close()
 
 
-def test_an_error_is_told_and_what_is_ready_stays_ready(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [OSError("no memory is left"), SystemExit("a library gave up")])
+def test_an_error_of_any_kind_is_told_and_what_is_ready_stays_ready(caplog: pytest.LogCaptureFixture, error: BaseException) -> None:
     seen: list[range] = []
-    arena = Pieces(fails_at=2)
+    arena = Pieces(fails_at=2, error=error)
     arena.let(10)
     memory = HostMemory(arena, seen.append)
     memory._thread.join(WAIT_S)

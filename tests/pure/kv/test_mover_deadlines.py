@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from penstock.errors import DeadlineExceeded
+from penstock.contract import Fence
+from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.transfer.mover import Group, Layers, Mover, Slots, Transfer
 from penstock.lanes.cpu import CpuLane
 
@@ -85,3 +86,59 @@ def test_a_drain_waits_for_nobody_who_is_not_concerned(rig: Rig) -> None:
     rig.mover.submit(Gated(rig.launch))
     rig.mover.drain(0.0, lambda transfer: False)
     assert len(rig.mover) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- launches that fail
+
+
+class Burst(Transfer):
+    """Two blocks whose launch raises before anything is copied."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("burst", [Group((0, 1))])
+        self.source_slots = self.dest_slots = np.arange(2)
+        self._raised = error
+
+    def prepare(self) -> bool:
+        raise self._raised
+
+
+@pytest.mark.parametrize("error", [OSError("no"), SystemExit("no")])
+def test_a_transfer_whose_launch_raised_has_not_landed(rig: Rig, error: BaseException) -> None:
+    transfer = Burst(error)
+    rig.mover.submit(transfer)
+    for lane in (rig.mover._launcher, rig.mover.lane):  # nobody looks at the launch itself
+        lane.drain(PATIENCE_S)
+    assert rig.mover.settle() == [transfer] and transfer.error() is error and transfer.num_landed == 0
+
+
+class DeafLane(CpuLane):
+    """A lane that cannot say any more where it is, as after an error of the device."""
+
+    broken = False
+
+    def record(self) -> Fence:
+        if self.broken:
+            raise RuntimeError("the device is gone")
+        return super().record()
+
+
+def test_a_launch_that_leaves_nothing_to_wait_for_is_neither_lost_nor_taken_for_over() -> None:
+    lane = DeafLane("copies")
+    mover = Mover(("here", "there"), GatedCopier(opened()), lane, CpuLane("launcher"))
+    lane.broken = True
+    transfer = Gated(opened())
+    mover.submit(transfer)
+    with pytest.raises(InvariantBroken, match="the device is gone"):
+        mover.drain(PATIENCE_S)
+    with pytest.raises(InvariantBroken, match="the device is gone"):
+        mover.settle()
+    assert len(mover) == 1 and not transfer.settled, "its slots stay with it"
+    lane.broken = False
+    mover.close(PATIENCE_S)
+
+
+def opened() -> Gate:
+    gate = Gate()
+    gate.opened.set()
+    return gate

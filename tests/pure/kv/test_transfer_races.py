@@ -252,15 +252,8 @@ def arrivals_marked_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_drain_that_sees_only_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of slots that somebody flushes; at the end of a program everything is waited for."""
-    drain, wait_over = Ladder.drain, Transfer.wait_over
-
-    def blind(self: Ladder, timeout_s: float, slots: Sequence[int] | None = None) -> None:
-        with monkeypatch.context() as patched:
-            if slots is not None:
-                patched.setattr(Transfer, "wait_over", lambda self, deadline_s: wait_over(self, deadline_s) if self._launched else None)
-            drain(self, timeout_s, slots)
-
-    monkeypatch.setattr(Ladder, "drain", blind)
+    touches = Transfer.touches
+    monkeypatch.setattr(Transfer, "touches", lambda self, slots: touches(self, slots) and (slots is None or self._launched))
 
 
 PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 from lane_rules import Heard, LaneRules, Rig
@@ -168,6 +168,76 @@ class TestCpuLane(LaneRules):
         lane.submit(rig.push(cell, 1), label="push").wait_done(rig.patience_s)
         with pytest.raises(SystemExit):
             ticket.wait_done(rig.patience_s)
+
+    def test_a_lane_whose_thread_cannot_be_set_up_fails_everything_and_ends(self) -> None:
+        begun = threading.Event()
+
+        def refuses() -> AbstractContextManager[None]:
+            assert begun.wait(10.0)
+            raise RuntimeError("no such mode")
+
+        heard, cell = Heard(), [0]
+        lane = CpuLane("a", heard, around=refuses)
+        before = lane.submit(lambda: cell.append(1), label="before")
+        begun.set()
+        with pytest.raises(RuntimeError, match="no such mode"):
+            before.wait_done(10.0)
+        after = lane.submit(lambda: cell.append(2), label="after")
+        other = CpuLane("b")
+        lane.wait(other.record())
+        other.wait(lane.record())
+        behind = other.submit(lambda: cell.append(3), label="behind", after=after)
+        lane.drain(10.0)
+        for ticket in (after, behind):
+            with pytest.raises(RuntimeError, match="no such mode"):
+                ticket.wait_done(10.0)
+        assert cell == [0] and len(heard.of("finished")) == 2, "who watches hears of each that it is over"
+        for one in (lane, other):
+            one.close(10.0)
+
+    def test_a_lane_whose_thread_cannot_be_left_in_order_has_run_everything_and_ends(self, caplog: pytest.LogCaptureFixture) -> None:
+        @contextmanager
+        def spoils() -> Iterator[None]:
+            yield
+            raise RuntimeError("no way out")
+
+        lane, cell = CpuLane("a", around=spoils), [0]
+        lane.submit(lambda: cell.append(1), label="push").wait_done(10.0)
+        lane.close(10.0)
+        assert cell == [0, 1] and "no way out" in caplog.text
+
+    def test_what_comes_behind_a_wait_that_failed_does_not_run(self, rig: CpuRig) -> None:
+        class Lost:
+            lane, number = "elsewhere", 1
+
+            def passed(self) -> bool:
+                return False
+
+            def wait_passed(self, timeout_s: float | None = None) -> None:
+                raise RuntimeError("the device is gone")
+
+        lane, cell = rig.lane("a"), rig.cell()
+        lane.submit(rig.push(cell, 1), label="before").wait_done(rig.patience_s)
+        lane.wait(Lost())
+        for number in (2, 3):
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                lane.submit(rig.push(cell, number), label="behind").wait_done(rig.patience_s)
+        lane.drain(rig.patience_s)
+        assert cell == [1]
+
+    def test_a_ticket_that_cannot_say_how_it_ended_fails_what_comes_after_it(self, rig: CpuRig) -> None:
+        class Mute(CpuTicket):
+            __slots__ = ()
+
+            def error(self) -> BaseException | None:
+                raise RuntimeError("the device is gone")
+
+        lane, cell = rig.lane("a"), rig.cell()
+        ticket = lane.submit(rig.push(cell, 1), label="after", after=Mute(CpuLane("b"), 0, "mute"))
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            ticket.wait_done(rig.patience_s)
+        lane.submit(rig.push(cell, 2), label="next").wait_done(rig.patience_s)
+        assert cell == [2]
 
     def test_an_observer_that_refuses_work_leaves_the_lane_as_it_was(self, rig: CpuRig) -> None:
         class Strict(Heard):

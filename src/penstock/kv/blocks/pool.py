@@ -77,6 +77,10 @@ class BlockPool:
         """Keys of idle blocks that are forgotten soon, roughly in order."""
         return [key for slot in islice(self._idle, num) if (key := self._index.key_of[slot]) is not None]
 
+    def pins(self) -> list[Pin]:
+        """Those that are out."""
+        return [handle for handle in self._out or () if isinstance(handle, Pin)]
+
     def num_idle_of(self, slots: Run) -> int:
         return len(self._book.those_in(SlotState.IDLE, slots))
 

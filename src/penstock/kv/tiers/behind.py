@@ -40,8 +40,31 @@ class Persisting:
     saved: Settling | None  # what must be in host memory first
     keys: Sequence[bytes] = ()  # that were to be written
     sync: Writing | None = None
+    num_resets: int = 0  # of the first tier, when that was submitted
+    num_evicted: int = 0  # blocks that left host memory before they were written
     settled: bool = False
     error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Resetting:
+    """Tiers on their way to being empty. Those in memory are, from the beginning."""
+
+    memory: dict[str, int]  # blocks forgotten, by tier
+    stores: dict[str, Writing]  # by tier
+
+    @property
+    def settled(self) -> bool:
+        return all(reset.settled for reset in self.stores.values())
+
+    @property
+    def forgotten(self) -> dict[str, int]:
+        """By tier."""
+        return {**self.memory, **{name: reset.num_forgotten for name, reset in self.stores.items()}}
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((reset.error for reset in self.stores.values() if reset.error is not None), None)
 
 
 class Behind:
@@ -57,8 +80,8 @@ class Behind:
         self._hauls: list[Haul] = []  # not over
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
-        self._era = 0  # of the first tier: it was emptied so often. What was read or written before that says nothing about it
-        self._eras: dict[Writing, int] = {}  # of writes to it that are not over
+        self._num_resets = 0  # of the first tier, submitted so far: a write before one says nothing about what the tier has
+        self._resets_before: dict[Writing, int] = {}  # that number, by writes to it that are not over
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
 
@@ -70,9 +93,9 @@ class Behind:
         return sum(tier.num_reading + tier.num_writing + tier.num_asking for tier in self.tiers.values()) + len(self._persisting)
 
     @property
-    def num_hauls(self) -> int:
-        """Of blocks that are being read for somebody."""
-        return len(self._hauls)
+    def hauls(self) -> Sequence[Haul]:
+        """Those that are not over."""
+        return self._hauls
 
     def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float) -> list[Part]:
         """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have. For any thread."""
@@ -146,7 +169,7 @@ class Behind:
                 raise InvariantBroken(f"the {haul.label} reads blocks that it has no room for")
             tier = self.tiers[name]
             reading = tier.read(taken.keys, taken.reservation.slots, taken.reservation.after, haul.label)
-            haul.staged.append(Staged(blocks, taken, tier, reading, self._era))
+            haul.staged.append(Staged(blocks, taken, tier, reading, None if tier.is_resetting else self._num_resets))
 
     def advance(self) -> None:
         """Take in what was read, send on what is ready, forget hauls that are over."""
@@ -204,7 +227,7 @@ class Behind:
         if lost:
             haul.cut(lost[0])
         keys, depths = [staged.taken.keys[place] for place in done], [staged.taken.depths[place] for place in done]
-        is_there_still = staged.tier is not self._first or staged.era == self._era
+        is_there_still = staged.tier is not self._first or staged.num_resets == self._num_resets
         self.landed(keys, depths, staged.tier.name if is_there_still else "")
 
     # ----------------------------------------------------------------------------------------------------------- write down
@@ -249,7 +272,7 @@ class Behind:
         if writing is None:
             self._host.end_handles([pin])
         elif tier is self._first:
-            self._eras[writing] = self._era
+            self._resets_before[writing] = self._num_resets
             self._writing.update(key for group in writing.groups for key in group.keys)  # not those that the queue had no room for
         return writing
 
@@ -257,9 +280,20 @@ class Behind:
 
     def persist(self, saved: Settling | None) -> Persisting:
         """Have everything that is in host memory once `saved` is settled written to the first tier, and made safe there."""
+        self._forget_evicted()  # what has left host memory before this call is nobody's loss
         persisting = Persisting(saved)
         self._persisting.append(persisting)
         return persisting
+
+    def reset(self, tier: str) -> Writing:
+        """Have `tier` emptied. From now on nothing counts as being there: what host memory has is written again when somebody asks for it,
+        behind the reset. A `persist` that is under way begins again."""
+        writing = self.tiers[tier].reset()
+        if tier == self._first.name:
+            self._num_resets += 1
+            self._writing.clear()
+            self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}
+        return writing
 
     def _advance_persisting(self, one: Persisting) -> None:
         if one.saved is not None and not one.saved.settled:
@@ -269,16 +303,24 @@ class Behind:
             one.keys = list(self._dirty)
             for start in range(0, len(one.keys), _CLEAN_BLOCKS):
                 self._write_dirty(one.keys[start : start + _CLEAN_BLOCKS], must=True)
-            one.sync = self._first.persist()
-        if one.sync.settled:
-            num_lost = sum(key in self._dirty for key in one.keys)
-            lost = StoreFailed(f"{num_lost} of {len(one.keys)} blocks could not be written to the {self._first.name} tier")
-            one.error = one.sync.error or (lost if num_lost else None)
-            one.settled = True
+            one.sync, one.num_resets = self._first.persist(), self._num_resets
+        if not one.sync.settled:
+            return
+        if one.num_resets != self._num_resets:  # what was written may be gone, and is dirty again
+            one.sync = None
+            return
+        num_lost = sum(key in self._dirty for key in one.keys) + one.num_evicted
+        lost = StoreFailed(f"{num_lost} of {len(one.keys) + one.num_evicted} blocks could not be written to the {self._first.name} tier")
+        one.error = one.sync.error or (lost if num_lost else None)
+        one.settled = True
 
     def _forget_evicted(self) -> None:
+        """Blocks that left host memory can no longer be written; whoever waits for that is told."""
         here = set(self._host.keys())
-        self._dirty = {key: depth for key, depth in self._dirty.items() if key in here or key in self._writing}
+        kept = {key: depth for key, depth in self._dirty.items() if key in here or key in self._writing}
+        for one in self._persisting:
+            one.num_evicted += len(self._dirty) - len(kept) if one.sync is None else 0
+        self._dirty = kept
 
     # -------------------------------------------------------------------------------------------------------------- settle
 
@@ -299,14 +341,8 @@ class Behind:
 
     def _end_write(self, writing: Writing) -> None:
         done = writing.done_keys
-        if self._eras.pop(writing, self._era) == self._era:
+        if self._resets_before.pop(writing, self._num_resets) == self._num_resets:
             for key in done:
                 self._dirty.pop(key, None)
-        self._writing.difference_update(key for group in writing.groups for key in group.keys)
+            self._writing.difference_update(key for group in writing.groups for key in group.keys)
         self._rests |= bool(writing.keys) and not done
-
-    def forgotten(self, tier: str) -> None:
-        """`tier` has been emptied: what host memory has is no longer there as well."""
-        if tier == self._first.name:
-            self._era += 1
-            self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}

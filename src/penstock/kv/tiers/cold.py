@@ -1,7 +1,7 @@
 """A tier behind the host tier: reads and writes blocks of a store on lanes of its own, between it and host slots. Owns those lanes, what is
 under way on them and the breaker; which slots, and what becomes of them, is the ladder's business.
 
-Nothing here blocks its caller but `drain`, `close` and `reset`. A block is read into a host slot and promoted from there; it is written
+Nothing here blocks its caller but `drain` and `close`. A block is read into a host slot and promoted from there; it is written
 from a host slot that somebody else protects until the write is over. A deadline ends a wait, never that.
 """
 
@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.contract import Fence
-from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
+from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.breaker import Breaker
@@ -86,6 +86,12 @@ class Reading:
         """Nothing of it will touch its slots any more."""
         return all(group.over() for group in self._groups[self._num_taken :])
 
+    def wait_over(self, deadline_s: float) -> None:
+        """Block until then. Raises DeadlineExceeded."""
+        for group in self._groups[self._num_taken :]:
+            if group.fence is not None:
+                group.fence.wait_passed(max(0.0, deadline_s - time.monotonic()))
+
 
 class Writing:
     """Blocks on their way from host slots into a store. Its handle is its owner's to end, once `ColdTier.settle` has given it out."""
@@ -105,6 +111,11 @@ class Writing:
 
     def over(self) -> bool:
         return all(group.over() for group in self.groups)
+
+    @property
+    def num_forgotten(self) -> int:
+        """Blocks, of a reset, as far as the store knows."""
+        return sum(group.num_forgotten for group in self.groups)
 
     def settle(self) -> list[BaseException]:
         """It is over. Returns defects of ours."""
@@ -175,7 +186,7 @@ class ColdFigures:
 
 
 class ColdTier(ColdFigures):
-    """One store with its lanes. All calls but `find`, `reset` and those for figures come from the engine thread."""
+    """One store with its lanes. All calls but `find` and those for figures come from the engine thread."""
 
     def __init__(
         self,
@@ -195,6 +206,7 @@ class ColdTier(ColdFigures):
         self._readers = Dealer(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
         self._writers = Dealer(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
         self._settled: list[Writing] = []  # to be given out
+        self._resets: list[Writing] = []  # not settled
         self._was_stuck = False
         self._closing: Ticket | None = None
 
@@ -221,7 +233,8 @@ class ColdTier(ColdFigures):
         if not self.usable:
             self._exchanges.tally.skip("broken", len(keys))
             return None
-        stored, tally = self._exchanges.stored(keys), self._exchanges.tally
+        tally = self._exchanges.tally
+        stored = [False] * len(keys) if self.is_resetting else self._exchanges.stored(keys)  # what it has now goes before this is written
         new = [place for place, there in enumerate(stored) if not there]
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
         room = (limit - tally.queued_bytes[Way.WRITE]) // tally.block_bytes
@@ -256,14 +269,28 @@ class ColdTier(ColdFigures):
         that were not given out before: if one of their blocks is lost, that is an error, too."""
         group = Group((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
-        groups = [group for one in self._writings for group in one.groups]
+        groups: list[Group] = []
+        for one in self._writings:  # what a reset takes away is nobody's loss
+            groups = [] if one in self._resets else [*groups, *one.groups]
         self._writers.behind_all(group, partial(self._exchanges.persist, group, groups), f"persist {self.name}")
         self._writings.append(writing)
         return writing
 
-    def reset(self) -> int:
-        """Have the store forget every block; blocks, for any thread but the engine's. Raises StoreFailed."""
-        return self._exchanges.reset()
+    def reset(self) -> Writing:
+        """Have the store forget every block: what was submitted for writing before this call, and nothing that is later. Settled when that
+        is over; its `error` says why it was not done. Reads are not ordered with it: what they find may be gone when they are over."""
+        group = Group((), (), (), Span(0.0, 1))
+        writing = Writing(None, (), [], (group,))
+        self._writers.between(group, partial(self._exchanges.reset, group), f"reset {self.name}")
+        self._writings.append(writing)
+        self._resets.append(writing)
+        return writing
+
+    @property
+    def is_resetting(self) -> bool:
+        """Whether a reset is not settled."""
+        self._resets = [reset for reset in self._resets if not reset.settled]
+        return bool(self._resets)
 
     def drain(self, timeout_s: float) -> None:
         """Block until everything submitted so far is over; the next `settle` finds it. Raises DeadlineExceeded."""
@@ -321,7 +348,7 @@ class ColdTier(ColdFigures):
     def _probe(self) -> None:
         try:
             self._exchanges.probe()
-        except InvariantBroken as error:
+        except BaseException as error:  # nobody looks at the ticket of a probe
             self._defects.append(error)
         finally:
             self.wake()

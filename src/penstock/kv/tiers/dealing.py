@@ -57,6 +57,14 @@ class Dealer:
             group.error = error
         self._close_group(group, lane)
 
+    def between(self, group: Group, run: Callable[[], None], label: str) -> None:
+        """As `behind_all`, and everything dealt out later comes behind it."""
+        self.behind_all(group, run, label)
+        if group.fence is not None:
+            for other in self._lanes[1:]:
+                with contextlib.suppress(LaneClosed):  # then nothing comes later
+                    other.wait(group.fence)
+
     def _close_group(self, group: Group, lane: Lane) -> None:
         group.fence = lane.record()
         with contextlib.suppress(LaneClosed):

@@ -46,6 +46,7 @@ class Group:
     ticket: Ticket | None = None
     fence: Fence | None = None
     told: bool = False  # its defect was raised
+    num_forgotten: int = 0  # blocks, of a reset
 
     def __post_init__(self) -> None:
         self.outcomes = [Outcome.FAILED] * len(self.keys)
@@ -167,11 +168,14 @@ class Exchanges:
         except StoreFailed as error:
             group.error = error
 
-    def reset(self) -> int:
-        """Raises StoreFailed."""
-        num, _ = self._call("reset", self.store.reset)
-        self.known.clear()
-        return num
+    def reset(self, group: Group) -> None:
+        """No write is under way."""
+        try:
+            group.num_forgotten, _ = self._call("reset", self.store.reset)
+        except StoreFailed as error:
+            group.error = error
+        finally:
+            self.known.clear()  # also where it did not answer: it may have begun
 
     def probe(self) -> None:
         """For whom `Breaker.try_probe` told to."""

@@ -28,7 +28,7 @@ class Staged(NamedTuple):
     taken: Taken
     tier: ColdTier
     reading: Reading
-    era: int  # of the first cold tier, in which it was begun
+    num_resets: int | None  # of the first cold tier, when it was begun; None: one was under way
 
 
 class Haul:
@@ -113,6 +113,18 @@ class Haul:
         while self._num_ready < self.limit and self._here[self._num_ready]:
             self._num_ready += 1
         return self._num_ready
+
+    def touches(self, slots: frozenset[int] | None) -> bool:
+        """Whether it is going to send blocks into one of these slots of the device; None: whether it is not over. What was sent is its
+        parts' business, and into the slots of a table that has ended nothing is sent."""
+        if slots is None:
+            return not self.over
+        return not self.hold.ended and not slots.isdisjoint(self.hold.first(self.first + self.limit)[self.first + self.num_sent :].tolist())
+
+    def wait_reads(self, deadline_s: float) -> None:
+        """Block until what is being read for it now is over. Raises DeadlineExceeded."""
+        for staged in self.staged:
+            staged.reading.wait_over(deadline_s)
 
     def came(self, block: int, slot: int) -> None:
         """`block` is in host memory."""

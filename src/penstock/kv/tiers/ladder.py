@@ -322,21 +322,39 @@ class Ladder:
         flying = self.demoter.in_flight()
         return flying[-1] if flying else None
 
-    def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
-        """Block until no transfer is in flight that touches one of the device's `slots` (None: any); those not yet launched included."""
+    def is_touched(self, slots: Sequence[int] | None = None) -> bool:
+        """Whether anything that was taken on, launched or not, may still touch one of the device's `slots` (None: any)."""
         wanted = None if slots is None else frozenset(slots)
+        flying = any(transfer.touches(wanted) for mover in (self.demoter, self.promoter) for transfer in mover.in_flight())
+        return flying or any(haul.touches(wanted) for haul in self._hauls)
 
-        def concerned(transfer: Transfer) -> bool:
-            pins = transfer.pins if isinstance(transfer, Demotion | Retraction | Promotion) else ()
-            return wanted is None or any(not wanted.isdisjoint(pin.slots) for pin in pins)
-
+    def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
+        """Block until every transfer under way that touches one of the device's `slots` (None: any) is over, and so is what hauls into
+        them are reading: the next `settle` sends that on. Without `slots` also until the lanes of cold tiers have nothing to do."""
+        wanted = None if slots is None else frozenset(slots)
         self.submit_saves()
         deadline_s = time.monotonic() + timeout_s
         for mover in (self.demoter, self.promoter):
-            mover.drain(max(0.0, deadline_s - time.monotonic()), concerned)
+            mover.drain(max(0.0, deadline_s - time.monotonic()), lambda transfer: transfer.touches(wanted))
+        for haul in self._hauls:
+            if haul.touches(wanted):
+                haul.wait_reads(deadline_s)
         if slots is None:
             for tier in self.cold_tiers.values():
                 tier.drain(max(0.0, deadline_s - time.monotonic()))
+
+    @property
+    def _hauls(self) -> Sequence[Haul]:
+        return () if self.behind is None else self.behind.hauls
+
+    def check(self) -> None:
+        """Raises where a slot of the device is pinned for something that `drain` does not know."""
+        known = {pin for offer in self._offers for pin in (offer.pin,)} | {
+            pin for mover in (self.demoter, self.promoter) for transfer in mover.in_flight() for pin in transfer.pins
+        }
+        if unknown := [str(pin) for pin in self._pool.pins() if pin not in known]:
+            raise InvariantBroken(f"nothing under way has these pins of the device: {', '.join(unknown)}")
+        self.host.check()
 
     def close(self, timeout_s: float | None) -> None:
         """After `drain` and `settle`."""

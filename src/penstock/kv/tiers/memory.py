@@ -40,7 +40,7 @@ class HostMemory:
     def _prepare(self) -> None:
         try:
             self._arena.prepare(self._ready, self._progress, self._stop.is_set)
-        except Exception:  # the tier goes on with what is ready
+        except BaseException:  # of any kind: the tier goes on with what is ready
             log.exception("host memory could not be prepared further; the host tier uses what it has")
 
     def _progress(self, done: int, total: int) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.contract import Access, Arrival, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
+from penstock.kv.blocks.handles import RunPin
 from penstock.lanes.lane import Lane, Ticket
 from penstock.lanes.polling import POLL_MOST_S, look_again_s
 
@@ -37,7 +38,8 @@ class Group(NamedTuple):
 class Settling(Protocol):
     """Something under way, as far as it concerns who waits for it."""
 
-    settled: bool
+    @property
+    def settled(self) -> bool: ...
 
 
 class Copier(Protocol):
@@ -59,6 +61,7 @@ class Transfer:
         self.groups = groups  # what lands together, in order; between them they cover every layer of every block once
         self.after = after  # the lane waits for these before it touches either end
         self.source_slots = self.dest_slots = _NO_SLOTS
+        self.pins: Sequence[RunPin] = ()  # on its slots of the device, from before it is submitted until its end was seen
         self.keys: Sequence[bytes] = ()  # of its first blocks, those that have one
         self.arrivals: tuple[Arrival, ...] | None = None
         self.settled = False
@@ -77,6 +80,10 @@ class Transfer:
     def prepare(self) -> bool:
         """On the launcher, before anything is enqueued: the last moment to choose slots. False: there is nothing to copy."""
         return True
+
+    def touches(self, slots: frozenset[int] | None) -> bool:
+        """Whether it may still touch one of these slots of the device; None: any."""
+        return slots is None or any(not slots.isdisjoint(pin.slots) for pin in self.pins)
 
     @property
     def num_blocks(self) -> int:
@@ -127,20 +134,30 @@ class Transfer:
         self.arrivals = tuple(arrivals)
 
     def over(self) -> bool:
+        """Raises where its launch ended and left nothing to wait for."""
+        if not self._launched and self._ticket is not None and self._ticket.done():
+            self._require_launched()
         return self._launched and (self._end is None or self._end.passed())
 
     def wait_over(self, deadline_s: float) -> None:
-        """Block until it is launched, then until it is over. Raises DeadlineExceeded, never gives up quietly."""
+        """Block until it is launched, then until it is over. Raises DeadlineExceeded, or what `over` raises; never gives up quietly."""
         if self._ticket is None:
             raise InvariantBroken(f"{self.label!r} was never submitted")
         try:
             self._ticket.wait_done(max(0.0, deadline_s - time.monotonic()))
         except DeadlineExceeded:
             raise
-        except Exception as error:  # the launch itself failed: what it had enqueued, if anything, is behind `_end`
+        except BaseException as error:  # of the launch: what it had enqueued, if anything, is behind `_end`
             self.fail(error)
+        self._require_launched()
         if self._end is not None:
             self._end.wait_passed(max(0.0, deadline_s - time.monotonic()))
+
+    def _require_launched(self) -> None:
+        """Its launch is over. One that could not even say what lies on the lane is no failed copy: nobody knows when its slots are free."""
+        if not self._launched:
+            cause = None if self._ticket is None else self._ticket.error()
+            raise InvariantBroken(f"the launch of {self.label!r} failed, and nobody knows when it ends: {cause!r}") from cause
 
 
 class Checks(Protocol):
@@ -231,7 +248,7 @@ class Mover:
         try:
             if transfer.prepare():
                 self._enqueue(transfer, arrivals)
-        except Exception as error:
+        except BaseException as error:  # of any kind: what was not copied has not landed
             transfer.fail(error)
         finally:
             # Whatever went wrong, what is on the lane already ends before either side is given back.

@@ -1,0 +1,418 @@
+"""An engine that cannot go on, or that closes while something hangs (invariants 25 and 27): everybody who waits is told, exactly once and
+with the reason, and nobody's wait outlasts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
+from cpu.engine.test_tiers import until
+from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
+from penstock.engine import engine as engine_module
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest
+from penstock.kv.tiers.host import HostLease
+from penstock.models.lora import AdapterWeights
+from penstock.testing.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from penstock.testing.gates import gates
+from penstock.testing.sanitized import build_sanitized
+from penstock.testing.stores import MemoryStore
+
+Prompts = Callable[..., list[int]]
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def build(**settings: Any) -> Engine:
+    """One that its test ends, or leaves behind."""
+    return build_sanitized(tiny_config(**settings))[0]
+
+
+def asked(call: Callable[[], Any]) -> Future[Any]:
+    """On a thread of its own, as an operator does."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
+
+
+def failure_of(answer: Future[Any]) -> BaseException | None:
+    return answer.exception(timeout=30.0)
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    """Another thread is about to bring it about."""
+    for _ in range(10_000_000):
+        if condition():
+            return
+    raise AssertionError("it never came to that")
+
+
+def burst(*_: object) -> Any:
+    raise RuntimeError("the device is gone")
+
+
+class Raising:
+    """A listener that raises, after it has noted what it was told."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.events: list[TokenEvent] = []
+        self._error = error
+
+    def __call__(self, event: TokenEvent) -> None:
+        self.events.append(event)
+        raise self._error
+
+
+# ------------------------------------------------------------------------------------------------------------------ the loop fails
+
+
+def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(host_blocks=64)
+    _, save = gates(engine)
+    save.hold()
+    running = submit(engine, prompts(40))
+    until(engine, lambda: len(running.tokens) > 2 and engine.cache.num_in_flight > 0)
+    flush = asked(lambda: engine.wait_flushed("visible", 600.0))
+    until(engine, lambda: bool(engine._flushes))
+    monkeypatch.setattr(engine._parts.scheduler, "cancel", burst)
+    engine.cancel(running.request_id)  # a command that raises, and stands before all others
+    queued = submit(engine, prompts(20, seed=1))
+    reset = asked(engine.reset_cache)
+    late_flush = asked(lambda: engine.wait_flushed("captured", 600.0))
+    soon(lambda: len(engine._inbox) == 4)
+    engine.fail_all(RuntimeError("the device is gone"))
+    for one in (running, queued):
+        assert [event.finish for event in one.events if event.finish is not None] == [FinishReason.ERROR]
+        assert "the device is gone" in str(one.error)
+    for answer in (flush, reset, late_flush):
+        assert isinstance(failure_of(answer), EngineClosed) and "the device is gone" in str(failure_of(answer))
+    save.let()
+
+
+def test_a_loop_whose_inbox_raises_ends_and_tells_everybody(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    loop = EngineLoop(engine)
+    last = threading.Event()
+    found = Collected()
+
+    def listen(event: TokenEvent) -> None:
+        found.events.append(event)
+        if event.finish is not None:
+            last.set()
+
+    engine.submit(prompts(10), SamplingParams(max_tokens=1900, temperature=0.0, ignore_eos=True), listen)
+    loop.start()
+    monkeypatch.setattr(engine._parts.scheduler, "cancel", burst)
+    engine.cancel("somebody")
+    assert last.wait(30.0) and found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
+    loop.close(0.0)
+    assert isinstance(loop.failed(), RuntimeError) and "the device is gone" in str(engine.ended)
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit("mine")])
+def test_a_listener_that_raises_keeps_nobody_from_being_told(prompts: Prompts, error: BaseException) -> None:
+    engine = build()
+    first, raising, last = submit(engine, prompts(10)), Raising(error), Collected()
+    engine.submit(prompts(10, seed=1), PARAMS, raising)
+    engine.submit(prompts(10, seed=2), PARAMS, last.events.append)
+    engine._inbox.run_all()
+    in_the_inbox = Raising(error)
+    engine.submit(prompts(10, seed=3), PARAMS, in_the_inbox)
+    behind_it = submit(engine, prompts(10, seed=4))
+    engine.fail_all(RuntimeError("the device is gone"))
+    for one in (first, raising, last, in_the_inbox, behind_it):
+        assert [event.finish for event in one.events] == [FinishReason.ERROR]
+
+
+def test_after_a_failure_everything_is_refused_with_its_reason_and_nothing_piles_up(prompts: Prompts) -> None:
+    engine = build(host_blocks=16)
+    engine.fail_all(RuntimeError("the device is gone"))
+    engine.refuse("the server is shutting down")
+    calls: list[Callable[[], object]] = [
+        lambda: submit(engine, prompts(10)),
+        engine.reset_cache,
+        lambda: engine.wait_flushed("visible", 600.0),
+    ]
+    for call in calls:
+        with pytest.raises(EngineClosed, match="the device is gone"):
+            call()
+    for _ in range(100):
+        engine.cancel("somebody")
+    assert len(engine._inbox) == 0
+
+
+def test_a_request_that_the_scheduler_does_not_take_is_told_once_and_leaves_no_lease(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(host_blocks=64)
+    generate(engine, prompts(100))
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    found = submit(engine, prompts(100))
+    assert engine.cache.ladder is not None and engine.cache.ladder.host.num_leases == 1
+    monkeypatch.setattr(engine._parts.scheduler, "add", burst)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    engine.fail_all(RuntimeError("the device is gone"))
+    assert len(found.events) == 1 and found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
+    assert engine.cache.ladder.host.num_leases == 0
+    engine.close(20.0)
+
+
+def test_a_listener_that_raises_about_an_id_in_use_disturbs_nobody(prompts: Prompts) -> None:
+    engine = build()
+    first, raising = submit(engine, prompts(10)), Raising(ValueError("mine"))
+    engine.submit(prompts(10), PARAMS, raising, request_id=first.request_id)
+    run_all(engine)
+    assert len(first.tokens) == 8 and [event.finish for event in raising.events] == [FinishReason.ERROR]
+    engine.close(20.0)
+
+
+def test_a_reset_that_raises_ends_with_what_it_raised_and_so_does_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    monkeypatch.setattr(engine.cache, "reset", burst)
+    loop = EngineLoop(engine)
+    loop.start()
+    assert str(failure_of(asked(engine.reset_cache))) == "the device is gone"
+    loop.close(0.0)
+    assert isinstance(loop.failed(), RuntimeError)
+
+
+# --------------------------------------------------------------------------------------------------------------- closing is bounded
+
+
+class Turns:
+    """Counts the turns of an engine that did nothing, and how often it waited."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.num_idle = self.num_waits = 0
+        self.enough = threading.Event()
+        self._step, self._bell = engine.step, engine._inbox._bell
+        engine.step = self.step  # type: ignore[method-assign]
+        engine._inbox._bell = self  # type: ignore[assignment]
+
+    def step(self) -> bool:
+        done = self._step()
+        self.num_idle += not done
+        if self.num_idle > 200:
+            self.enough.set()
+        return done
+
+    def empty(self) -> bool:
+        return self._bell.empty()
+
+    def put(self, _: None) -> None:
+        self._bell.put(None)
+
+    def get(self, timeout: float) -> None:
+        self.num_waits += 1
+        self._bell.get(timeout=timeout)
+
+
+def test_a_loop_that_closes_with_transfers_under_way_waits_between_its_turns(prompts: Prompts, shared: MemoryStore) -> None:  # noqa: F811
+    engine = build(host_blocks=64, remote="memory://")
+    generate(engine, prompts(100))
+    only_colder(engine)
+    loop = EngineLoop(engine)
+    with held(shared, "read"):
+        found = submit(engine, prompts(100))
+        loop.start()
+        shared.gate.wait_came()
+        closing = asked(lambda: loop.close(30.0))
+        soon(lambda: engine._inbox._closed is not None)
+        turns = Turns(engine)
+        assert turns.enough.wait(30.0)
+        num_idle, num_waits = turns.num_idle, turns.num_waits
+        assert num_waits >= num_idle - 2, f"{num_idle} turns with nothing to do, and {num_waits} waits"
+    assert failure_of(closing) is None
+    assert found.finish is FinishReason.LENGTH and loop.failed() is None
+
+
+def test_a_close_comes_round_at_its_deadline_not_later(prompts: Prompts) -> None:
+    engine = build()
+    loop = EngineLoop(engine)
+    loop._stop_by_s = 0.0
+    assert loop._patience_s() == 0.0
+    loop._stop_by_s = None
+    assert loop._patience_s() > 0.0
+    engine.close(20.0)
+
+
+@pytest.mark.parametrize("hanging", ["write", "close", "reset", "persist"])
+def test_closing_is_bounded_though_a_store_hangs(prompts: Prompts, shared: MemoryStore, hanging: str) -> None:  # noqa: F811
+    engine = build(host_blocks=64, remote="memory://")
+    generate(engine, prompts(40))
+    settle_all(engine)
+    reset = flush = None
+    with held(shared, hanging):
+        if hanging == "write":
+            generate(engine, prompts(40, seed=1))
+        if hanging == "reset":
+            reset = asked(lambda: engine.reset_cache(("remote",)))
+        if hanging in ("write", "persist"):
+            flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
+        if reset is not None or flush is not None:
+            until(engine, lambda: bool(engine._flushes))
+        if hanging != "close":
+            until(engine, lambda: hanging in shared.calls and engine.is_transferring())
+        with pytest.raises(DeadlineExceeded):
+            engine.close(0.2)
+        for answer in (reset, flush):
+            assert answer is None or isinstance(failure_of(answer), EngineClosed)
+        with pytest.raises(EngineClosed):
+            submit(engine, prompts(40))
+    engine.close(20.0)  # and what hung has let go
+
+
+def test_closing_is_bounded_though_a_save_hangs_and_requests_are_told(prompts: Prompts) -> None:
+    engine = build(host_blocks=64)
+    _, save = gates(engine)
+    save.hold()
+    generate(engine, prompts(40))
+    running = submit(engine, prompts(40, seed=1), max_tokens=1000)
+    until(engine, lambda: len(running.tokens) > 2)
+    with pytest.raises(DeadlineExceeded):
+        engine.close(0.2)
+    assert running.finish is FinishReason.CANCELLED and sum(event.finish is not None for event in running.events) == 1
+    save.let()
+    engine.close(20.0)
+
+
+def test_a_flush_that_is_under_way_when_the_engine_closes_is_finished_by_it(prompts: Prompts, shared: MemoryStore) -> None:  # noqa: F811
+    engine = build(host_blocks=64, remote="memory://")
+    _, save = gates(engine)
+    save.hold()
+    generate(engine, prompts(100))
+    flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
+    until(engine, lambda: bool(engine._flushes))
+    save.let()
+    engine.close(20.0)
+    assert failure_of(flush) is None and len(shared.blocks) == 6
+
+
+def test_a_flush_that_was_asked_for_before_the_engine_closes_is_not_forgotten(prompts: Prompts, shared: MemoryStore) -> None:  # noqa: F811
+    engine = build(host_blocks=64, remote="memory://")
+    generate(engine, prompts(100))
+    flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
+    soon(lambda: len(engine._inbox) == 1)
+    engine.close(20.0)
+    assert failure_of(flush) is None and len(shared.blocks) == 6
+
+
+def test_an_operator_does_not_wait_for_ever_for_an_engine_that_does_not_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.0)
+    engine = build(host_blocks=16)
+    for call in (engine.reset_cache, lambda: engine.wait_flushed("visible", 0.0)):
+        with pytest.raises(DeadlineExceeded, match="what is under way goes on"):
+            call()
+    engine.step()  # and what was asked for is done all the same
+    assert not engine._flushes and len(engine._inbox) == 0
+    engine.close(20.0)
+
+
+# ------------------------------------------------------------------------------------------- a submit that is refused at the last moment
+
+
+class Files:
+    digest = "digest"
+    weights = AdapterWeights(())
+
+
+def adapted(engine: Engine) -> Adapter:
+    """An adapter that changes nothing, under a name."""
+    engine.adapters._read = lambda directory: Files()  # type: ignore[assignment, return-value]
+    return engine.adapters.load("tuned", Path("anywhere")).adapter
+
+
+def test_a_listener_that_raises_at_its_last_event_lets_go_of_its_adapter(prompts: Prompts) -> None:
+    engine = build()
+    adapter = adapted(engine)
+    raising = Raising(ValueError("mine"))
+    engine.submit(prompts(10), PARAMS, raising, adapter=adapter)
+    engine._inbox.run_all()
+    assert engine.adapters._num_holds[adapter.digest] == 1
+    engine.cancel(raising.events[0].request_id if raising.events else engine._outbox.open_ids()[0])
+    engine._inbox.run_all()
+    assert raising.events[-1].finish is FinishReason.CANCELLED and engine.adapters._num_holds[adapter.digest] == 0
+    engine.close(20.0)
+
+
+def test_a_request_is_told_though_its_lease_cannot_be_ended(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(host_blocks=64)
+    generate(engine, prompts(100))
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    found = submit(engine, prompts(100))
+    monkeypatch.setattr(HostLease, "end", burst)
+    engine.fail_all(RuntimeError("the step broke"))
+    assert len(found.events) == 1 and found.finish is FinishReason.ERROR and "the step broke" in str(found.error)
+
+
+def test_a_device_that_fails_while_a_step_is_waited_for_ends_its_requests_with_the_error(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    found = submit(engine, prompts(10))
+    engine.step()
+    assert engine._running is not None
+    engine._running = dataclasses.replace(engine._running, fence=Lost())
+    run_all(engine)
+    assert found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
+    engine._parts.lanes[0].drain(20.0)
+    assert len(generate(engine, prompts(10)).tokens) == 8, "the engine goes on"
+    engine.close(20.0)
+
+
+class Lost:
+    """A fence of a device that has failed."""
+
+    lane, number = "compute", 0
+
+    def passed(self) -> bool:
+        return False
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("late", ["closed", "ended", "no lease"])
+def test_a_submit_that_is_refused_at_the_last_moment_keeps_nothing(prompts: Prompts, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    engine = build(host_blocks=64)
+    adapter = adapted(engine)
+    generate(engine, prompts(100))
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    lease = engine.cache.lease
+    prefix_of = engine.cache.prefix_of
+
+    def refuses(owner: str, prefix: Any) -> Any:
+        found = lease(owner, prefix_of(prompts(100)))  # type: ignore[arg-type]
+        assert found is not None and engine.adapters._num_holds[adapter.digest] == 1
+        if late == "no lease":
+            found.end()
+            raise InvalidRequest("something about it")
+        (engine.refuse if late == "closed" else engine._inbox.end)("just now")
+        return found
+
+    monkeypatch.setattr(engine.cache, "lease", refuses)
+    told: list[TokenEvent] = []
+    with pytest.raises((EngineClosed, InvalidRequest)):
+        engine.submit(prompts(100), PARAMS, told.append, adapter=adapter)
+    assert engine.adapters._num_holds[adapter.digest] == 0, "its adapter's hold"
+    assert engine.cache.ladder is not None and engine.cache.ladder.host.num_leases == 0, "its lease"
+    assert told == [] and len(engine._inbox) == 0
+    engine.close(20.0)

@@ -1,0 +1,293 @@
+"""Operators beside the engine thread: resets, flushes, submits and ends in every order that gates can hold them in. What a flush says is
+persisted is in the store, and what a reset was asked to forget is forgotten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
+from cpu.engine.test_failed_engine import adapted, asked, soon
+from cpu.engine.test_tiers import states, turn, until
+from penstock.contract import FinishReason, KvSource, SamplingParams
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.errors import InvalidRequest, StoreFailed
+from penstock.testing.driving import generate, run_all, settle_all, submit
+from penstock.testing.stores import MemoryStore
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+SIX = 100  # tokens: six blocks
+
+
+def done(engine: Engine, *answers: Future[Any]) -> list[Any]:
+    """The engine goes round until they are there."""
+    until(engine, lambda: all(answer.done() for answer in answers))
+    return [answer.result() for answer in answers]
+
+
+def operator(engine: Engine, call: Callable[[], Any]) -> Future[Any]:
+    """The engine thread has begun what it asks for when this returns."""
+    num = len(engine._flushes)
+    answer = asked(call)
+    soon(lambda: len(engine._inbox) > 0)
+    engine.step()
+    assert answer.done() or len(engine._flushes) > num
+    return answer
+
+
+def flushing(engine: Engine) -> Future[Any]:
+    return operator(engine, lambda: engine.wait_flushed("persisted", 600.0))
+
+
+def resetting(engine: Engine, *tiers: str) -> Future[Any]:
+    return operator(engine, lambda: engine.reset_cache(tiers))
+
+
+def test_a_flush_while_the_store_is_being_emptied_is_not_acknowledged_before_it_is_true(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    generate(engine, prompts(SIX))
+    settle_all(engine)
+    assert len(shared.blocks) == 6
+    with held(shared, "reset"):
+        reset = resetting(engine, "remote")
+        shared.gate.wait_came()
+        flush = flushing(engine)
+        turn(engine, 50)
+        assert not reset.done() and not flush.done(), "the engine goes on, and neither is over"
+    assert done(engine, reset, flush)[0] == {"remote": 6}
+    assert len(shared.blocks) == 6, "acknowledged, and not there"
+
+
+def test_a_flush_that_had_begun_when_the_store_was_emptied_writes_again(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    generate(engine, prompts(SIX))
+    settle_all(engine)
+    with held(shared, "persist"):
+        flush = flushing(engine)
+        shared.gate.wait_came()
+        reset = resetting(engine, "remote")
+        turn(engine, 20)
+        assert not flush.done() and not reset.done()
+    assert done(engine, reset, flush)[0] == {"remote": 6}
+    assert len(shared.blocks) == 6
+
+
+def test_a_flush_after_a_reset_writes_everything_that_host_memory_has(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    generate(engine, prompts(SIX))
+    settle_all(engine)
+    assert done(engine, resetting(engine, "remote")) == [{"remote": 6}] and not shared.blocks
+    done(engine, flushing(engine))
+    assert len(shared.blocks) == 6
+
+
+def test_the_same_on_a_real_disk_with_the_engine_on_its_own_thread(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
+    engine = make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
+    generate(engine, prompts(SIX))
+    loop = EngineLoop(engine)
+    loop.start()
+    for _ in range(10):
+        engine.wait_flushed("persisted", 60.0)
+        flush, reset = asked(lambda: engine.wait_flushed("persisted", 60.0)), asked(lambda: engine.reset_cache(("ssd",)))
+        assert flush.result(60.0) is None and reset.result(60.0) == {"ssd": 6}
+        engine.wait_flushed("persisted", 60.0)
+        assert engine.stats().kv_blocks["ssd"]["used"] == 6
+    loop.close(5.0)
+    assert loop.failed() is None
+
+
+def test_a_reset_takes_what_was_queued_for_writing_before_it(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    with held(shared, "write"):
+        generate(engine, prompts(SIX))
+        until(engine, lambda: engine.cache.num_in_flight == 0 and engine.cache.num_behind > 0)
+        shared.gate.wait_came()
+        reset = resetting(engine, "remote")
+        turn(engine, 20)
+        assert "reset" not in shared.calls
+    assert done(engine, reset) == [{"remote": 6}] and not shared.blocks
+    done(engine, flushing(engine))
+    assert len(shared.blocks) == 6
+
+
+def test_two_resets_at_once_both_end(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    generate(engine, prompts(SIX))
+    settle_all(engine)
+    with held(shared, "reset"):
+        first, second = resetting(engine, "remote"), resetting(engine, "device", "host", "remote")
+        shared.gate.wait_came()
+    assert done(engine, first, second) == [{"remote": 6}, {"device": 6, "host": 6, "remote": 0}]
+
+
+def test_a_store_that_fails_to_reset_says_so_to_who_asked_and_nothing_else_ends(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    cold = generate(engine, prompts(SIX))
+    settle_all(engine)
+    shared.die()
+    reset = resetting(engine, "remote")
+    until(engine, lambda: reset.done())
+    assert isinstance(reset.exception(), StoreFailed)
+    assert generate(engine, prompts(SIX)).tokens == cold.tokens
+
+
+def test_a_request_that_was_leased_what_a_reset_takes_computes(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    cold = generate(engine, prompts(SIX))
+    only_colder(engine)
+    found = submit(engine, prompts(SIX))  # it has a lease, and waits in the inbox
+    with held(shared, "read"):  # which the reset overtakes
+        until(engine, lambda: states(engine).get("loading") == 1)
+        reset = resetting(engine, "device", "host", "remote")
+        until(engine, lambda: reset.done())
+    run_all(engine)
+    assert found.tokens == cold.tokens and found.source == KvSource(computed=SIX)
+    settle_all(engine)
+    engine.check()
+
+
+def test_what_was_read_while_the_store_was_being_emptied_is_written_by_the_next_flush(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    cold = generate(engine, prompts(SIX))
+    only_colder(engine)
+    with held(shared, "reset"):
+        reset = resetting(engine, "remote")
+        shared.gate.wait_came()
+        warm = generate(engine, prompts(SIX))
+        assert warm.source == KvSource(remote=96, computed=4) and warm.tokens == cold.tokens
+        assert not reset.done()
+    done(engine, reset)
+    settle_all(engine)
+    done(engine, flushing(engine))
+    assert len(shared.blocks) == 6
+
+
+def test_a_reset_of_host_memory_leaves_what_a_request_was_leased(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    cold = generate(engine, prompts(SIX))
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    found = submit(engine, prompts(SIX))
+    assert engine.cache.reset(("device", "host")) == {"device": 0, "host": 0}
+    run_all(engine)
+    assert found.tokens == cold.tokens and found.source == KvSource(host=96, computed=4)
+
+
+def test_a_reset_that_was_asked_for_before_the_engine_closes_is_done(
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://")
+    generate(engine, prompts(SIX))
+    settle_all(engine)
+    reset = asked(lambda: engine.reset_cache(("remote",)))
+    soon(lambda: len(engine._inbox) == 1)
+    engine.close(20.0)
+    assert reset.result(30.0) == {"remote": 6} and not shared.blocks
+
+
+# ------------------------------------------------------------------------------------------------------------------ submits
+
+
+def between(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """`act` happens in the middle of the next submit: its adapter is held, and the engine has not got it."""
+    lease = engine.cache.lease
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(engine.cache, "lease", lease)
+        act()
+        return lease(*args)
+
+    monkeypatch.setattr(engine.cache, "lease", interrupted)
+
+
+def test_an_adapter_that_is_unloaded_in_the_middle_of_a_submit_stays_until_the_request_has_ended(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(host_blocks=64)
+    adapter = adapted(engine)
+    between(engine, monkeypatch, lambda: engine.adapters.unload("tuned") or None)
+    found = submit(engine, prompts(20), adapter=adapter)
+    assert engine.adapters.find("tuned") is None and adapter.digest in engine.adapters._weights
+    engine.cancel(found.request_id)
+    run_all(engine)
+    assert found.finish is FinishReason.CANCELLED and adapter.digest not in engine.adapters._weights
+    with pytest.raises(InvalidRequest):
+        submit(engine, prompts(20), adapter=adapter)
+
+
+def test_a_cancel_in_the_middle_of_a_submit_is_of_nothing_and_one_after_it_ends_the_request(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(host_blocks=64)
+    between(engine, monkeypatch, lambda: engine.cancel("mine"))
+    events: list[Any] = []
+    engine.submit(prompts(20), SamplingParams(max_tokens=200, ignore_eos=True), events.append, request_id="mine")
+    turn(engine, 4)
+    assert events and all(event.finish is None for event in events)
+    engine.cancel("mine")
+    run_all(engine)
+    assert [event.finish for event in events if event.finish] == [FinishReason.CANCELLED]
+
+
+def test_requests_that_were_submitted_before_a_refusal_end_and_later_ones_are_refused(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    start, found, refused = threading.Barrier(5), list[Any](), list[int]()
+
+    def crowd(number: int) -> None:
+        start.wait(30.0)
+        for i in range(20):
+            try:
+                found.append(submit(engine, prompts(20, seed=number), max_tokens=1))
+            except Exception:
+                refused.append(i)
+
+    threads = [threading.Thread(target=crowd, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    start.wait(30.0)
+    engine.refuse("enough")
+    for thread in threads:
+        thread.join(60.0)
+    run_all(engine)
+    assert len(found) + len(refused) == 80 and all(one.finish is FinishReason.LENGTH for one in found)

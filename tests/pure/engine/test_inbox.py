@@ -1,0 +1,128 @@
+"""What other threads ask of the engine thread: every command is run or failed, exactly once, and a wait is a wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from penstock.engine.inbox import Inbox
+from penstock.errors import EngineClosed
+
+
+class CountedBell:
+    """In place of an inbox's own: says how often somebody waited, and lets nobody wait long."""
+
+    def __init__(self) -> None:
+        self.rung = False
+        self.waits_s: list[float] = []
+
+    def empty(self) -> bool:
+        return not self.rung
+
+    def put(self, _: None) -> None:
+        self.rung = True
+
+    def get(self, timeout: float) -> None:
+        self.waits_s.append(timeout)
+        if not self.rung:
+            raise Empty
+        self.rung = False
+
+
+def fails(told: list[Any], name: str) -> Callable[[BaseException], None]:
+    return lambda error: told.append((name, str(error)))
+
+
+def burst() -> None:
+    raise ZeroDivisionError("of all things")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_wait_of_a_closed_inbox_is_a_wait_like_any_other(closed: bool) -> None:
+    inbox = Inbox()
+    bell = inbox._bell = CountedBell()  # type: ignore[assignment]
+    if closed:
+        inbox.close("enough")
+    for _ in range(5):
+        inbox.wait(7.0)
+    assert bell.waits_s == [7.0] * 5, "a turn without a wait would take a core for as long as closing takes"
+
+
+def test_closing_ends_the_wait_that_is_under_way() -> None:
+    inbox = Inbox()
+    waiting = threading.Thread(target=inbox.wait, args=(60.0,))
+    waiting.start()
+    inbox.close("enough")
+    waiting.join(30.0)
+    assert not waiting.is_alive()
+
+
+def test_a_command_that_raises_tells_its_waiter_and_the_engine_thread_and_takes_no_other_with_it() -> None:
+    inbox, told = Inbox(), list[Any]()
+    inbox.put(burst, fail=fails(told, "first"))
+    inbox.put(lambda: told.append("second"), fail=fails(told, "second"))
+    with pytest.raises(ZeroDivisionError):
+        inbox.run_all()
+    assert told == [("first", "of all things")] and len(inbox) == 1
+    inbox.run_all()
+    assert told[1:] == ["second"]
+
+
+def test_an_inbox_that_ends_fails_what_is_in_it_whatever_one_of_them_does() -> None:
+    inbox, told = Inbox(), list[Any]()
+
+    def raises(error: BaseException) -> None:
+        raise SystemExit("also this")
+
+    inbox.put(burst, fail=fails(told, "first"))
+    inbox.put(burst, fail=raises)
+    inbox.put(burst)
+    inbox.put(burst, fail=fails(told, "last"))
+    inbox.end("the device is gone")
+    assert told == [("first", "the device is gone"), ("last", "the device is gone")] and len(inbox) == 0
+    inbox.end("once more")
+    assert len(told) == 2 and inbox.ended == "the device is gone"
+
+
+def test_after_the_end_submissions_are_refused_and_everything_else_is_dropped() -> None:
+    inbox, told = Inbox(), list[Any]()
+    assert inbox.ended is None
+    inbox.close("soon")
+    assert inbox.ended is None, "somebody still runs what comes"
+    inbox.put(lambda: told.append("ran"))
+    inbox.end("over")
+    inbox.close("the server is shutting down")
+    with pytest.raises(EngineClosed, match="over"):
+        inbox.put(burst, fail=fails(told, "late"), only_open=True)
+    inbox.put(burst, fail=fails(told, "late"))
+    assert len(inbox) == 0 and told == []
+
+
+def test_of_submissions_that_race_with_the_end_each_is_refused_or_failed() -> None:
+    for _ in range(20):
+        race_with_the_end(Inbox(), threading.Barrier(5))
+
+
+def race_with_the_end(inbox: Inbox, start: threading.Barrier) -> None:
+    told, refused = list[Any](), list[int]()
+
+    def submit(number: int) -> None:
+        start.wait(30.0)
+        for i in range(50):
+            try:
+                inbox.put(burst, fail=fails(told, f"{number} {i}"), only_open=True)
+            except EngineClosed:
+                refused.append(i)
+
+    threads = [threading.Thread(target=submit, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    start.wait(30.0)
+    inbox.end("over")
+    for thread in threads:
+        thread.join(30.0)
+    assert len(told) + len(refused) == 200 and len(inbox) == 0 and len(set(told)) == len(told)
