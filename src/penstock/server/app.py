@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from penstock.engine.loop import EngineLoop
 
 logger = logging.getLogger("penstock.server")
+
+BLANKS = b" \t"
 
 
 def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlette:
@@ -84,7 +85,8 @@ class KeyCheck:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._digest = _digest(api_key.encode())
+        # Bytes that are no UTF-8 reach us from a shell as surrogates. Blanks around a key cannot be sent in a header.
+        self._digest = _digest(api_key.encode("utf-8", "surrogateescape").strip(BLANKS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
@@ -95,9 +97,11 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
-        """Digests are compared in constant time, and are of one length whatever was sent."""
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        return hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._digest) and scheme.lower() == "bearer"
+        """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never made text: blanks of HTTP
+        are space and tab, and a key may well end in a byte that some alphabet calls blank."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        return hmac.compare_digest(_digest(key.strip(BLANKS)), self._digest) and scheme.lower() == b"bearer"
 
 
 def _digest(key: bytes) -> bytes:
