@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.server")
 
-BLANKS = b" \t"
+BLANKS = b" \t"  # of HTTP
 
 
 def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlette:
     """The app starts `loop` when it starts and closes it when it stops; `app.state.service` is what its routes share."""
-    if config.api_key == "":
-        raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
+    if config.api_key is not None:
+        _check_key(config.api_key)
     service = Service(engine, loop, config)
 
     @contextlib.asynccontextmanager
@@ -55,6 +55,14 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
     app.router.redirect_slashes = False  # an unknown path is an error, not a hint
     app.state.service = service
     return app
+
+
+def _check_key(key: str) -> None:
+    """A key that no client can send would lock everybody out, and an empty one nobody."""
+    if not key.strip(" \t"):
+        raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
+    if any((ord(character) < 0x20 and character != "\t") or character == "\x7f" for character in key):
+        raise ConfigError("--api-key has a line break or another control character in it, which no header can carry")
 
 
 class LastResort:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from typing import Any
 
 import h11
@@ -81,6 +83,8 @@ class Connection(H11Protocol):
 
     def _check_taken(self) -> None:
         if self._pending - self.transport.get_write_buffer_size() < min(self._pending, MIN_TAKEN):
+            sock = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nor does the kernel keep what is not taken
             self._cut("did not take its reply")
         else:
             self._watch_writing()

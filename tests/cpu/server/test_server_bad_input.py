@@ -119,7 +119,7 @@ def test_every_bad_body_is_refused_by_name_and_nothing_is_lost(served: Served) -
 
 def test_a_prompt_that_fails_in_the_middle_of_many_cancels_those_before_it(served: Served) -> None:
     served.engine.hold()
-    reply = served.http.post("/v1/completions", json=completion(["good", "x" * 200_000, "good"]))
+    reply = served.http.post("/v1/completions", json=completion(["good", "", "good"]))
     assert reply.status_code == 400
     assert len(served.engine.submitted) == 1
     served.assert_idle()
