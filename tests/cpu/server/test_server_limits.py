@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from typing import Any
@@ -31,6 +32,16 @@ def ends(connection: socket.socket) -> bytes:
     return said
 
 
+def is_closed(connection: socket.socket) -> bool:
+    """Looked at for as long as its time-out lasts."""
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
 # ------------------------------------------------------------------------------------------------------------- slow clients
 
 
@@ -45,17 +56,12 @@ def test_a_header_in_drops_has_one_deadline_for_all_of_it() -> None:
     """Each drop comes in time; the header does not."""
     with serving(read_timeout_s=0.2) as served, served.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
+        connection.settimeout(0.02)
         num_drops = 0
-        with pytest.raises(ConnectionError):
-            while True:
+        while not is_closed(connection):
+            with contextlib.suppress(ConnectionError):
                 connection.sendall(b"X-Drop: 1\r\n")
-                connection.settimeout(0.02)
-                num_drops += 1
-                try:
-                    assert connection.recv(1) == b"", "it was answered before it ended"
-                    raise ConnectionResetError
-                except TimeoutError:
-                    pass
+            num_drops += 1
         assert num_drops < 200
 
 
