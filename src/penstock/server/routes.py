@@ -17,7 +17,7 @@ from penstock.server.faults import json_response
 from penstock.server.generate import CHAT, COMPLETIONS, Generate
 from penstock.server.limits import read_body
 from penstock.server.service import Service
-from penstock.server.text import check_count, check_ids, encode_chat
+from penstock.server.text import check_num_tokens, check_ids, encode_chat
 
 if TYPE_CHECKING:
     from penstock.engine.engine import FlushLevel
@@ -84,7 +84,7 @@ class Small:
         with self._service.side.take(1):
             body, num_bytes = await self._body(request, schema.DetokenizeBody)
             tokenizer = self._service.engine.tokenizer
-            check_count(body.tokens, self._service.side_rules.most, "tokens")
+            check_num_tokens(body.tokens, self._service.side_rules.most, "tokens")
             check_ids(tokenizer, body.tokens, "tokens")
 
             def reply() -> Response:

@@ -80,11 +80,11 @@ def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules:
     """Ids that the model does not have are the engine's to refuse; here they only have no text."""
     if isinstance(given, str):
         return Prompt(tokenizer.encode(given, most=rules.most), given)
-    check_count(given, rules.most, "prompt")
+    check_num_tokens(given, rules.most, "prompt")
     return Prompt(given, tokenizer.decode(given, skip_special=False) if echo else "")
 
 
-def check_count(ids: Sequence[int], most: int, param: str) -> None:
+def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:
     if len(ids) > most:
         raise InvalidRequest(f"{param} has {len(ids)} tokens; {most} is the most that is taken", param)
 
