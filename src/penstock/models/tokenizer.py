@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, models
 
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.chat import ChatTemplate
@@ -82,7 +82,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._controls = tuple(token.content for token in added.values() if token.special and token.content)
-        self._textual = _without_special(backend) if self._controls else backend  # takes spellings of special tokens as text
+        self._textual = _without_special(backend)  # takes spellings of special tokens as text
+        self._splitter = _only_added(backend)  # takes all other text as one word
         vocabulary = backend.get_vocab()
         self._bytes: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
         self._span = _Span.of(backend, vocabulary)
@@ -115,7 +116,7 @@ class Tokenizer:
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
         ids: list[int] = []
         for text, special in self._runs(rendered.text):
-            ids += self._ids(self._textual, rendered.plain(text), False, None)
+            ids += self._ids(self._textual, rendered.plain(text), False, most)
             ids += special
             if most is not None and len(ids) > most:
                 raise too_long(f"more than {most} tokens", most)
@@ -123,10 +124,11 @@ class Tokenizer:
 
     def _runs(self, text: str) -> Iterator[tuple[str, list[int]]]:
         """`text` between special tokens, each run with the token behind it; where they begin and end is the library's to say."""
-        encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        encoding = self._splitter.encode_batch([text], add_special_tokens=False)[0]
         start = 0
-        for id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if id in self._special:
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            id = self._backend.token_to_id(self._splitter.id_to_token(token) or "")
+            if id is not None and id in self._special:
                 yield text[start:begin], [id]
                 start = end
         yield text[start:], []
@@ -211,15 +213,31 @@ def _kinds(part: Any) -> list[tuple[str, str]]:
     return found
 
 
+def _only_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A vocabulary of nothing but the added tokens: it finds them as `backend` does, and makes one unknown word of what is between."""
+    unknown = "\0"
+    splitter = tokenizers.Tokenizer(models.WordLevel({unknown: 0}, unk_token=unknown))
+    if backend.normalizer is not None:
+        splitter.normalizer = backend.normalizer
+    _add_tokens(splitter, backend)
+    return splitter
+
+
+def _add_tokens(to: tokenizers.Tokenizer, of: tokenizers.Tokenizer) -> None:
+    """The added tokens of `of`, in the order of their ids."""
+    added = (token for _, token in sorted(of.get_added_tokens_decoder().items()))
+    for special, run in itertools.groupby(added, key=lambda token: token.special):
+        (to.add_special_tokens if special else to.add_tokens)(list(run))
+
+
 def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """The same vocabulary, for which spellings of special tokens are text like any other. The model in it is shared, not copied."""
     textual = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):
         if (value := getattr(backend, part)) is not None:
             setattr(textual, part, value)
-    added = sorted(backend.get_added_tokens_decoder().items())
-    for special, run in itertools.groupby((token for _, token in added), key=lambda token: token.special):
-        (textual.add_special_tokens if special else textual.add_tokens)(list(run))
+    _add_tokens(textual, backend)
+    added = backend.get_added_tokens_decoder().items()
     if any(textual.token_to_id(token.content) != id for id, token in added):  # ids with gaps cannot be given again in a row
         textual = tokenizers.Tokenizer.from_str(backend.to_str())
     textual.encode_special_tokens = True

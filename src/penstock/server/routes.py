@@ -17,7 +17,7 @@ from penstock.server.faults import json_response
 from penstock.server.generate import CHAT, COMPLETIONS, Generate
 from penstock.server.limits import read_body
 from penstock.server.service import Service
-from penstock.server.text import check_num_tokens, check_ids, encode_chat
+from penstock.server.text import check_ids, check_num_tokens, encode_chat
 
 if TYPE_CHECKING:
     from penstock.engine.engine import FlushLevel
