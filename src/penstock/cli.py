@@ -93,6 +93,23 @@ def _add_serve(commands: Any) -> None:
     group.add_argument(
         "--shutdown-s", type=float, default=defaults.shutdown_s, metavar="X", help="seconds that running requests get at the end"
     )
+    group.add_argument(
+        "--read-timeout-s",
+        type=float,
+        default=defaults.read_timeout_s,
+        metavar="X",
+        help="seconds for a request's header, and again for its body",
+    )
+    group.add_argument(
+        "--write-timeout-s",
+        type=float,
+        default=defaults.write_timeout_s,
+        metavar="X",
+        help="seconds in which a client has to take some of its reply",
+    )
+    group.add_argument(
+        "--allow-special-tokens-in-text", action="store_true", help="text of chat messages may spell special tokens, and open turns by that"
+    )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
 
@@ -101,7 +118,8 @@ def _serve(args: argparse.Namespace) -> int:
     api_key = os.environ.get("PENSTOCK_API_KEY") if args.api_key is None else args.api_key
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
-    server = ServerConfig(args.host, args.port, api_key, args.max_body_bytes, args.max_concurrent, args.shutdown_s)
+    limits = (args.max_body_bytes, args.max_concurrent, args.shutdown_s, args.read_timeout_s, args.write_timeout_s)
+    server = ServerConfig(args.host, args.port, api_key, *limits, args.allow_special_tokens_in_text)
     config = config_of(args)
     from penstock.commands.serve import serve
 

@@ -165,12 +165,17 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20  # a larger body is refused with 413 before it is read to the end
     max_concurrent: int = 256  # generations admitted at once, running or waiting; one more is answered 429
     shutdown_s: float = 20.0  # how long running requests may take to finish when the server stops
+    read_timeout_s: float = 30.0  # for a request's header, and again for its body: slower ones hold connection and seat for nothing
+    write_timeout_s: float = 30.0  # in which a client takes some of its reply, else it is cut off and its request cancelled
+    allow_special_tokens_in_text: bool = False  # whether messages of a chat may spell special tokens and so open turns of their own
 
     def __post_init__(self) -> None:
         _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
         _need(self.max_body_bytes >= 1024, f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}")
         _need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
         _need(0 <= self.shutdown_s <= 86400, f"--shutdown-s must be between 0 and 86400, got {self.shutdown_s}")
+        for name, value in (("read", self.read_timeout_s), ("write", self.write_timeout_s)):
+            _need(0 < value <= 86400, f"--{name}-timeout-s must be above 0 and at most 86400, got {value}")
 
 
 @dataclass(frozen=True, slots=True)

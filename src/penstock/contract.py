@@ -14,6 +14,8 @@ from penstock.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024  # of one stop string: text that may be one is held back that long
+MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
 
@@ -73,7 +75,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives to report beside each generated token; None: no logprobs at all
     prompt_logprobs: int | None = None  # the same for prompt tokens; such a request never reuses cached KV
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # looked up for every token, on the engine's thread
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +94,10 @@ class SamplingParams:
                 _range(name, count, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOPS or any(not s for s in self.stop):
             raise InvalidRequest(f"stop takes at most {MAX_STOPS} strings, none of them empty", "stop")
+        if any(len(s) > MAX_STOP_CHARS for s in self.stop):
+            raise InvalidRequest(f"a stop string has at most {MAX_STOP_CHARS} characters", "stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} different ids", "stop_token_ids")
 
     @property
     def greedy(self) -> bool:

@@ -40,6 +40,13 @@ def server_url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def hurried_url() -> Iterator[str]:
+    """With short deadlines, so that tests of them need not wait long."""
+    with started_server(*EMBEDDED, "--read-timeout-s", "1", "--write-timeout-s", "1") as (_, url):
+        yield url
+
+
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
     """For tests that need flags or an end of their own."""

@@ -12,6 +12,8 @@ import pytest
 from penstock.contract import (
     MAX_LOGPROBS,
     MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     TOKEN_IN_FLIGHT,
     Chunk,
@@ -45,7 +47,9 @@ GOOD: list[tuple[str, Any]] = [
     ("logprobs", MAX_LOGPROBS),
     ("prompt_logprobs", 0),
     ("stop", ("x",) * MAX_STOPS),
-    ("stop_token_ids", (0, 1)),
+    ("stop", ("x" * MAX_STOP_CHARS,)),
+    ("stop_token_ids", frozenset({0, 1})),
+    ("stop_token_ids", frozenset(range(MAX_STOP_TOKEN_IDS))),
     ("ignore_eos", True),
 ]
 BAD: list[tuple[str, Any]] = [
@@ -78,6 +82,8 @@ BAD: list[tuple[str, Any]] = [
     ("prompt_logprobs", MAX_LOGPROBS + 1),
     ("stop", ("",)),
     ("stop", ("x",) * (MAX_STOPS + 1)),
+    ("stop", ("x", "x" * (MAX_STOP_CHARS + 1))),
+    ("stop_token_ids", frozenset(range(MAX_STOP_TOKEN_IDS + 1))),
 ]
 
 
@@ -100,7 +106,7 @@ def test_a_value_beyond_the_edge_is_the_callers_fault_and_names_its_field(name: 
 def test_every_field_with_a_range_is_in_both_tables() -> None:
     names = {f.name for f in dataclasses.fields(SamplingParams)}
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"stop_token_ids", "ignore_eos"}
+    assert {name for name, _ in BAD} == names - {"ignore_eos"}
 
 
 def test_the_message_says_what_is_allowed_and_what_came() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine
-from penstock.engine.text import TextStream
+from penstock.engine.text import TextStream, stop_strings
 from penstock.errors import StepFailed
 
 LOOK_S = 1.0  # between two looks whether the engine can still say anything
@@ -54,7 +54,7 @@ class Answer:
         self._engine = engine
         self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
-        self._stream = TextStream(engine.tokenizer, sampling.stop)
+        self._stream = TextStream(engine.tokenizer, stop_strings(sampling.stop))
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
         self._source = KvSource(computed=len(prompt))
         self._num_generated = 0

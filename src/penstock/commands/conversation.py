@@ -58,4 +58,4 @@ class Conversation:
         for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": question})
-        return self._tokenizer.encode(self._tokenizer.apply_chat(messages), add_special=False)
+        return self._tokenizer.encode_chat(messages)

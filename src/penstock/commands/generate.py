@@ -54,7 +54,7 @@ def generate(config: Config, task: Task) -> int:
 def _encode(tokenizer: TextCodec, text: str, raw: bool) -> list[int]:
     if raw or not tokenizer.has_chat_template:
         return tokenizer.encode(text)
-    return tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": text}]), add_special=False)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def _fitting(task: Task, room: int) -> SamplingParams:

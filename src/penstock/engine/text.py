@@ -27,10 +27,11 @@ class TextStream:
     """Incremental decoding of one output. Each token is decoded once, and nothing is emitted that a later token could take back:
     neither part of a character nor a possible start of a stop string."""
 
-    def __init__(self, tokenizer: TokenBytes, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: TokenBytes, stops: Sequence[StopString] = ()) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = [_StopString(text) for text in stop]
+        self._stops = stops
+        self._matched = [0] * len(stops)  # how much of each the decoded text ends with
         self._held = ""  # decoded, but possibly the start of a stop string
         self._num_decoded = 0  # characters decoded so far, held ones included
         self._stopped = False
@@ -77,42 +78,41 @@ class TextStream:
         self._held += text
         for end, character in enumerate(text, start + 1):
             # The longest of those that end here starts first. All of them advance: each follows the text for itself.
-            completed = max([stop.length for stop in self._stops if stop.advance(character)], default=0)
+            self._matched = [stop.advance(matched, character) for stop, matched in zip(self._stops, self._matched, strict=True)]
+            completed = max(matched if matched == stop.length else 0 for stop, matched in zip(self._stops, self._matched, strict=True))
             if completed:
                 certain, self._held, self._stopped = self._held[: end - completed], "", True
                 return certain
-        keep = max(stop.matched for stop in self._stops)
-        cut = len(self._held) - keep
+        cut = len(self._held) - max(self._matched)
         certain, self._held = self._held[:cut], self._held[cut:]
         return certain
 
 
-class _StopString:
-    """Knuth-Morris-Pratt: after each character, how much of the stop string the text ends with. Constant amortised time."""
+class StopString:
+    """A stop string and how far a match of it survives a wrong character (Knuth-Morris-Pratt). Shared by all outputs of a request:
+    its table grows with what they match, so its cost is that of the output, however long the stop string is."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self._borders = _borders(text)
+        self.text = text
         self.length = len(text)
-        self.matched = 0
+        self._borders = [0]  # for every prefix met, the length of its longest proper suffix that is also a prefix
 
-    def advance(self, character: str) -> bool:
-        """Take one character; True when the stop string is complete."""
-        while self.matched and self._text[self.matched] != character:
-            self.matched = self._borders[self.matched - 1]
-        if self._text[self.matched] == character:
-            self.matched += 1
-        return self.matched == self.length
+    def advance(self, matched: int, character: str) -> int:
+        """How much of it the output ends with behind `character`, where it was `matched` before. Constant amortised time."""
+        while matched and (matched == self.length or self.text[matched] != character):
+            matched = self._border(matched)
+        return matched + (self.text[matched] == character)
+
+    def _border(self, length: int) -> int:
+        """Of the prefix of `length` characters."""
+        borders = self._borders
+        while len(borders) < length:
+            next_one, border = self.text[len(borders)], borders[-1]
+            while border and self.text[border] != next_one:
+                border = borders[border - 1]
+            borders.append(border + (self.text[border] == next_one))
+        return borders[length - 1]
 
 
-def _borders(text: str) -> list[int]:
-    """For every prefix, the length of its longest proper suffix that is also a prefix."""
-    borders = [0] * len(text)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[i] != text[length]:
-            length = borders[length - 1]
-        if text[i] == text[length]:
-            length += 1
-        borders[i] = length
-    return borders
+def stop_strings(texts: Sequence[str]) -> tuple[StopString, ...]:
+    return tuple(map(StopString, texts))

@@ -1,19 +1,26 @@
-"""Chat templates: messages to one prompt string, in a sandbox. Owns rendering; knows no tokens."""
+"""Chat templates: messages to one prompt string, in a sandbox. Owns rendering and telling the template's words from the messages'; knows
+no tokens."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import InvalidRequest, ModelError
+
+_PRIVATE = range(0xF0000, 0xFFFFE)  # characters without a meaning: they stand for one that must not be recognised
+_DISGUISES = "characters_in_disguise"  # among a template's variables
 
 
 class _GenerationTag(Extension):
@@ -42,13 +49,94 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template cannot be parsed: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, disguises: str = "") -> str:
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._special_tokens
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **{**self._special_tokens, _DISGUISES: disguises},
             )
         except Exception as error:  # templates index, add and call what the client sent: anything can come out of that
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error
+
+    def render_apart(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, controls: Sequence[str]) -> Rendered:
+        """As `render`, but every spelling of one of `controls` in the result is the template's own.
+
+        Where messages spell one, its first character is disguised before the template sees it. What a template could still put together
+        from pieces of text shows in the count: a conversation of the same shape that says nothing must have as many.
+        """
+        said = "\0".join(text for message in messages for text in _texts(message))
+        spelled = [control for control in controls if control in said]
+        disguises = _disguises(said, {control[0] for control in spelled})
+
+        def disguised(text: str) -> str:
+            for control in spelled:
+                while control in text:
+                    text = text.replace(control, disguises[control[0]] + control[1:])
+            return text
+
+        given = [_changed(message, disguised) for message in messages] if spelled else messages
+        rendered = self.render(given, add_generation_prompt, "".join(disguises.values()))
+        (blank,) = _disguises(said, {" "}).values()
+        silent = self.render([_changed(message, lambda text: _silenced(text, blank)) for message in messages], add_generation_prompt)
+        if any(rendered.count(control) != silent.count(control) for control in controls):
+            raise InvalidRequest("the chat template would make control tokens of what these messages say", "messages")
+        return Rendered(rendered, {disguise: character for character, disguise in disguises.items()})
+
+
+class Rendered(NamedTuple):
+    """A prompt, and the characters in it that stand for others."""
+
+    text: str
+    disguises: dict[str, str]
+
+    def plain(self, part: str) -> str:
+        """`part` of the text as the messages have it."""
+        for disguise, character in self.disguises.items():
+            part = part.replace(disguise, character)
+        return part
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in a message that its writer chose; the role is one of few."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from () if name == "role" else _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A message with every such string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: item if name == "role" else _changed(item, change) for name, item in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _disguises(said: str, characters: set[str]) -> dict[str, str]:
+    """For each of `characters` one that is not in `said`. Drawn, so that nobody can know which ones to write."""
+    found: dict[str, str] = {}
+    for character in sorted(characters):
+        drawn = (chr(secrets.choice(_PRIVATE)) for _ in range(16))
+        free = next((d for d in drawn if d not in found.values() and d not in said), None)
+        if free is None:
+            raise InvalidRequest("the messages use too many private characters of Unicode", "messages")
+        found[character] = free
+    return found
+
+
+def _silenced(text: str, blank: str) -> str:
+    """As long as `text` and with its blanks around it, which templates may strip; between them it says nothing."""
+    core = text.strip()
+    start = text.find(core)
+    return text[:start] + blank * len(core) + text[start + len(core) :]
 
 
 def _raise(message: str) -> NoReturn:
@@ -59,5 +147,11 @@ def _now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+@jinja2.pass_context
+def _to_json(
+    context: Context, value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Characters in disguise are left for what they stand for, which is ASCII where it matters."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    kept: str = context.get(_DISGUISES, "")
+    return re.sub(r"[^\x00-\x7e]", lambda m: m[0] if m[0] in kept else json.dumps(m[0])[1:-1], text) if ensure_ascii else text

@@ -45,7 +45,7 @@ class Adapters:
 
     async def _data(self, request: Request) -> bytes:
         schema.check_query(request.query_params)
-        return await read_body(request.scope, request.receive, self._service.config.max_body_bytes)
+        return await read_body(request.scope, request.receive, self._service.config)
 
     def _check_allowed(self) -> None:
         if self._service.engine.adapters.root is None:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,11 +27,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.server")
 
+BLANKS = b" \t"  # of HTTP
+
 
 def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlette:
     """The app starts `loop` when it starts and closes it when it stops; `app.state.service` is what its routes share."""
-    if config.api_key == "":
-        raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
+    if config.api_key is not None:
+        _check_key(config.api_key)
     service = Service(engine, loop, config)
 
     @contextlib.asynccontextmanager
@@ -54,6 +55,14 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
     app.router.redirect_slashes = False  # an unknown path is an error, not a hint
     app.state.service = service
     return app
+
+
+def _check_key(key: str) -> None:
+    """A key that no client can send would lock everybody out, and an empty one nobody."""
+    if not key.strip(" \t"):
+        raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
+    if any((ord(character) < 0x20 and character != "\t") or character == "\x7f" for character in key):
+        raise ConfigError("--api-key has a line break or another control character in it, which no header can carry")
 
 
 class LastResort:
@@ -84,7 +93,8 @@ class KeyCheck:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._digest = _digest(api_key.encode())
+        # Bytes that are no UTF-8 reach us from a shell as surrogates. Blanks around a key cannot be sent in a header.
+        self._digest = _digest(api_key.encode("utf-8", "surrogateescape").strip(BLANKS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
@@ -95,9 +105,11 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
-        """Digests are compared in constant time, and are of one length whatever was sent."""
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        return hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._digest) and scheme.lower() == "bearer"
+        """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never made text: blanks of HTTP
+        are space and tab, and a key may well end in a byte that some alphabet calls blank."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        return hmac.compare_digest(_digest(key.strip(BLANKS)), self._digest) and scheme.lower() == b"bearer"
 
 
 def _digest(key: bytes) -> bytes:

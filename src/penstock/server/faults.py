@@ -26,6 +26,8 @@ from penstock.errors import (
 
 logger = logging.getLogger("penstock.server")
 
+MAX_SHOWN = 512  # characters of a message or a name in an error: what a client sent is not sent back whole
+
 
 class Refused(UserError):
     """An answer that HTTP has its own status for, such as 404 or 413."""
@@ -53,7 +55,14 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        param = None if self.param is None else shortened(self.param)
+        return {"error": {"message": shortened(self.message), "type": self.type, "param": param, "code": self.code}}
+
+
+def shortened(text: str) -> str:
+    """Its beginning and its end: a message names the field first, and says last what is wrong with it."""
+    half = MAX_SHOWN // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -106,7 +115,7 @@ def error_response(error: BaseException) -> Response:
 async def on_error(request: Request, error: Exception) -> Response:
     """Exceptions that have an answer of their own."""
     if isinstance(error, StepFailed):
-        logger.error("%s %s: %s", request.method, request.url.path, error)
+        logger.error("%s %s: %s", request.method, shortened(request.url.path), error)
     return error_response(error)
 
 

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.engine.text import stop_strings
 from penstock.errors import PenstockError
 from penstock.server import schema, text
-from penstock.server.faults import Hangup, fault_of, json_response
+from penstock.server.faults import fault_of
 from penstock.server.limits import read_body
 from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, sse, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.stream import Reading, while_connected
-from penstock.server.text import ChoiceText, Piece, Prompt
+from penstock.server.text import ChoiceText, Piece, Prompt, Rules
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
 
 logger = logging.getLogger("penstock.server")
 
-SEND_TIMEOUT_S = 120.0  # a reader that takes nothing for so long is taken for gone; its seat is someone else's
+SCORE_BYTES = 64  # of JSON for one token and one score
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Kind:
     """What makes one generating route differ from the other."""
 
     body: type[Any]
-    prompts: Callable[[TextCodec, Any], list[Prompt]]
+    prompts: Callable[[TextCodec, Any, Rules], list[Prompt]]
     reply: Callable[..., Reply]
     id_prefix: str
 
@@ -52,6 +55,7 @@ class Running:
     choices: list[ChoiceText]
     reading: Reading
     reply: Reply
+    service: Service
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.prompts, self.choices, self.body.num_choices)
@@ -72,6 +76,11 @@ class Running:
                 if piece.finish is not None:
                     self.reading.end(index)
         return pieces
+
+    async def write(self, make: Callable[[], bytes], pieces: Iterable[Piece]) -> bytes:
+        """JSON of `pieces`; where there are many scores, not on the event loop's thread."""
+        num_scores = sum(len(piece.tokens) for piece in pieces) * (1 + (self.body.num_logprobs or 0))
+        return await self.service.compute(make, num_scores * SCORE_BYTES)
 
     @property
     def over(self) -> bool:
@@ -100,7 +109,7 @@ class Generate:
     async def _read(self, scope: Scope, receive: Receive) -> tuple[CompletionBody | ChatBody, int]:
         """The checked body, and its size; its raw bytes are not kept while the request runs."""
         schema.check_query(Request(scope).query_params)
-        data = await read_body(scope, receive, self._service.config.max_body_bytes)
+        data = await read_body(scope, receive, self._service.config)
         body = schema.decode(data, self._kind.body)
         self._service.check_model(body.model)
         body.check()
@@ -109,17 +118,18 @@ class Generate:
     def _submit(self, body: CompletionBody | ChatBody, reading: Reading) -> Running:
         """On a worker thread where the body is large."""
         engine = self._service.engine
-        prompts = self._kind.prompts(engine.tokenizer, body)
+        prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
+        stops = stop_strings(body.stops)  # one table of each for all choices
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids))
                 for i in range(body.num_choices):
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, body.cache_salt or "", adapter)
-                    choices.append(ChoiceText(engine.tokenizer, seeded, prompt if body.echo else None))
+                    choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt if body.echo else None))
         head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
-        return Running(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs))
+        return Running(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)
 
 
 async def _whole(running: Running, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,8 +138,9 @@ async def _whole(running: Running, scope: Scope, receive: Receive, send: Send) -
         for index, piece in (await running.next_pieces()).items():
             gathered[index].append(piece)
     joined = [_joined(pieces) for pieces in gathered]
-    response = json_response(running.reply.whole(joined, running.usage()), headers={"x-request-id": running.reading.id})
-    await response(scope, receive, _timed(send))
+    content = await running.write(lambda: msgspec.json.encode(running.reply.whole(joined, running.usage())), joined)
+    response = Response(content, headers={"x-request-id": running.reading.id}, media_type="application/json")
+    await response(scope, receive, send)
 
 
 def _joined(pieces: list[Piece]) -> Piece:
@@ -139,7 +150,6 @@ def _joined(pieces: list[Piece]) -> Piece:
 
 async def _stream(running: Running, scope: Scope, receive: Receive, send: Send) -> None:
     """Once the status line is out, an error can only be an event of the stream, and its last one."""
-    send = _timed(send)
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
@@ -149,9 +159,6 @@ async def _stream(running: Running, scope: Scope, receive: Receive, send: Send) 
     try:
         await _send_chunks(running, send)
         last = SSE_DONE
-    except Hangup:
-        logger.warning("a reader took nothing for %g seconds", SEND_TIMEOUT_S)
-        return
     except PenstockError as error:
         logger.error("a stream ended early: %s", error)
         last = sse(fault_of(error).body())
@@ -163,25 +170,17 @@ async def _stream(running: Running, scope: Scope, receive: Receive, send: Send) 
 
 async def _send_chunks(running: Running, send: Send) -> None:
     reply = running.reply
-    chunks = [opening for index in range(len(running.choices)) if (opening := reply.opening(index)) is not None]
+    data = b"".join(sse(opening) for index in range(len(running.choices)) if (opening := reply.opening(index)) is not None)
     while True:
-        if chunks:
-            await send({"type": "http.response.body", "body": b"".join(map(sse, chunks)), "more_body": True})
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
         if running.over:
             break
-        chunks = [reply.chunk(index, piece) for index, piece in (await running.next_pieces()).items()]
+        pieces = await running.next_pieces()
+        data = await running.write(partial(_chunks, reply, pieces), pieces.values())
     if running.body.include_usage:
         await send({"type": "http.response.body", "body": sse(reply.usage_chunk(running.usage())), "more_body": True})
 
 
-def _timed(send: Send) -> Send:
-    """Give up on a reader that has stopped reading, as if it had hung up."""
-
-    async def timed(message: Any) -> None:
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(message)
-        except TimeoutError:
-            raise Hangup from None
-
-    return timed
+def _chunks(reply: Reply, pieces: Mapping[int, Piece]) -> bytes:
+    return b"".join(sse(reply.chunk(index, piece)) for index, piece in pieces.items())

@@ -8,10 +8,9 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
+from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.server.faults import Hangup, Refused
-
-BODY_TIMEOUT_S = 60.0  # a body that takes longer holds a seat for nothing
 
 
 class Gate:
@@ -62,8 +61,9 @@ class Seats:
         self.give_back(self.num)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """The whole body, or a refusal as soon as it is known to be too large; at most `limit` bytes are ever held."""
+async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
+    """The whole body, or a refusal as soon as it is known to be too large or too slow; no more bytes than allowed are ever held."""
+    limit, timeout_s = config.max_body_bytes, config.read_timeout_s
     headers = Headers(scope=scope)
     if headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "compressed bodies are not supported: send it without Content-Encoding")

@@ -17,7 +17,7 @@ from penstock.server.faults import json_response
 from penstock.server.generate import CHAT, COMPLETIONS, Generate
 from penstock.server.limits import read_body
 from penstock.server.service import Service
-from penstock.server.text import check_ids, encode_chat
+from penstock.server.text import check_ids, check_num_tokens, encode_chat
 
 if TYPE_CHECKING:
     from penstock.engine.engine import FlushLevel
@@ -69,23 +69,28 @@ class Small:
         with self._service.side.take(1):
             body, num_bytes = await self._body(request, schema.TokenizeBody)
             body.check()
-            tokenizer = self._service.engine.tokenizer
+            tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
 
-            def encode() -> list[int]:
+            def reply() -> Response:
                 if body.messages is not None:
-                    return encode_chat(tokenizer, body.messages)
-                return tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
+                    tokens = encode_chat(tokenizer, body.messages, rules)
+                else:
+                    tokens = tokenizer.encode(body.prompt, add_special=body.add_special_tokens, most=rules.most)
+                return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.engine.max_model_len})
 
-            tokens = await self._service.compute(encode, num_bytes)
-            return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.engine.max_model_len})
+            return await self._service.compute(reply, num_bytes)
 
     async def detokenize(self, request: Request) -> Response:
         with self._service.side.take(1):
             body, num_bytes = await self._body(request, schema.DetokenizeBody)
             tokenizer = self._service.engine.tokenizer
+            check_num_tokens(body.tokens, self._service.side_rules.most, "tokens")
             check_ids(tokenizer, body.tokens, "tokens")
-            text = await self._service.compute(lambda: tokenizer.decode(body.tokens, skip_special=False), num_bytes)
-            return json_response({"prompt": text})
+
+            def reply() -> Response:
+                return json_response({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+
+            return await self._service.compute(reply, num_bytes)
 
     async def cache_reset(self, request: Request) -> Response:
         present = self._service.engine.tiers
@@ -128,7 +133,7 @@ class Small:
 
     async def _body(self, request: Request, kind: type[msgspec.Struct]) -> tuple[Any, int]:
         schema.check_query(request.query_params)
-        data = await read_body(request.scope, request.receive, self._service.config.max_body_bytes)
+        data = await read_body(request.scope, request.receive, self._service.config)
         body: Any = schema.decode(data, kind)
         self._service.check_model(body.model)
         return body, len(data)

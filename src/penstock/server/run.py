@@ -15,6 +15,7 @@ import uvicorn
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.app import make_app
+from penstock.server.connection import connection_class
 from penstock.server.service import CLOSE_GRACE_S, Service
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=connection_class(config.read_timeout_s, config.write_timeout_s),
                 ws="none",
                 lifespan="on",
                 log_config=None,

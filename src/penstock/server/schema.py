@@ -13,10 +13,13 @@ from penstock.errors import InvalidRequest
 
 MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_CONTAINERS = 16_384  # lists and objects in one body: each costs as much as hundreds of characters of text
+MAX_LABEL = 1024  # characters of a label that is only compared
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Unsupported: TypeAlias = None  # a field that we know and cannot honour: only null is taken
 
@@ -56,8 +59,8 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: Count | None = None
-    cache_salt: str | None = None
-    user: str | None = None  # OpenAI's label for abuse reports: taken, and of no effect
+    cache_salt: Label | None = None
+    user: Label | None = None  # OpenAI's label for abuse reports: taken, and of no effect
     logit_bias: Unsupported = None
 
     @property
@@ -68,15 +71,18 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
     def _params(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop=self.stops,
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
             **given,
         )
 
@@ -105,7 +111,7 @@ class CompletionBody(Generating, kw_only=True):
         """Everything that can be refused before a token is counted."""
         self._check_stream()
         if isinstance(self.prompt, list):
-            kinds = {type(item) for item in self.prompt}
+            kinds = set(map(type, self.prompt))
             if len(kinds) != 1:
                 what = "must not be empty" if not kinds else "must not mix strings, token ids and lists of token ids"
                 raise InvalidRequest(f"prompt {what}", "prompt")
@@ -210,12 +216,12 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
-    lora_name: str
+    lora_name: Label
     lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
-    lora_name: str
+    lora_name: Label
 
 
 def nth_seed(seed: int | None, i: int) -> int | None:
@@ -229,12 +235,13 @@ def nth_seed(seed: int | None, i: int) -> int | None:
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_FIELD = re.compile(r"^Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
+_AT = " - at `$"  # msgspec's mark between what is wrong and where
+_FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """`data` as `kind`; anything else is an InvalidRequest that names the field."""
+    _check_shape(data)
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -255,10 +262,20 @@ def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
             raise InvalidRequest(f"{name} must be one of {', '.join(allowed[name])}, got {value!r}", name)
 
 
+def _check_shape(data: bytes) -> None:
+    """The interpreter is held while a body is decoded. Text and numbers are done at once; a million small lists take a second."""
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
+        return
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")  # without escapes every quote begins or ends a string
+    outside = b"".join(bare.split(b'"', 32 * MAX_CONTAINERS)[::2])  # more strings than that are more than any legal body has
+    if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:
+        raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} lists and objects")
+
+
 def _explain(text: str) -> InvalidRequest:
-    at = _AT.match(text)
-    what, path = (at["what"], at["path"] or "") if at else (text, "")
-    if field := _FIELD.match(what):
+    what, found, path = text.rpartition(_AT)
+    what, path = (what, path.removeprefix(".").removesuffix("`")) if found else (text, "")
+    if field := _FIELD.fullmatch(what):
         name = f"{path}.{field['field']}" if path else field["field"]
         known = "is required and missing" if field["verb"].startswith("missing") else "is not a field that this server knows"
         return InvalidRequest(f"{name} {known}", name)

@@ -20,6 +20,7 @@ from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.stream import Bridge, Reading
+from penstock.server.text import Rules
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine, FlushLevel
@@ -32,6 +33,7 @@ WATCH_S = 0.25  # how often a dead loop is looked for
 INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a thread would take longer than the work
 NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
 NUM_SIDE = 32  # tokenise and detokenise calls in progress
+SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
 RESET_TIMEOUT_S = 30.0
 FLUSH_TIMEOUT_S = 60.0
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
@@ -107,6 +109,15 @@ class Service:
         return self._stop is not None
 
     # ---- work
+
+    @property
+    def prompt_rules(self) -> Rules:
+        return Rules(self.engine.max_model_len, self.config.allow_special_tokens_in_text)
+
+    @property
+    def side_rules(self) -> Rules:
+        """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too."""
+        return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
 
     def open_reading(self) -> Reading:
         """Takes one seat, before the body is read: what waits in memory is bounded by seats, too."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
-from penstock.engine.text import TextStream
+from penstock.engine.text import StopString, TextStream
 from penstock.errors import EngineClosed, InvalidRequest, PenstockError, StepFailed
 
 if TYPE_CHECKING:
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from penstock.server.schema import ChatBody, CompletionBody, Message
 
 
+CONTINUATION = bytes(range(0x80, 0xC0))  # of a character that began before
+
+
 class Prompt(NamedTuple):
     """One prompt as the engine takes it."""
 
     ids: Sequence[int]
     text: str = ""  # only where the client gave text, or asked to have it echoed
+    offsets: Sequence[int] = ()  # characters of the text at which its tokens begin; only where they are to be scored
 
 
 class ScoredToken(NamedTuple):
@@ -44,38 +48,51 @@ class Piece(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- prompts
 
 
-def completion_prompts(tokenizer: TextCodec, body: CompletionBody) -> list[Prompt]:
+class Rules(NamedTuple):
+    """What a server takes as a prompt."""
+
+    most: int  # tokens
+    special_in_text: bool = False  # whether messages may spell special tokens
+
+
+def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
     """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
-    items = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    ids = [item for item in items if isinstance(item, int)]
-    lists = [ids] if ids else [item for item in items if isinstance(item, list)]
-    texts = [item for item in items if isinstance(item, str)]
-    return [_encoded(tokenizer, text) for text in texts] or [_given(tokenizer, ids, bool(body.echo)) for ids in lists]
+    if isinstance(body.prompt, str):
+        items: Sequence[Any] = [body.prompt]
+    else:
+        items = [body.prompt] if isinstance(body.prompt[0], int) else body.prompt
+    prompts = [_prompt(tokenizer, item, bool(body.echo), rules) for item in items]
+    scored = body.echo and body.logprobs is not None
+    return [prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) for prompt in prompts] if scored else prompts
 
 
-def chat_prompts(tokenizer: TextCodec, body: ChatBody) -> list[Prompt]:
-    return [Prompt(encode_chat(tokenizer, body.messages))]
+def chat_prompts(tokenizer: TextCodec, body: ChatBody, rules: Rules) -> list[Prompt]:
+    return [Prompt(encode_chat(tokenizer, body.messages, rules))]
 
 
-def encode_chat(tokenizer: TextCodec, messages: Sequence[Message]) -> list[int]:
+def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules) -> list[int]:
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
-    text = tokenizer.apply_chat([message.as_dict() for message in messages])
-    return tokenizer.encode(text, add_special=False)
+    return tokenizer.encode_chat([message.as_dict() for message in messages], rules.most, rules.special_in_text)
 
 
-def _encoded(tokenizer: TextCodec, text: str) -> Prompt:
-    return Prompt(tokenizer.encode(text), text)
-
-
-def _given(tokenizer: TextCodec, ids: Sequence[int], echo: bool) -> Prompt:
+def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules: Rules) -> Prompt:
     """Ids that the model does not have are the engine's to refuse; here they only have no text."""
-    return Prompt(ids, tokenizer.decode(ids, skip_special=False) if echo else "")
+    if isinstance(given, str):
+        return Prompt(tokenizer.encode(given, most=rules.most), given)
+    check_num_tokens(given, rules.most, "prompt")
+    return Prompt(given, tokenizer.decode(given, skip_special=False) if echo else "")
+
+
+def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:
+    if len(ids) > most:
+        raise InvalidRequest(f"{param} has {len(ids)} tokens; {most} is the most that is taken", param)
 
 
 def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:
-    if ids and max(ids) >= tokenizer.vocab_size:
-        raise InvalidRequest(f"{param}: token id {max(ids)} is outside the vocabulary of {tokenizer.vocab_size}", param)
+    highest = max(ids, default=0)
+    if highest >= tokenizer.vocab_size:
+        raise InvalidRequest(f"{param}: token id {highest} is outside the vocabulary of {tokenizer.vocab_size}", param)
 
 
 def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
@@ -85,7 +102,7 @@ def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
     before the client's text, those lie at 0 and do not shift the rest.
     """
     pieces = [tokenizer.token_bytes(token) for token in prompt.ids]
-    lengths = [sum((byte & 0xC0) != 0x80 for byte in piece) for piece in pieces]
+    lengths = [len(piece.translate(None, CONTINUATION)) for piece in pieces]
     starts = [0, *accumulate(lengths)]
     total = starts.pop()
     extra = total - len(prompt.text) if b"".join(pieces).endswith(prompt.text.encode()) else 0
@@ -98,13 +115,12 @@ def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
 class ChoiceText:
     """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
 
-    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, echo: Prompt | None) -> None:
+    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], echo: Prompt | None) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.source: KvSource | None = None
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
-        self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer, sampling.stop)
+        self._stream = TextStream(tokenizer, stops)
         self._scored = sampling.logprobs is not None
         self._echo = echo
         self._base = 0 if echo is None else len(echo.text)  # characters before the generated text
@@ -135,8 +151,7 @@ class ChoiceText:
         if echo is None:
             return ""
         if self._scored and event.prompt_logprobs is not None:
-            offsets = prompt_offsets(self._tokenizer, echo)
-            self._held.extend(map(ScoredToken, echo.ids, event.prompt_logprobs, offsets))
+            self._held.extend(map(ScoredToken, echo.ids, event.prompt_logprobs, echo.offsets))
         return echo.text
 
     def _take(self, event: TokenEvent) -> str:

@@ -39,9 +39,9 @@ class ScriptedTokenizer(ByteTokenizer):
         super().__init__(EOS + 1)
         self.num_encoded = 0
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         self.num_encoded += 1
-        return super().encode(text, add_special)
+        return super().encode(text, add_special, most)
 
     def is_special(self, id: int) -> bool:
         return id == EOS

@@ -328,7 +328,7 @@ def test_a_stop_token_ends_the_request_and_is_not_part_of_its_tokens(make_engine
     engine = make_engine()
     whole = generate(engine, prompts(12), max_tokens=12).tokens
     stop = whole[5]
-    cut = generate(engine, prompts(12), max_tokens=12, stop_token_ids=(stop,))
+    cut = generate(engine, prompts(12), max_tokens=12, stop_token_ids=frozenset({stop}))
     assert cut.tokens == whole[: whole.index(stop)]
     assert cut.finish is FinishReason.STOP and cut.events[-1].stop_token == stop
 

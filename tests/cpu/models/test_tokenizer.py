@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.dimensions import TINY_LLAMA
-from penstock.models.tokenizer import BYTE_OF, ByteTokenizer, Tokenizer
+from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_dir import load_tokenizer
 from penstock.testing.embedded import embedded_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
@@ -85,6 +88,121 @@ def test_digits_stand_alone_and_blanks_before_them_stay_together() -> None:
 def test_half_a_surrogate_pair_is_the_clients_fault(tokenizer: Tokenizer | ByteTokenizer) -> None:
     with pytest.raises(InvalidRequest, match="not valid Unicode at character 2"):
         tokenizer.encode("ab\ud800")
+
+
+# -------------------------------------------------------------------------------------------------------- long and too long
+
+RUNS = [
+    " ",
+    "\n",
+    "a",
+    "7",
+    "#",
+    "=",
+    "é",
+    "東",
+    "🙂",
+    "\x04",
+    "\t",
+    "<|im_start|>",
+    "<|im_",
+    "end|>",
+    "\n" + " " * 80,
+    "#" * 80,
+    " the",
+    "'s",
+]
+ADVERSARIAL = st.lists(st.tuples(st.sampled_from(RUNS), st.integers(1, 120)), max_size=6).map(lambda runs: "".join(r * n for r, n in runs))
+
+
+@given(ADVERSARIAL, st.booleans())
+@settings(deadline=None)
+def test_encoding_beside_others_gives_the_ids_of_the_library(text: str, add_special: bool) -> None:
+    assert REAL.encode(text, add_special) == REAL._backend.encode(text, add_special_tokens=add_special).ids
+
+
+@given(ADVERSARIAL | st.text(max_size=80))
+@settings(deadline=None)
+def test_no_text_has_fewer_tokens_than_its_bytes_say(text: str) -> None:
+    ids = REAL._backend.encode(text).ids
+    assert REAL._span is not None
+    assert REAL._span.num_tokens(text.encode()) <= len(ids)
+    assert REAL.encode(text, most=len(ids)) == ids, "a prompt that fits is never refused"
+
+
+def test_the_bound_is_met_by_the_longest_token_and_bytes_that_are_lost_do_not_count() -> None:
+    assert len(REAL.encode(("\n" + " " * 80) * 50, most=50)) == 50
+    assert len(REAL.encode("\x04" * 100_000 + "hi", most=1)) == 1
+
+
+def test_others_run_while_a_text_is_encoded() -> None:
+    """Turns of another thread, counted: a call that keeps the interpreter for itself leaves it none."""
+    turns, over = 0, threading.Event()
+
+    def turn() -> None:
+        nonlocal turns
+        while not over.is_set():
+            turns += 1
+            os.sched_yield()
+
+    def turns_during(work: Callable[[], object]) -> int:
+        before = turns
+        work()
+        return turns - before
+
+    other = threading.Thread(target=turn)
+    other.start()
+    try:
+        held = turns_during(lambda: REAL._backend.encode("7" * 200_000))
+        assert turns_during(lambda: REAL.encode("7" * 200_000)) > 10 * (held + 1)
+    finally:
+        over.set()
+        other.join()
+
+
+def test_too_many_bytes_are_refused_without_encoding_and_too_many_tokens_before_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest, match="the prompt has 11 tokens; 10 is the most"):
+        REAL.encode("7" * 11, most=10)
+    monkeypatch.setattr(REAL, "_ids", None)
+    with pytest.raises(InvalidRequest, match="811 bytes, which are more than 10 tokens"):
+        REAL.encode("7" * 811, most=10)
+
+
+def changed(**parts: Any) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(tiny_tokenizer().to_str())
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+def test_where_a_token_can_stand_for_any_number_of_bytes_none_are_refused() -> None:
+    swallowing = changed()
+    swallowing.add_special_tokens([tokenizers.AddedToken("<E>", rstrip=True)])
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    removing = changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), byte_level]))
+    replacing = changed(normalizer=normalizers.Replace(tokenizers.Regex(" +"), ""))
+    unknown = changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), byte_level]))
+    for backend in (swallowing, removing, replacing, unknown):
+        tokenizer = Tokenizer(backend)
+        text = "<E>" + " " * 5000 + "a"
+        assert tokenizer._span is None
+        assert tokenizer.encode(text, most=len(tokenizer.encode(text))) == tokenizer.encode(text)
+
+
+def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -> None:
+    """Every character in its longest spelling: each part of its decomposition as the longest one that is canonically the same."""
+    longest: dict[str, int] = {}
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    apart = {c: unicodedata.normalize("NFD", c) for c in characters}
+    for character, parts in apart.items():
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, 0), len(character.encode()))
+    for character, parts in apart.items():
+        spelled = max(len(character.encode()), sum(longest.get(part, len(part.encode())) for part in parts))
+        assert spelled <= NFC_SHRINKS * len(unicodedata.normalize("NFC", character).encode())
+    assert Tokenizer(changed(normalizer=normalizers.NFC()))._span == Tokenizer(changed())._span._replace(
+        longest=NFC_SHRINKS * Tokenizer(changed())._span.longest
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes

@@ -198,7 +198,7 @@ def test_sampling_fields_reach_the_engine(served: Served) -> None:
     sampling = served.engine.submitted[-1][1]
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.75, 5, 0.25)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
-    assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (-3, ("zz",), (3, 4), True)
+    assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (-3, ("zz",), {3, 4}, True)
 
 
 def test_null_means_absent(served: Served) -> None:

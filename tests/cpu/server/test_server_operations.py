@@ -122,11 +122,11 @@ def test_a_large_prompt_is_tokenised_off_the_event_loop(served: Served, monkeypa
     entered, leave = threading.Semaphore(0), threading.Event()
     encode = served.engine.tokenizer.encode
 
-    def slow_encode(text: str, add_special: bool = True) -> list[int]:
+    def slow_encode(text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         if len(text) > 1000:
             entered.release()
             assert leave.wait(DEADLINE_S)
-        return encode(text, add_special)
+        return encode(text, add_special, most)
 
     monkeypatch.setattr(served.engine.tokenizer, "encode", slow_encode)
     stuck = [served.send("/v1/completions", completion("x" * 50_000, max_tokens=1)) for _ in range(4)]

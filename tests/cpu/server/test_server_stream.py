@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.engine.text import stop_strings
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.limits import Gate
 from penstock.server.replies import CompletionReply, heading, usage_of
@@ -159,7 +160,9 @@ def event(text: str | bytes, **fields) -> TokenEvent:
 
 
 def a_choice(echo: Prompt | None = None, **fields) -> ChoiceText:
-    return ChoiceText(ScriptedTokenizer(), SamplingParams(max_tokens=100, **fields), echo)
+    tokenizer, sampling = ScriptedTokenizer(), SamplingParams(max_tokens=100, **fields)
+    scored = None if echo is None else echo._replace(offsets=prompt_offsets(tokenizer, echo))
+    return ChoiceText(tokenizer, sampling, stop_strings(sampling.stop), scored)
 
 
 def test_scores_wait_until_their_text_is_certain() -> None:

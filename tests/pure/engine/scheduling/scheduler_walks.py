@@ -14,7 +14,14 @@ from scheduler_world import World
 from event_walks import Event, choose_events, told_shortly
 
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
-KINDS: list[dict[str, object]] = [{}, {}, {"ignore_eos": True}, {"prompt_logprobs": 0}, {"logprobs": 1}, {"stop_token_ids": (2, 3)}]
+KINDS: list[dict[str, object]] = [
+    {},
+    {},
+    {"ignore_eos": True},
+    {"prompt_logprobs": 0},
+    {"logprobs": 1},
+    {"stop_token_ids": frozenset({2, 3})},
+]
 MAX_OPEN = 8
 
 

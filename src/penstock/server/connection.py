@@ -1,0 +1,117 @@
+"""One client's connection and how long it may keep us waiting: for a header, for the rest of a body, for taking its reply. Owns deadlines
+and the size of a body's pieces; owns no request, which a cut connection cancels as any hang-up does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger("penstock.server")
+
+MIN_TAKEN = 16 << 10  # bytes of a reply that a client has to take in its time, or all that there are
+FREE_PIECES = 1024  # of one body, of any size; each costs as much as parsing a small request
+MIN_PIECE = 64  # bytes of a further one, on average
+
+
+class Connection(H11Protocol):
+    """Uvicorn's protocol has a deadline for nothing but an idle connection."""
+
+    read_timeout_s = 30.0
+    write_timeout_s = 30.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _Pieces(h11.SERVER, self.conn._max_incomplete_event_size)
+        self._awaited: tuple[str, object] | None = None  # what the client is to send, and of which request
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._pending = 0  # bytes of a reply that the client had yet to take when it was last looked at
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # everything that the client has not taken counts
+        self._watch_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._read_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is not h11.IDLE:  # an idle connection has its own deadline
+            self._watch_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def _watch_reading(self) -> None:
+        """One deadline from the first to the last byte of a header. A body has one where it is read; here one behind an early reply."""
+        state, awaited = self.conn.their_state, None
+        if state is h11.IDLE:
+            awaited = ("header", self.cycle)
+        elif state is h11.SEND_BODY and self.cycle.response_complete:
+            awaited = ("body", self.cycle)
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        if awaited is not None:
+            self._read_timer = self.loop.call_later(self.read_timeout_s, self._cut, f"did not finish a {awaited[0]}")
+
+    def _watch_writing(self) -> None:
+        self._pending = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_taken)
+
+    def _check_taken(self) -> None:
+        if self._pending - self.transport.get_write_buffer_size() < min(self._pending, MIN_TAKEN):
+            sock = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nor does the kernel keep what is not taken
+            self._cut("did not take its reply")
+        else:
+            self._watch_writing()
+
+    def _cut(self, why: str) -> None:
+        """At once: to close in order would wait for the client again."""
+        logger.info("a connection was cut: its client %s in time", why)
+        self.transport.abort()
+
+
+class _Pieces(h11.Connection):
+    """Refuses a body in crumbs: parsing each takes far longer than sending it, and no client has a reason to."""
+
+    num_pieces = num_bytes = 0  # of this body so far
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.num_pieces = self.num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self.num_pieces += 1
+            self.num_bytes += len(event.data)
+            if self.num_pieces > FREE_PIECES + self.num_bytes // MIN_PIECE:
+                raise h11.RemoteProtocolError("the body comes in too small pieces")
+        return event
+
+
+def connection_class(read_timeout_s: float, write_timeout_s: float) -> type[Connection]:
+    """Uvicorn makes connections itself, from a class."""
+    return type("Connection", (Connection,), {"read_timeout_s": read_timeout_s, "write_timeout_s": write_timeout_s})

@@ -1,0 +1,154 @@
+"""What one client may hold and for how long: deadlines of a connection, crumbs, long names in errors, keys, large replies."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+import pytest
+from served import MODEL, Served, completion, read_until, serving
+
+from penstock.config import ServerConfig
+from penstock.errors import ConfigError
+from penstock.server import schema
+from penstock.server.faults import MAX_SHOWN, Refused, fault_of
+from penstock.server.replies import CompletionReply
+from penstock.server.run import HttpServer
+from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def ends(connection: socket.socket) -> bytes:
+    """What the server still had to say before it closed."""
+    said = b""
+    try:
+        while more := connection.recv(65536):
+            said += more
+    except ConnectionResetError:
+        pass
+    return said
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Looked at for as long as its time-out lasts."""
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+# ------------------------------------------------------------------------------------------------------------- slow clients
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTT", HEALTH + b"GET"], ids=["nothing", "half a header", "half a second one"])
+def test_a_header_that_does_not_end_ends_the_connection(sent: bytes) -> None:
+    with serving(read_timeout_s=0.05) as served, served.connect() as connection:
+        connection.sendall(sent)
+        assert ends(connection).count(b"HTTP/1.1 200 OK") == sent.count(b"\r\n\r\n")
+
+
+def test_a_header_in_drops_has_one_deadline_for_all_of_it() -> None:
+    """Each drop comes in time; the header does not."""
+    with serving(read_timeout_s=0.2) as served, served.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        connection.settimeout(0.02)
+        num_drops = 0
+        while not is_closed(connection):
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"X-Drop: 1\r\n")
+            num_drops += 1
+        assert num_drops < 200
+
+
+def test_a_body_that_does_not_end_behind_an_early_reply_ends_the_connection() -> None:
+    with serving(read_timeout_s=0.05) as served, served.connect() as connection:
+        connection.sendall(b"POST /no/such/path HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        read_until(connection, b"no such path")
+        connection.sendall(b"x")  # what comes puts off the deadline of an idle connection, and no other
+        ends(connection)
+
+
+def test_a_connection_that_is_used_is_not_cut() -> None:
+    """A reply takes many times as long as a header may."""
+    ask = completion(stream=True, max_tokens=40)
+    slow = serving(ScriptedEngine(pace_s=0.01), read_timeout_s=0.05, write_timeout_s=0.05)
+    with slow as served, served.send("/v1/completions", ask) as connection:
+        assert b"[DONE]" in read_until(connection, b"[DONE]")
+        connection.sendall(HEALTH)
+        assert b"200 OK" in read_until(connection, b"ready")
+
+
+def test_a_body_in_crumbs_is_refused_and_one_in_pieces_is_not(served: Served) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with served.connect() as connection:
+        connection.sendall(head + b"1\r\nx\r\n" * 3000)
+        assert ends(connection).startswith(b"HTTP/1.1 400")
+    body = b'{"prompt": "' + b"x" * 100_000 + b'"}'
+    pieces = [body[at : at + 64] for at in range(0, len(body), 64)]
+    with served.connect() as connection:
+        connection.sendall(head + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n")
+        assert ends(connection).startswith(b"HTTP/1.1 200")
+
+
+# -------------------------------------------------------------------------------------------------------------------- echo
+
+
+def test_an_error_shows_the_beginning_and_the_end_of_a_long_name() -> None:
+    for error in (Refused(404, f"no {'m' * 10_000} here", param="p" * 10_000), Refused(400, "x" * (MAX_SHOWN + 1))):
+        body = fault_of(error).body()["error"]
+        assert all(len(value) < MAX_SHOWN + 50 for value in body.values() if value)
+        assert body["message"].endswith(str(error)[-100:]) and body["message"].startswith(str(error)[:100])
+    assert fault_of(Refused(400, "x" * MAX_SHOWN)).body()["error"]["message"] == "x" * MAX_SHOWN
+
+
+def test_brackets_in_text_are_no_lists(served: Served) -> None:
+    """Also behind escaped quotes and backslashes, which do not end a string."""
+    text = '\\"[{' * (2 * schema.MAX_CONTAINERS) + "\\"
+    assert served.http.post("/tokenize", json={"prompt": text[: 1 << 17]}).json()["count"] == 1 << 17
+
+
+# -------------------------------------------------------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize("key", ["voilà", "plain", "two words", "東京", "\udca0\udcff", "x\u00a0"])
+def test_a_key_of_any_bytes_admits_exactly_those_bytes(key: str) -> None:
+    sent = key.encode("utf-8", "surrogateescape")
+    with serving(api_key=f" {key}\t") as served:
+
+        def status(value: bytes) -> int:
+            return served.http.get("/v1/models", headers=[(b"authorization", value)]).status_code
+
+        assert status(b"Bearer " + sent) == status(b"bearer   " + sent) == 200
+        assert {status(b"Bearer " + wrong) for wrong in (sent[:-1], sent + b"\xa0", b"\xc2\xa0" + sent, sent.upper() + b"!")} == {401}
+        twice = served.http.get("/v1/models", headers=[(b"authorization", b"Bearer " + sent), (b"authorization", b"Bearer x")])
+        assert twice.status_code == 401
+
+
+@pytest.mark.parametrize("key", ["", "  \t", "from a file\n", "a\rb", "a\0"])
+def test_a_key_that_no_client_can_send_refuses_to_start(key: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=key))
+
+
+# ---------------------------------------------------------------------------------------------------------------- large replies
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_scores_of_a_long_prompt_are_written_off_the_event_loop(served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, str]] = []
+    scores = CompletionReply._scores
+
+    def watched(self: CompletionReply, tokens: Any) -> Any:
+        written.append((len(tokens), threading.current_thread().name))
+        return scores(self, tokens)
+
+    monkeypatch.setattr(CompletionReply, "_scores", watched)
+    body = {"model": MODEL, "prompt": "x" * 5000, "echo": True, "logprobs": 5, "max_tokens": 2, "stream": stream}
+    assert served.http.post("/v1/completions", json=body).status_code == 200
+    assert sum(count for count, _ in written) >= 5000
+    assert all("worker" in name.lower() for count, name in written if count > 1000)
