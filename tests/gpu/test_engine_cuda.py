@@ -14,6 +14,7 @@ from cpu.engine.test_engine import *  # noqa: F403
 from cpu.engine.test_engine import MakeEngine, Prompts
 from cpu.engine.test_stress import test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone
 
+import penstock.engine.build
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
@@ -110,3 +111,19 @@ def test_a_replay_pads_to_its_bucket_without_touching_anything_else(make_engine:
     run_all(engine)
     alone = make_engine(prefix_cache=False, capture=False)
     assert [c.tokens for c in found] == [generate(alone, prompts(20, seed), max_tokens=12).tokens for seed in range(3)]
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_what_is_set_up_outside_lanes_is_there_when_the_engine_is(capture: bool, monkeypatch: Any) -> None:
+    """Lanes do not wait for the default stream, on which weights, arena and the sampler's state are made."""
+    whole = penstock.engine.build._executor
+
+    def slowly(*parts: Any) -> Any:
+        made = whole(*parts)
+        torch.cuda._sleep(400_000_000)  # cycles; what was set up before is long there, and what comes behind it is not
+        return made
+
+    monkeypatch.setattr(penstock.engine.build, "_executor", slowly)
+    engine = build(tiny_config(device="cuda", capture=capture))
+    assert torch.cuda.current_stream().query(), "nothing of the set-up is still under way"
+    engine.close(timeout_s=20.0)

@@ -119,6 +119,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters)
     executor.guard = guard
     if device.type == "cuda":
+        cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
         executor.capture_all(progress)
     parts = EngineParts(
         name=loaded.name,

@@ -24,6 +24,11 @@ def is_usable() -> bool:
     return torch.cuda.is_available()
 
 
+def wait_set_up(device: torch.device) -> None:
+    """Block until what the calling thread has set up outside lanes is there: their streams do not wait for the one it came on."""
+    torch.cuda.current_stream(device).synchronize()
+
+
 def describe_gpus() -> list[dict[str, Any]]:
     """Name, memory and capability of each GPU, for reports."""
     gpus = []
@@ -137,8 +142,6 @@ class CudaLane:
     def __init__(self, name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> None:
         self.name = name
         self.stream = torch.cuda.Stream(device=device, priority=priority)
-        # Streams do not wait for the default one: what the maker of this lane has set up there comes before all of its work.
-        self.stream.wait_stream(torch.cuda.current_stream(device))
         self._observer = observer
         self._num_submitted = 0
         self._lock = threading.Lock()
