@@ -105,6 +105,7 @@ class Exchanges:
         self.breaker = breaker
         self.known = KnownKeys()
         self.stopped = False  # nothing that has not begun is said any more
+        self.num_returns = 0  # times that it was broken and answered again: it may have come back empty
         self._view = view
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
@@ -185,7 +186,8 @@ class Exchanges:
             self._count_failure("probe", error)
         finally:
             if answers:
-                self.known.clear()  # it may have come back empty
+                self.known.clear()
+                self.num_returns += 1  # before anything can be written to it again
                 log.info("the %s tier answers again", self.store.name)
             self.breaker.probed(answers)
 
