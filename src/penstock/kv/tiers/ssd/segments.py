@@ -81,7 +81,7 @@ class Unsynced:
                 self._files.sync_names()
                 names = False
         except OSError as error:
-            raise StoreFailed(f"the SSD cache in {self._files.directory.path} could not be synced: {error.strerror}") from error
+            raise StoreFailed(f"the SSD cache could not be synced: {error.strerror}") from error
         finally:
             self.note(*left, names=names)
 

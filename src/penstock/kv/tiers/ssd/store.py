@@ -172,7 +172,7 @@ class SsdStore:
             self._num_calls += 1
         try:
             if changes and not self._directory.is_in_place():
-                raise StoreFailed(f"the SSD cache directory {self._path} or its lock has been removed or replaced")
+                raise StoreFailed("the directory of the SSD cache, or its lock, has been removed or replaced")
             yield
         finally:
             with self._lock:
