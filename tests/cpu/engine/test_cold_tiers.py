@@ -228,6 +228,26 @@ def test_a_store_that_does_not_answer_is_not_waited_for(make_engine: MakeEngine,
     settle_all(engine)
 
 
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_store_is_asked_once_for_each_request(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, tmp_path: Path, disk: bool
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://", **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if disk else {}))
+    generate(engine, prompts(100))
+    assert shared.calls.count("find") == 1, "it has nothing, and that is an answer"
+    only_colder(engine)
+    if disk:
+        store_of(engine, "ssd").reset()
+    shared.calls.clear()
+    assert generate(engine, prompts(100)).source == KvSource(remote=96, computed=4)
+    assert shared.calls.count("find") == 1
+    shared.calls.clear()
+    shared.lose()
+    assert generate(engine, prompts(100, seed=1)).source == KvSource(computed=100)
+    assert shared.calls.count("find") == 1
+    settle_all(engine)
+
+
 def test_no_room_in_host_memory_means_computing_the_rest(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
     engine = make_engine(host_blocks=4, remote="memory://")
     cold = generate(engine, prompts(200))

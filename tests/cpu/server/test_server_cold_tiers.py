@@ -346,3 +346,12 @@ def test_a_store_that_dies_is_seen_and_its_password_is_not(store: Valkey, caplog
         until(lambda: server.scrape()["penstock_tier_usable", (("tier", "remote"),)] == 0, "the store is fenced off")
         shown = [reply.text, server.http.get("/metrics").text, server.http.get("/cache/stats").text, caplog.text]
         assert "remote" in shown[2] and not any(PASSWORD in text for text in shown)
+
+
+def test_a_request_that_the_store_has_nothing_for_asks_it_once(store: Valkey) -> None:
+    with tiered(remote=store.url()) as server:
+        server.ask()
+        store.ask("CONFIG", "RESETSTAT")
+        assert server.ask([5, *range(100, 165)])[1]["kv_source"]["computed"] == 66
+        (asked,) = [line for line in store.ask("INFO", "commandstats").decode().splitlines() if "exists" in line]
+        assert ":calls=4," in asked, "one for each full block"

@@ -12,6 +12,7 @@ from penstock.config import AdmissionName
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.behind import Behind, Persisting
 from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.host import HostLease
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -130,6 +131,91 @@ def test_nobody_behind_a_tier_that_has_not_answered_is_asked_and_an_answer_of_no
     assert lease is not None and not lease.ready and lease.num_from(0) == 0
     rig.run("ask remote")
     assert lease.ready and lease.runs_from(0) == [] and rig.cache.match(rig.prefix(4).keys, lease).num_colder == 0
+    lease.end()
+    rig.end()
+
+
+# ------------------------------------------------------------------------------------------------------------------------ asked once
+
+
+def asked(rig: Stacked, num_blocks: int = 4, first: HostLease | None = None) -> HostLease:
+    lease = rig.cache.lease("request", rig.prefix(num_blocks), first)
+    rig.run("ask remote")
+    assert isinstance(lease, HostLease) and lease.ready
+    return lease
+
+
+def test_what_a_store_has_answered_it_is_not_asked_again() -> None:
+    rig = Stacked("ssd", "remote")
+    lease = asked(rig)
+    assert lease.runs_from(0) == [] and rig.stores["remote"].calls.count("find") == 1
+    lease.end()
+    again = asked(rig, first=lease)
+    assert again.runs_from(0) == [] and rig.stores["remote"].calls.count("find") == 1
+    again.end()
+    rig.end()
+
+
+def test_what_it_has_is_remembered_and_what_has_come_here_since_is_found() -> None:
+    rig = Stacked("ssd", "remote")
+    rig.put("remote", [rig.keys(6)[number] for number in (0, 1, 2, 3)])
+    lease = asked(rig, 6)
+    assert lease.runs_from(0) == [("remote", 4)]
+    lease.end()
+    rig.put("ssd", rig.keys(1))
+    again = asked(rig, 6, lease)
+    assert again.runs_from(0) == [("ssd", 1), ("remote", 3)] and rig.stores["remote"].calls.count("find") == 1
+    again.end()
+    rig.end()
+
+
+def test_blocks_that_it_was_not_asked_for_are_asked_for() -> None:
+    rig = Stacked("ssd", "remote")
+    table = rig.ran(2)
+    lease = asked(rig)
+    assert lease.parts[0].blocks == [2, 3], "the device has the others"
+    lease.end()
+    rig.cache.release(table, None)
+    rig.flow()
+    rig.forget_device()
+    rig.cache.reset(["host"])
+    rig.stores["ssd"].lose()
+    num = rig.stores["remote"].calls.count("find")
+    again = asked(rig, first=lease)
+    assert again.runs_from(0) == [("remote", 2)] and rig.stores["remote"].calls.count("find") == num + 1
+    again.end()
+    rig.end()
+
+
+def test_an_answer_is_as_old_as_its_lease_may_be() -> None:
+    rig = Stacked("remote")
+    lease = asked(rig)
+    rig.host._clock = lambda: 1e9
+    rig.cache.settle()
+    assert lease.expired
+    rig.put("remote", rig.keys(4))
+    again = asked(rig, first=lease)
+    assert again.runs_from(0) == [("remote", 4)]
+    again.end()
+    rig.end()
+
+
+def test_a_question_that_cannot_be_asked_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("remote")
+    rig.remembered(2)
+
+    def fails(*args: object, **more: object) -> None:
+        raise MemoryError("no room for a question")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.lane("ask remote"), "submit", fails)
+        with pytest.raises(MemoryError):
+            rig.cache.lease("request", rig.prefix(4))
+    assert rig.host.num_leases == 0 and rig.host.slots.pinned == 0
+    rig.cache.settle()
+    assert rig.tiers["remote"].num_asking == 0, "nobody waits for an answer"
+    lease = asked(rig)
+    assert lease.num_from(0) == 2
     lease.end()
     rig.end()
 
@@ -258,6 +344,23 @@ def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(a
     assert rig.tiers["ssd"].reset() == 4
     rig.cache.forgotten("ssd")
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.end()
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_store_that_was_away_may_come_back_empty_and_is_given_everything_again(admission: AdmissionName, tier: str) -> None:
+    rig = Stacked(tier, admission=admission)
+    rig.remembered(4, tiers=("host", tier))
+    assert rig.persisted().error is None
+    rig.first.die()
+    assert isinstance(rig.persisted().error, StoreFailed) and not rig.tiers[tier].usable
+    rig.first.raises = None
+    rig.first.lose()
+    rig.clock.advance(60.0)
+    rig.flow()
+    assert rig.tiers[tier].usable
+    assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
     rig.end()
 
 

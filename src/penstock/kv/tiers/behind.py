@@ -17,6 +17,7 @@ from penstock.contract import Fence
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers.cold import ColdTier, Writing
+from penstock.kv.tiers.finding import Finding
 from penstock.kv.tiers.haul import Haul, Staged
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease, HostTier, Part
 from penstock.kv.tiers.promotion import Promotion
@@ -30,6 +31,17 @@ _READ_AHEAD = 256  # groups of one haul that are being read: what a tier reads w
 _READ_AT_ONCE = 32  # that are begun in one turn: about a millisecond
 _CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where blocks are written when they are about to leave
 _CLEAN_BLOCKS = 64  # that are written together for it
+
+
+def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
+    """What `tier` has said about all blocks `missing`; None where it was not asked for each of them, or has not answered."""
+    for part in answered:
+        if part.tier == tier and part.finding.ready and set(missing) <= set(part.blocks):
+            there = set(part.blocks[: part.finding.num])
+            finding = Finding()
+            finding.answer(next((num for num, number in enumerate(missing) if number not in there), len(missing)))
+            return finding
+    return None
 
 
 @dataclass(slots=True)
@@ -75,18 +87,22 @@ class Behind:
         """Of blocks that are being read for somebody."""
         return len(self._hauls)
 
-    def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float) -> list[Part]:
-        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have. For any thread."""
+    def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float, answered: Sequence[Part] = ()) -> list[Part]:
+        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have; a store far away not
+        for what it has `answered` before. For any thread. Its answer is returned also where it has nothing, so that it is remembered."""
         parts: list[Part] = []
         for tier in self.tiers.values():
             if not missing or not tier.usable:
                 continue
-            finding = tier.find([keys[number] for number in missing], patience_s)
-            parts.append(Part(tier.name, missing, finding))
+            finding = None if tier.local else _answer_in(answered, tier.name, missing)
+            if finding is None:
+                finding = tier.find([keys[number] for number in missing], patience_s)
+            if finding.num or not tier.local:
+                parts.append(Part(tier.name, missing, finding))
             if not finding.ready:
                 break  # nobody behind it is asked before it has answered
             missing = missing[finding.num :]
-        return [part for part in parts if part.finding.num or not part.finding.ready]
+        return parts
 
     # -------------------------------------------------------------------------------------------------------------- read up
 

@@ -126,6 +126,7 @@ class ColdFigures:
     def __init__(self, exchanges: Exchanges, lanes: ColdLanes) -> None:
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
         self.name = exchanges.store.name
+        self.local = exchanges.store.local  # it answers from memory
         self.counts = exchanges.tally.counts
         self.rate = exchanges.tally.rate  # of reads
         self._exchanges = exchanges

@@ -182,9 +182,7 @@ def test_a_link_to_a_directory_of_ours_is_followed(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o777, True), (0o770, True), (0o1777, False), (0o755, False)])
-def test_a_parent_that_others_may_write_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
-) -> None:
+def test_a_parent_that_others_may_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool) -> None:
     """They can take the directory away, which is a miss; what they put in its place is not ours, and refused. So it is no reason not to
     start."""
     (tmp_path / "shared").mkdir()

@@ -196,4 +196,3 @@ class _File:
 
     def close(self) -> None:
         self._io.close(self._fd)
-
