@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.contract import Fence
-from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
+from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.breaker import Breaker
@@ -316,13 +316,15 @@ class ColdTier(ColdFigures):
         if self._exchanges.breaker.try_probe():
             try:
                 (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
-            except LaneClosed:
-                self._exchanges.breaker.probed(False)
+            except BaseException as error:
+                self._exchanges.breaker.probed(False)  # nobody else will
+                if not isinstance(error, LaneClosed):
+                    raise
 
     def _probe(self) -> None:
         try:
             self._exchanges.probe()
-        except InvariantBroken as error:
+        except Exception as error:  # a store's own end in the exchanges: this is a defect
             self._defects.append(error)
         finally:
             self.wake()

@@ -1,5 +1,5 @@
-"""The SSD store when its directory, its lock or a file of it is removed or replaced while it runs: that is noticed before anything is called
-safe, and a probe opens everything anew, as soon as it can be had."""
+"""The SSD store when its directory, its lock or a file of it is removed or replaced while it runs: that is noticed before anything is
+called safe, and a probe opens everything anew, as soon as it can be had."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_a_damaged_lock_that_is_held_still_locks(cache: Path, content: bytes) ->
     store = open_at(cache)
     (cache / "lock").write_bytes(content)
     for call in CALLS:
-        with pytest.raises(ConfigError, match="in use by (another )?process"):
+        with pytest.raises(ConfigError, match=r"in use by (another )?process"):
             call(cache)
     assert (cache / "lock").read_bytes() == content
     assert read(store, *range(20)) == [DONE] * 20

@@ -63,7 +63,11 @@ class SegmentFiles:
 
     def make(self, head: SegmentHead) -> OpenFile:
         """A new file with as many slots as `head` says, or as many as the disk has room for."""
-        fd = self._open(head.number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            fd = self._open(head.number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:  # nothing had this name at start: it was made here, half, and could not be removed
+            self.remove(head.number)
+            fd = self._open(head.number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             head = head._replace(num_slots=self._preallocate(fd, head))
             self.write_head(head, fd)
