@@ -8,6 +8,8 @@ import threading
 import traceback
 
 import pytest
+from valkey.connection import Connection
+from valkey.exceptions import InvalidResponse
 from valkey_rig import (
     BLOCK_BYTES,
     CALLS,
@@ -202,3 +204,22 @@ def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(server: Valk
     with contextlib.closing(opened("valkey://somewhere")) as store:
         store.probe()
         assert store.find([bytes(16)]) == 0, "the living one has answered"
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidResponse("of user hunter2"), ConnectionResetError("of user hunter2")], ids=lambda e: type(e).__name__
+)
+def test_what_the_library_raises_is_told_by_its_kind_alone(server: Valkey, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """An answer to a question of its own that it cannot read, or a connection that ends there."""
+
+    def refuses(*args: object, **more: object) -> None:
+        raise error
+
+    with contextlib.closing(opened(server.url())) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "read_response", refuses)
+            with pytest.raises(StoreFailed, match=type(error).__name__) as raised:
+                store.reset()
+            assert "hunter2" not in str(raised.value)
+        assert num_idle(store) == 0, "a connection that owes an answer is not used again"
+        assert write(store, keys_of(2)) == [DONE] * 2 and store.reset() == 2

@@ -154,6 +154,8 @@ class Exchanges:
             num, _ = self._call("find", lambda: self.store.find(keys))
         except StoreFailed:
             return 0
+        if not 0 <= num <= len(keys):
+            raise InvariantBroken(f"the {self.store.name} store found {num} of {len(keys)} blocks")
         if not self.store.local:
             self.known.discard(keys[num:])  # one is missing; about those behind it nothing was said
         return num
