@@ -11,6 +11,7 @@ from stacked_rig import Stacked
 from penstock.config import AdmissionName
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.behind import Behind, Persisting
+from penstock.kv.tiers.breaker import State
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HostLease
 
@@ -362,6 +363,51 @@ def test_a_store_that_was_away_may_come_back_empty_and_is_given_everything_again
     assert rig.tiers[tier].usable
     assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
     rig.end()
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_reset_that_fails_halfway_leaves_nothing_that_is_only_believed_to_be_there(tier: str) -> None:
+    """Nobody tells the engine of it: the reset has failed."""
+    rig = Stacked(tier)
+    rig.remembered(4, tiers=("host", tier))
+    rig.first.on_call = lambda call: rig.first.lose(*rig.keys(4)[1:]) if call == "reset" else None
+    rig.first.die()
+    with pytest.raises(StoreFailed):
+        rig.tiers[tier].reset()
+    rig.first.raises = None
+    rig.tiers[tier].exchanges.breaker._state = State.CLOSED  # somebody else has found it in order meanwhile
+    assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
+    rig.end()
+
+
+@pytest.mark.parametrize("way", ["write", "part"])
+def test_what_cannot_be_submitted_gives_its_pin_back(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    def refuses(*args: object, **more: object) -> None:
+        raise MemoryError
+
+    tables = []
+    if way == "write":
+        rig = in_host_only("always")
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.tiers["ssd"]._writers, "deal", refuses)
+            with pytest.raises(MemoryError):
+                rig.persisted()
+        assert rig.host.slots.pinned == 0
+    else:
+        rig = Stacked()
+        rig.remembered(4, tiers=("ssd",))
+        table, haul = rig.load(4)
+        tables.append(table)
+        rig.lanes.run_all()
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.lane("launch load"), "submit", refuses)
+            with pytest.raises(MemoryError):
+                rig.cache.settle()
+        assert rig.pool.counts.pinned == 0 and not haul.parts
+        rig.flow()
+        assert haul.num_landed == 4, "the next turn sends it"
+    assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.end(*tables)
 
 
 def test_a_reset_of_the_second_tier_makes_nothing_dirty() -> None:

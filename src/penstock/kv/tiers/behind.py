@@ -70,7 +70,7 @@ class Behind:
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
         self._era = 0  # of the first tier: it was emptied so often. What was read or written before that says nothing about it
-        self._num_returns = 0  # of the first tier, seen so far
+        self._num_losses = 0  # of the first tier, seen so far
         self._eras: dict[Writing, int] = {}  # of writes to it that are not over
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
@@ -262,7 +262,11 @@ class Behind:
             return None
         places = [place for place, slot in enumerate(slots) if slot != ABSENT]
         kept = [keys[place] for place in places]
-        writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, (), must)
+        try:
+            writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, (), must)
+        except BaseException:
+            self._host.end_handles([pin])
+            raise
         if writing is None:
             self._host.end_handles([pin])
         elif tier is self._first:
@@ -302,8 +306,8 @@ class Behind:
     def settle(self) -> bool:
         """Take in what is over; says whether there was anything."""
         before = self.num_in_flight
-        if self._num_returns != self._first.exchanges.num_returns:
-            self._num_returns = self._first.exchanges.num_returns
+        if self._num_losses != self._first.exchanges.num_losses:
+            self._num_losses = self._first.exchanges.num_losses
             self.forgotten(self._first.name)
         for tier in self.tiers.values():
             for writing in tier.settle():

@@ -105,7 +105,7 @@ class Exchanges:
         self.breaker = breaker
         self.known = KnownKeys()
         self.stopped = False  # nothing that has not begun is said any more
-        self.num_returns = 0  # times that it was broken and answered again: it may have come back empty
+        self.num_losses = 0  # times that it may have lost blocks which nobody else knows of: it was away, or a reset of it failed halfway
         self._view = view
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
@@ -172,9 +172,19 @@ class Exchanges:
 
     def reset(self) -> int:
         """Raises StoreFailed."""
-        num, _ = self._call("reset", self.store.reset)
+        try:
+            num, _ = self._call("reset", self.store.reset)
+        except _Refused:
+            raise
+        except BaseException:
+            self._may_be_empty()
+            raise
         self.known.clear()
         return num
+
+    def _may_be_empty(self) -> None:
+        self.known.clear()
+        self.num_losses += 1
 
     def probe(self) -> None:
         """For whom `Breaker.try_probe` told to."""
@@ -188,8 +198,7 @@ class Exchanges:
             self._count_failure("probe", error)
         finally:
             if answers:
-                self.known.clear()
-                self.num_returns += 1  # before anything can be written to it again
+                self._may_be_empty()  # before anything can be written to it again
                 log.info("the %s tier answers again", self.store.name)
             self.breaker.probed(answers)
 

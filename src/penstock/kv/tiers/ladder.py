@@ -238,8 +238,10 @@ class Ladder:
         part.after, part.keys, part.deadline_s = haul.after, haul.keys[first:end], haul.deadline_s
         try:
             self.promoter.submit(part)
-        except LaneClosed:
+        except BaseException as error:
             pin.end()
+            if not isinstance(error, LaneClosed):
+                raise
             return None
         return part
 
