@@ -33,15 +33,14 @@ class Claim:
     forgotten: set[bytes] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
 
-    def wait_others(self) -> list[Outcome]:
-        """All outcomes; blocks until those who write the same blocks have ended. The claim has landed, so nobody waits for the other in
-        a circle."""
+    def wait_others(self) -> None:
+        """All outcomes are known then; blocks until those who write the same blocks have ended. The claim has landed, so nobody waits for
+        the other in a circle."""
         for place, key, other in self.others:
             other.over.wait()
             self.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
             if key in other.forgotten:
                 self.again.append(place)
-        return self.outcomes
 
 
 class SlotIndex:

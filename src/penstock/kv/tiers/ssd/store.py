@@ -138,10 +138,10 @@ class SsdStore:
             self._index.land(claim, keys, depths, written)
         for place in claim.doubtful:
             claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
-        outcomes = claim.wait_others()
+        claim.wait_others()
         for place in claim.again:
-            (outcomes[place],) = self._write([keys[place]], [depths[place]], [blocks[place]])
-        return outcomes
+            (claim.outcomes[place],) = self._write([keys[place]], [depths[place]], [blocks[place]])
+        return claim.outcomes
 
     def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
         """A crash may have torn a block of an earlier life, and whoever persists this write is to be right that it is there."""
