@@ -4,6 +4,7 @@ emptied, and host memory that evicts meanwhile; and faults that turn these tests
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from stacked_rig import Stacked
@@ -14,6 +15,7 @@ from penstock.kv.tiers.behind import Behind, Persisting
 from penstock.kv.tiers.breaker import State
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HostLease
+from penstock.lanes.lane import Ticket
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -154,6 +156,25 @@ def test_what_a_store_has_answered_it_is_not_asked_again() -> None:
     again = asked(rig, first=lease)
     assert again.runs_from(0) == [] and rig.stores["remote"].calls.count("find") == 1
     again.end()
+    rig.end()
+
+
+def test_an_answer_of_nothing_that_came_at_once_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("ssd", "remote")
+    asker = rig.lane("ask remote")
+    submit = asker.submit
+
+    def at_once(*args: Any, **more: Any) -> Ticket:
+        ticket = submit(*args, **more)
+        while asker.step():
+            pass
+        return ticket
+
+    monkeypatch.setattr(asker, "submit", at_once)
+    lease = asked(rig)
+    lease.end()
+    asked(rig, first=lease).end()
+    assert rig.stores["remote"].calls.count("find") == 1
     rig.end()
 
 
