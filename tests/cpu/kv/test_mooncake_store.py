@@ -165,6 +165,33 @@ def test_what_is_wrong_is_never_served_and_is_removed(store: MooncakeStore, slot
     assert slots.read(store, keys) == [DONE] * len(keys)
 
 
+def test_a_damaged_value_that_cannot_be_removed_is_corrupt_all_the_same(
+    store: MooncakeStore, slots: Slots, intruder: Intruder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = keys_of("cannot be removed", 2)
+    slots.write(store, [good, bad])
+    intruder.put(store, bad, bytes(VALUE_BYTES))
+    ask = MooncakeClient.ask
+
+    def refuses(client: MooncakeClient, what: str, names: Sequence[str], until: float) -> list[int]:
+        if what == "remove":
+            raise StoreFailed("not now")
+        return ask(client, what, names, until)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MooncakeClient, "ask", refuses)
+        assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
+    assert slots.read(store, [good, bad]) == [DONE, CORRUPT], "the next one to read it tries again"
+    assert slots.read(store, [good, bad]) == [DONE, MISSING]
+
+
+def test_a_question_that_the_program_does_not_know_is_told_and_the_lane_goes_on(store: MooncakeStore, slots: Slots) -> None:
+    client = client_of(store)
+    with pytest.raises(StoreFailed, match="there is no bake"):
+        client.ask("bake", ["x"], time.monotonic() + LATE_S)
+    assert client.alive and client.ask("exist", ["x"], time.monotonic() + LATE_S) == [0]
+
+
 @pytest.mark.parametrize("length", [VALUE_BYTES - 1, VALUE_BYTES + 1])
 def test_a_value_of_the_wrong_length_is_never_served_and_is_removed(
     mooncake: Mooncake, store: MooncakeStore, slots: Slots, length: int
@@ -396,26 +423,6 @@ def test_one_block_whose_node_is_gone_is_one_failed_block() -> None:
     assert mooncake_store._some_worked([DONE, failed, MISSING]) == [DONE, failed, MISSING]
     with pytest.raises(StoreFailed):
         mooncake_store._some_worked([failed, failed])
-
-
-def test_a_damaged_value_that_cannot_be_removed_is_corrupt_all_the_same(
-    store: MooncakeStore, slots: Slots, intruder: Intruder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, bad = keys_of("cannot be removed", 2)
-    slots.write(store, [good, bad])
-    intruder.put(store, bad, bytes(VALUE_BYTES))
-    ask = MooncakeClient.ask
-
-    def refuses(client: MooncakeClient, what: str, names: Sequence[str], until: float) -> list[int]:
-        if what == "remove":
-            raise StoreFailed("not now")
-        return ask(client, what, names, until)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MooncakeClient, "ask", refuses)
-        assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
-    assert slots.read(store, [good, bad]) == [DONE, CORRUPT], "the next one to read it tries again"
-    assert slots.read(store, [good, bad]) == [DONE, MISSING]
 
 
 # ------------------------------------------------------------------------------------------- processes that are none, or do not end

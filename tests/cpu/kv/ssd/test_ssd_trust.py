@@ -3,10 +3,13 @@ files. And the lock file, which locks whatever is in it."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 
 from cpu.kv.ssd.ssd_rig import open_at, read, segment_paths, write
 from penstock.errors import ConfigError
+from penstock.kv.tiers.ssd.directory import make_directory
 from penstock.kv.tiers.ssd.survey import clear, inspect, verify
 from penstock.kv.tiers.store import Outcome
 
@@ -152,22 +156,27 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(cache: Path, ca
 
 def test_a_file_is_checked_as_it_was_opened_not_as_it_was_listed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at a name and its opening another file may get that name."""
-    lstat = os.stat
+    lstat, num_open = os.stat, len(os.listdir("/proc/self/fd"))
+    num_looks = 0
 
     def loosened(path: Any, **where: Any) -> os.stat_result:
+        nonlocal num_looks
         found = lstat(path, **where)
         if path == "penstock-000001.kv":
-            (cache / path).chmod(0o666)
+            num_looks += 1
+            if num_looks == 2:  # before anything is changed, and once more when it is listed
+                (cache / path).chmod(0o666)
         return found
 
     monkeypatch.setattr(os, "stat", loosened)
-    with pytest.raises(ConfigError, match="mode 0666"):
-        open_at(cache)
-    (cache / "penstock-000001.kv").chmod(0o600)
-    with pytest.raises(ConfigError, match="mode 0666"):
-        inspect(cache)
+    for call in (open_at, inspect):
+        num_looks = 0
+        with pytest.raises(ConfigError, match="mode 0666"):
+            call(cache)
+        assert num_looks == 2
+        (cache / "penstock-000001.kv").chmod(0o600)
+    assert len(os.listdir("/proc/self/fd")) == num_open
     monkeypatch.undo()
-    (cache / "penstock-000001.kv").chmod(0o600)
     store = open_at(cache)
     assert read(store, *range(20)) == [DONE] * 20, "and nobody has kept it locked"
     store.close()
@@ -250,6 +259,64 @@ def test_a_directory_with_something_in_it_in_place_of_the_lock_is_refused(cache:
     (cache / "lock").mkdir()
     (cache / "lock" / "thesis").write_text("years of work")
     refuses(call, cache, str(cache / "lock"), "not empty")
+
+
+def test_a_directory_of_another_program_that_has_a_lock_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "data").write_text("of another program")
+    for call in CALLS:
+        refuses(call, tmp_path, str(tmp_path))
+    assert (tmp_path / "lock").is_dir()
+
+
+def test_a_full_disk_locks_all_the_same(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (cache / "lock").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", full)
+        patch.setattr(os, "pwrite", full)
+        store = open_at(cache)
+        with pytest.raises(ConfigError, match="in use by another process"):
+            open_at(cache)
+    store.close()
+
+
+@as_root
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_directory_that_cannot_even_be_opened_says_whose_it_is(tmp_path: Path, reachable: bool) -> None:
+    """Where that can be seen: a parent may hide it as well."""
+    parent = Path(tempfile.mkdtemp(dir="/tmp"))
+    parent.chmod(0o755 if reachable else 0o700)
+    (parent / "cache").mkdir(0o700)
+    try:
+        said = _said_to(STRANGER, parent / "cache")
+    finally:
+        shutil.rmtree(parent)
+    assert str(parent / "cache") in said
+    assert ("owner 0, mode 0700" in said) is reachable and ("Permission denied" in said) is not reachable
+
+
+def _said_to(user: int, path: Path) -> str:
+    """What a process of that user is told."""
+    hearing, telling = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            make_directory(path)
+        except ConfigError as error:
+            os.write(telling, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(telling)
+    with os.fdopen(hearing, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return said
 
 
 def test_a_lock_that_goes_while_it_is_taken_is_no_lock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,17 +204,12 @@ def _check_names(path: Path, fd: int, must_be_ours: bool) -> None:
 
 def _owner_in(fd: int) -> int | None:
     """The process that the lock file names, where it names one. It is for messages: what locks is the lock, whatever the file says."""
-    try:
+    with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
         lock_fd = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
-    except OSError:
-        return None
-    try:
-        found = _LOCK_TEXT.match(os.pread(lock_fd, 64, 0))
-        return None if found is None else int(found[1])
-    except OSError:
-        return None
-    finally:
-        os.close(lock_fd)
+        undo.callback(os.close, lock_fd)
+        if (found := _LOCK_TEXT.match(os.pread(lock_fd, 64, 0))) is not None:
+            return int(found[1])
+    return None
 
 
 def _open_lock(path: Path, fd: int) -> int:
