@@ -449,3 +449,32 @@ def test_a_store_that_cannot_be_closed_is_left_with_a_warning(make: Make, caplog
         rig.tier.close(SOON_S)
     assert any("without an answer" in record.getMessage() for record in caplog.records)
     rig.tier.close(SOON_S)
+
+
+def test_a_probe_that_fails_is_counted(make: Make) -> None:
+    rig = make()
+    rig.break_store()
+    before = rig.tier.counts.failures["store"]
+    rig.clock.advance(1.0)
+    rig.tier.settle()
+    rig.settle()
+    assert rig.store.calls[-1] == "probe" and rig.tier.counts.failures["store"] == before + 1 and not rig.tier.usable
+
+
+@pytest.mark.parametrize("raised", [OSError("bad"), InvariantBroken("ours")], ids=lambda value: type(value).__name__)
+def test_a_read_that_raised_is_not_measured_for_ever(make: Make, raised: Exception) -> None:
+    """The rate is that of bytes over the time in which something was under way."""
+    rig = make(num_readers=1)
+    rig.write(KEYS[:2])
+    rig.store.raises = raised
+    reading, _ = rig.submit_read(KEYS[:2])
+    rig.tier.drain(SOON_S)
+    raised_by(lambda: list(reading.take_arrived()))
+    rig.store.raises = None
+    rig.clock.advance(1000.0)
+    rig.tier.settle()
+    rig.settle()
+    assert rig.tier.usable
+    rig.store.on_call = lambda call: rig.clock.advance(1.0)
+    assert rig.read(KEYS[:2]) == [DONE] * 2
+    assert rig.tier.rate.seconds(2 * BLOCK_BYTES) == pytest.approx(1.0)

@@ -132,8 +132,7 @@ class Exchanges:
         try:
             into = [self._view(slot) for slot in group.slots]
             self._exchange(Way.READ, group, lambda: self.store.read(group.keys, into))
-        except _Refused as error:
-            group.error = error
+        except _Refused:
             self.tally.fail("broken")
         finally:
             self.tally.over(Way.READ, group.span, group.outcomes)
