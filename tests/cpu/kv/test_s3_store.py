@@ -320,6 +320,20 @@ def test_an_object_that_cannot_be_removed_ends_a_reset(store: BucketStore, slots
     assert_fails(store.reset)
 
 
+def test_requests_that_have_not_begun_by_the_deadline_never_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_bucket, "_AT_ONCE", 1)
+    requests, gate, ran = s3_bucket.Requests(0.0), threading.Event(), []
+
+    def work(number: int) -> None:
+        assert gate.wait(60.0)
+        ran.append(number)
+
+    assert_fails(lambda: requests.each(work, range(3), requests.until()))
+    gate.set()
+    requests._threads.shutdown(wait=True)
+    assert ran in ([], [0]), "the others were left out"
+
+
 def test_a_damaged_object_that_cannot_be_removed_is_corrupt_all_the_same(
     store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
