@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 import traceback
 
 import pytest
@@ -30,6 +31,7 @@ from valkey_rig import (
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.remote import valkey_links
 from penstock.kv.tiers.remote.valkey import ValkeyStore
+from penstock.kv.tiers.remote.valkey_links import Link
 from penstock.kv.tiers.remote.valkey_url import Node
 from penstock.testing.servers import LOOPBACK, Valkey, free_port
 
@@ -223,3 +225,52 @@ def test_what_the_library_raises_is_told_by_its_kind_alone(server: Valkey, monke
             assert "hunter2" not in str(raised.value)
         assert num_idle(store) == 0, "a connection that owes an answer is not used again"
         assert write(store, keys_of(2)) == [DONE] * 2 and store.reset() == 2
+
+
+def test_a_link_whose_call_failed_is_closed_at_once_and_so_are_its_siblings(server: Valkey) -> None:
+    with contextlib.closing(opened(server.url())) as store:
+        links, node, until = store._links, store._address.nodes[0], time.monotonic() + PATIENT_S
+        with links.link(node, until) as one, links.link(node, until) as other:
+            pass
+        assert num_idle(store) == 2
+        links._slots = []
+        with pytest.raises(MemoryError), links.link(node, until):
+            raise MemoryError
+        assert num_idle(store) == 0 and one._sock is None and other._sock is None
+        assert links._slots is None, "others may have taken over"
+        assert write(store, keys_of(2)) == [DONE] * 2
+
+
+def test_a_link_that_cannot_be_made_is_closed_at_once(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Link] = []
+    connect = Link.connect
+
+    def fails_late(link: Link) -> None:
+        connect(link)
+        made.append(link)
+        raise OSError("after it was connected")
+
+    with contextlib.closing(opened(server.url())) as store:
+        store._links._slots = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "connect", fails_late)
+            with pytest.raises(StoreFailed, match="OSError"):
+                store.probe()
+        (link,) = made
+        assert link._sock is None and store._links._slots is None
+        store.probe()
+
+
+def test_a_socket_that_reaches_nobody_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    class Seen(socket.socket):
+        def __init__(self, *args: int) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    node = Node(LOOPBACK, free_port())
+    monkeypatch.setattr(valkey_links.socket, "socket", Seen)
+    with pytest.raises(StoreFailed, match="cannot be reached"):
+        valkey_links.dial(node, None, time.monotonic() + PATIENT_S)
+    assert made and all(one.fileno() == -1 for one in made)
