@@ -289,11 +289,11 @@ def test_a_write_that_ends_in_anything_gives_its_slots_back_and_lets_others_go(
         except BaseException as error:
             caught.append(error)
 
-    first = threading.Thread(target=writes)
+    first = threading.Thread(target=writes, daemon=True)
     first.start()
     assert io.there.wait(WAIT_S)
     outcomes: list[Outcome] = []
-    second = threading.Thread(target=lambda: outcomes.extend(write(store, 1)))  # the same block: it waits for the first one
+    second = threading.Thread(target=lambda: outcomes.extend(write(store, 1)), daemon=True)  # the same block: it waits for the first
     second.start()
     until(lambda: len(claims) == 2)
     io.gate.set()

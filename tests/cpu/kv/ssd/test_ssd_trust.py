@@ -236,9 +236,11 @@ def test_a_damaged_lock_with_nothing_beside_it_is_taken_over(tmp_path: Path, con
 def test_a_damaged_lock_that_is_held_still_locks(cache: Path, content: bytes) -> None:
     store = open_at(cache)
     (cache / "lock").write_bytes(content)
+    num_open = len(os.listdir("/proc/self/fd"))
     for call in CALLS:
         with pytest.raises(ConfigError, match=r"in use by (another )?process"):
             call(cache)
+    assert len(os.listdir("/proc/self/fd")) == num_open
     assert (cache / "lock").read_bytes() == content
     assert read(store, *range(20)) == [DONE] * 20
     store.persist()
