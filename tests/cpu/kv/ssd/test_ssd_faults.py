@@ -258,6 +258,24 @@ def test_a_file_that_is_made_by_half_goes_and_is_made_again_later(
     store.close()
 
 
+def test_room_that_was_taken_for_a_larger_file_is_given_back_for_a_smaller_one(tmp_path: Path) -> None:
+    """A file system may keep what it has allocated when the rest does not fit."""
+
+    class Partial(DiskIo):
+        limit = max_bytes_for(800) // 8 // 2 + 4096
+
+        def fallocate(self, fd: int, num_bytes: int) -> None:
+            if num_bytes > self.limit:
+                os.ftruncate(fd, num_bytes)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().fallocate(fd, num_bytes)
+
+    store = open_at(tmp_path, num_slots=800, io=Partial())
+    assert write(store, *range(5)) == [DONE] * 5
+    assert [path.stat().st_size <= Partial.limit for path in segment_paths(tmp_path)] == [True]
+    store.close()
+
+
 @pytest.mark.parametrize("raises", [MemoryError, KeyboardInterrupt])
 def test_a_write_that_ends_in_anything_gives_its_slots_back_and_lets_others_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: type[BaseException]
