@@ -367,8 +367,9 @@ class KvLedger(Protocol):
     def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it."""
 
-    def lease(self, owner: str, prefix: Prefix) -> Lease | None:
-        """Protect what colder tiers have of `prefix`; None where they have nothing. The caller may be any thread."""
+    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
+        """Protect what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an `earlier`
+        lease of the same request, which has ended, it is not asked again. The caller may be any thread."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""

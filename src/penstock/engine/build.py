@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -253,10 +254,13 @@ def _put_behind(ladder: Ladder, config: Config, arena: HostArena, scope: Scope, 
     offload, block_bytes = config.offload, arena.layout.block_bytes
     space = Space(scope.digest(), block_bytes, arena.bytes)
     stores: list[BlockStore] = []
-    if offload.ssd_dir is not None:
-        stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
-    if offload.remote is not None:
-        stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))
+    with contextlib.ExitStack() as undo:  # a directory stays locked for as long as its store is open
+        if offload.ssd_dir is not None:
+            stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
+            undo.callback(stores[-1].close)
+        if offload.remote is not None:
+            stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))
+        undo.pop_all()
     if stores:
         limits = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, arena.num_bytes // 4))
         tiers = [

@@ -132,13 +132,14 @@ class KvCache:
         digest = dataclasses.replace(scope, salt=salt).digest()
         return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
 
-    def lease(self, owner: str, prefix: Prefix) -> Lease | None:
+    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
         """Protect what colder tiers have of `prefix` behind what the device has; None where that is nothing. For any thread: what the
         device has is only looked at, and may be gone when the request is planned."""
         if self.ladder is None:
             return None
         num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
-        return self.ladder.lease(prefix.keys, owner, num) if num < len(prefix.keys) else None
+        answered = earlier.parts if isinstance(earlier, HostLease) else ()
+        return self.ladder.lease(prefix.keys, owner, num, answered) if num < len(prefix.keys) else None
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`, generated ones included."""

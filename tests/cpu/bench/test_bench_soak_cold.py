@@ -86,7 +86,8 @@ def mischief() -> tuple[Mischief, Counter[str]]:
 def test_a_disk_fails_spoils_and_loses_as_it_is_told(tmp_path, monkeypatch):
     made, counts = mischief()
     disk = UnreliableDisk(made)
-    fd = disk.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fd = disk.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, folder)
     shares(monkeypatch)
     assert disk.pwritev(fd, [memoryview(b"a" * 8), memoryview(b"b" * 8)], 0) == 16
     buffer = bytearray(16)
@@ -100,6 +101,7 @@ def test_a_disk_fails_spoils_and_loses_as_it_is_told(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="made to fail"):
             call()
     disk.close(fd)
+    os.close(folder)
     assert counts == {
         "disk calls stalled on purpose": 0,
         "disk calls failed on purpose": 2,

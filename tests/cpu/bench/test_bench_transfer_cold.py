@@ -103,10 +103,10 @@ def test_a_file_system_without_direct_access_is_named(tmp_path: Path, monkeypatc
     monkeypatch.setattr(transfer_ssd.os, "O_DIRECT", 0o100000000)  # a flag that no file system has
     honest = transfer_ssd.os.open
 
-    def refuse(path: Any, flags: int, *mode: int) -> int:
+    def refuse(path: Any, flags: int, *mode: int, **where: int) -> int:
         if flags & 0o100000000:
             raise OSError(22, "Invalid argument")
-        return honest(path, flags, *mode)
+        return honest(path, flags, *mode, **where)
 
     monkeypatch.setattr(transfer_ssd.os, "open", refuse)
     assert "figures are of memory" in on_disk(tmp_path).skipped[0]

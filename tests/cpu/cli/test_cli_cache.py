@@ -202,6 +202,17 @@ def test_a_directory_that_is_no_cache_is_left_alone(penstock: Callable, tmp_path
     assert missing.code == 2 and "does not exist" in missing.err and not (tmp_path / "none").exists()
 
 
+def test_a_directory_that_others_may_write_is_refused_by_every_command(cached: Path, penstock: Callable, tiny: tuple[str, ...]) -> None:
+    before = {path.name: path.read_bytes() for path in cached.iterdir()}
+    cached.chmod(0o777)
+    for argv in (("generate", "x", *tiny), ("cache", "inspect"), ("cache", "verify"), ("cache", "clear", "--yes")):
+        ran = penstock(*argv, "--kv-offload-ssd-dir", str(cached))
+        assert (ran.code, ran.out) == (2, "") and f"chmod go-w {cached}" in ran.err and "mode 0777" in ran.err
+    assert {path.name: path.read_bytes() for path in cached.iterdir()} == before
+    cached.chmod(0o700)
+    assert inspect(cached).num_blocks == 2
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [

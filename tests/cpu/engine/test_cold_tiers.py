@@ -13,7 +13,7 @@ from cpu.engine.test_tiers import forget, states, turn, until
 from penstock.contract import FinishReason, KvSource
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidRequest, StoreFailed
+from penstock.errors import ConfigError, InvalidRequest, StoreFailed
 from penstock.testing.driving import generate, run_all, settle_all, submit
 from penstock.testing.stores import MemoryStore
 
@@ -91,6 +91,12 @@ def test_what_was_persisted_survives_the_engine(make_engine: MakeEngine, prompts
     store_of(second, "ssd").wait_scanned(20.0)
     warm = generate(second, prompts(200))
     assert warm.source == KvSource(ssd=192, computed=8) and warm.tokens == cold.tokens
+
+
+def test_an_engine_that_cannot_be_built_leaves_its_directory_to_the_next(make_engine: MakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-offload-remote"):
+        make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05, remote="gopher://nowhere")
+    make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
 
 
 def test_device_host_ssd_and_store_stack_at_the_right_offsets(
@@ -225,6 +231,26 @@ def test_a_store_that_does_not_answer_is_not_waited_for(make_engine: MakeEngine,
     with held(shared, "find"):
         warm = generate(engine, prompts(100))
     assert warm.tokens == cold.tokens and warm.source == KvSource(computed=100)
+    settle_all(engine)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_store_is_asked_once_for_each_request(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, tmp_path: Path, disk: bool
+) -> None:
+    engine = make_engine(host_blocks=64, remote="memory://", **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if disk else {}))
+    generate(engine, prompts(100))
+    assert shared.calls.count("find") == 1, "it has nothing, and that is an answer"
+    only_colder(engine)
+    if disk:
+        store_of(engine, "ssd").reset()
+    shared.calls.clear()
+    assert generate(engine, prompts(100)).source == KvSource(remote=96, computed=4)
+    assert shared.calls.count("find") == 1
+    shared.calls.clear()
+    shared.lose()
+    assert generate(engine, prompts(100, seed=1)).source == KvSource(computed=100)
+    assert shared.calls.count("find") == 1
     settle_all(engine)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+
 import pytest
 import torch
 
@@ -61,3 +64,15 @@ def test_memory_that_is_gone_by_the_time_it_is_taken_is_the_same_error(monkeypat
 def test_an_arena_without_slots_is_refused():
     with pytest.raises(ConfigError):
         DeviceArena(LAYOUT, 0, "cpu")
+
+
+def test_a_kernel_without_large_pages_gives_the_same_memory(monkeypatch):
+    class Old(mmap.mmap):
+        def madvise(self, *args):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Old)
+    arena = DeviceArena(LAYOUT, num_slots=2, device="cpu")
+    assert arena.tensor.count_nonzero() == 0
+    arena.tensor.fill_(1)
+    assert arena.tensor.min() == 1

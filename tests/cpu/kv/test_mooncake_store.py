@@ -3,21 +3,24 @@ in time, whatever the library does."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
 
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
-from penstock.kv.tiers.remote import mooncake_store, open_store, values
+from penstock.kv.tiers.remote import mooncake_client, mooncake_store, open_store, values
 from penstock.kv.tiers.remote.mooncake_client import MooncakeClient
 from penstock.kv.tiers.remote.mooncake_store import MooncakeStore
 from penstock.kv.tiers.store import Outcome
@@ -160,6 +163,34 @@ def test_what_is_wrong_is_never_served_and_is_removed(store: MooncakeStore, slot
     assert slots.read(store, [*keys, *others]) == [MISSING] * len(keys) + [DONE, DONE]
     assert slots.write(store, keys) == [DONE] * len(keys)
     assert slots.read(store, keys) == [DONE] * len(keys)
+
+
+def test_a_damaged_value_that_cannot_be_removed_is_corrupt_all_the_same(
+    store: MooncakeStore, slots: Slots, intruder: Intruder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = keys_of("cannot be removed", 2)
+    slots.write(store, [good, bad])
+    intruder.put(store, bad, bytes(VALUE_BYTES))
+    ask = MooncakeClient.ask
+
+    def refuses(client: MooncakeClient, what: str, names: Sequence[str], until: float) -> list[int]:
+        if what == "remove":
+            raise StoreFailed("not now")
+        return ask(client, what, names, until)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MooncakeClient, "ask", refuses)
+        assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
+    assert slots.read(store, [good, bad]) == [DONE, CORRUPT], "the next one to read it tries again"
+    assert slots.read(store, [good, bad]) == [DONE, MISSING]
+
+
+def test_a_question_that_the_program_does_not_know_is_told_and_the_lane_goes_on(store: MooncakeStore, slots: Slots) -> None:
+    client = client_of(store)
+    for _ in range(mooncake_client._LANES + 1):  # each of them comes back
+        with pytest.raises(StoreFailed, match="there is no bake"):
+            client.ask("bake", ["x"], time.monotonic() + LATE_S)
+    assert client.alive and client.ask("exist", ["x"], time.monotonic() + LATE_S) == [0]
 
 
 @pytest.mark.parametrize("length", [VALUE_BYTES - 1, VALUE_BYTES + 1])
@@ -393,3 +424,94 @@ def test_one_block_whose_node_is_gone_is_one_failed_block() -> None:
     assert mooncake_store._some_worked([DONE, failed, MISSING]) == [DONE, failed, MISSING]
     with pytest.raises(StoreFailed):
         mooncake_store._some_worked([failed, failed])
+
+
+# ------------------------------------------------------------------------------------------- processes that are none, or do not end
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def spawned(*command: str, wait: bool = False) -> Callable[..., subprocess.Popen[bytes]]:
+    """Another program in place of ours, with what ours would get."""
+
+    def spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(command, pass_fds=descriptors, env={**os.environ, **environment})
+        if wait:
+            process.wait()
+        return process
+
+    return spawn
+
+
+@pytest.mark.parametrize("fails", ["memfd_create", "socketpair", "_spawn"])
+def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """It is tried again at every probe."""
+
+    def refuses(*args: object, **more: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def later(*args: object) -> Any:
+        if len(made) == 3:
+            refuses()
+        made.append(socketpair())
+        return made[-1]
+
+    made: list[Any] = []
+    socketpair = mooncake_client.socket.socketpair
+    before = num_open()
+    with monkeypatch.context() as patch:
+        if fails == "memfd_create":
+            patch.setattr(mooncake_client.os, "memfd_create", refuses)
+        elif fails == "socketpair":
+            patch.setattr(mooncake_client.socket, "socketpair", later)
+        else:
+            patch.setattr(mooncake_client, "_spawn", refuses)
+        with pytest.raises(OSError, match="Too many open files"):
+            MooncakeClient((), VALUE_BYTES, {})
+    assert num_open() == before
+    assert all(end.fileno() == -1 for pair in made for end in pair)
+
+
+def test_a_store_says_that_its_process_cannot_be_started(mooncake: Mooncake, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(mooncake.url(), slots.space, TIMEOUT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/no/such/python")
+        assert "cannot be started" in str(assert_fails(store.probe))
+    wait_usable(store)
+    store.close()
+
+
+def test_a_process_that_has_ended_before_it_was_told_anything_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_spawn", spawned("true", wait=True))
+    client = MooncakeClient((), VALUE_BYTES, {})
+    with pytest.raises(StoreFailed, match="ended while it was connecting"):
+        client.wait_ready(time.monotonic() + LATE_S)
+    client.close()
+
+
+def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_spawn", spawned("sleep", "1000"))
+    monkeypatch.setattr(mooncake_client, "_LEAVE_S", 0.01)
+    before = num_open()
+    client = MooncakeClient((), VALUE_BYTES, {})
+    client.close()
+    assert not client.alive and num_open() == before
+    client.close()
+
+
+def test_more_calls_than_lanes_are_refused_until_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_spawn", spawned("sleep", "1000"))
+    monkeypatch.setattr(mooncake_client, "_LEAVE_S", 0.01)
+    client = MooncakeClient((), VALUE_BYTES, {})
+    with contextlib.ExitStack() as calls:
+        for _ in range(mooncake_client._LANES):
+            calls.enter_context(client.lane(time.monotonic() + LATE_S))
+        with pytest.raises(StoreFailed, match="too many calls"), client.lane(time.monotonic()):
+            pass
+    for _ in range(mooncake_client._LANES + 1):
+        with pytest.raises(MemoryError), client.lane(time.monotonic()):
+            raise MemoryError  # a lane comes back however its call ends
+    assert client.alive
+    client.close()

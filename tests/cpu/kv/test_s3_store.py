@@ -320,7 +320,51 @@ def test_an_object_that_cannot_be_removed_ends_a_reset(store: BucketStore, slots
     assert_fails(store.reset)
 
 
+def test_requests_that_have_not_begun_by_the_deadline_never_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_bucket, "_AT_ONCE", 1)
+    requests, gate, ran = s3_bucket.Requests(0.0), threading.Event(), []
+
+    def work(number: int) -> None:
+        assert gate.wait(60.0)
+        ran.append(number)
+
+    assert_fails(lambda: requests.each(work, range(3), requests.until()))
+    gate.set()
+    requests._threads.shutdown(wait=True)
+    assert ran in ([], [0]), "the others were left out"
+
+
+def test_a_damaged_object_that_cannot_be_removed_is_corrupt_all_the_same(
+    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = keys_of("cannot be removed", 2)
+    slots.write(store, [good, bad])
+    raw_put(store, bad, bytes(HEADER_BYTES + len(block_of(bad))))
+
+    def refuses(*args: object) -> None:
+        raise PermissionError("with the request in it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "delete", refuses)
+        assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
+    assert slots.read(store, [good, bad]) == [DONE, CORRUPT], "the next one to read it tries again"
+    assert slots.read(store, [good, bad]) == [DONE, MISSING]
+
+
 # ----------------------------------------------------------------------------------------------------------------------- URL
+
+
+def test_settings_that_the_library_refuses_are_told_without_repeating_them(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "hunter2")
+    with pytest.raises(ConfigError, match="AWS_") as caught:
+        open_store("s3://bucket?region=eu-1", slots.space, TIMEOUT_S)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_machine_without_the_library_says_how_to_get_it(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[remote\]'"):
+        open_store("s3://bucket", slots.space, TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

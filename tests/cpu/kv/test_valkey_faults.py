@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 import traceback
+from collections.abc import Iterator
 
 import pytest
+from valkey.connection import Connection
+from valkey.exceptions import InvalidResponse
 from valkey_rig import (
     BLOCK_BYTES,
     CALLS,
@@ -28,6 +32,7 @@ from valkey_rig import (
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.remote import valkey_links
 from penstock.kv.tiers.remote.valkey import ValkeyStore
+from penstock.kv.tiers.remote.valkey_links import Link
 from penstock.kv.tiers.remote.valkey_url import Node
 from penstock.testing.servers import LOOPBACK, Valkey, free_port
 
@@ -173,8 +178,9 @@ def test_a_closed_store_answers_nobody(server: Valkey) -> None:
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 70, "a..b"])
 def test_a_name_that_nobody_knows_is_a_failure(name: str) -> None:
-    with contextlib.closing(opened(f"valkey://{name}")) as store, pytest.raises(StoreFailed, match="cannot be reached"):
+    with contextlib.closing(opened(f"valkey://{name}")) as store, pytest.raises(StoreFailed, match="cannot be reached") as failure:
         store.probe()
+    assert "no answer in time" not in str(failure.value), "it is told at once"
 
 
 def test_a_resolver_that_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +208,76 @@ def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(server: Valk
     with contextlib.closing(opened("valkey://somewhere")) as store:
         store.probe()
         assert store.find([bytes(16)]) == 0, "the living one has answered"
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidResponse("of user hunter2"), ConnectionResetError("of user hunter2")], ids=lambda e: type(e).__name__
+)
+def test_what_the_library_raises_is_told_by_its_kind_alone(server: Valkey, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """An answer to a question of its own that it cannot read, or a connection that ends there."""
+
+    def refuses(*args: object, **more: object) -> None:
+        raise error
+
+    with contextlib.closing(opened(server.url())) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "read_response", refuses)
+            with pytest.raises(StoreFailed, match=type(error).__name__) as raised:
+                store.reset()
+            assert "hunter2" not in str(raised.value)
+        assert num_idle(store) == 0, "a connection that owes an answer is not used again"
+        assert write(store, keys_of(2)) == [DONE] * 2 and store.reset() == 2
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """Where somebody listens who says nothing: enough to be connected to."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        yield f"valkey://{LOOPBACK}:{listener.getsockname()[1]}"
+
+
+def test_a_link_whose_call_failed_is_closed_at_once_and_so_are_its_siblings(listening: str) -> None:
+    with contextlib.closing(opened(listening)) as store:
+        links, node, until = store._links, store._address.nodes[0], time.monotonic() + PATIENT_S
+        with links.link(node, until) as one, links.link(node, until) as other:
+            pass
+        assert num_idle(store) == 2
+        links._slots = []
+        with pytest.raises(MemoryError), links.link(node, until):
+            raise MemoryError
+        assert num_idle(store) == 0 and one._sock is None and other._sock is None
+        assert links._slots is None, "others may have taken over"
+
+
+def test_a_link_that_cannot_be_made_is_closed_at_once(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Link] = []
+    connect = Link.connect
+
+    def fails_late(link: Link) -> None:
+        connect(link)
+        made.append(link)
+        raise OSError("after it was connected")
+
+    with contextlib.closing(opened(listening)) as store:
+        store._links._slots = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "connect", fails_late)
+            with pytest.raises(StoreFailed, match="OSError"):
+                store.probe()
+        (link,) = made
+        assert link._sock is None and store._links._slots is None
+
+
+def test_a_socket_that_reaches_nobody_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    class Seen(socket.socket):
+        def __init__(self, *args: int) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    node = Node(LOOPBACK, free_port())
+    monkeypatch.setattr(valkey_links.socket, "socket", Seen)
+    with pytest.raises(StoreFailed, match="cannot be reached"):
+        valkey_links.dial(node, None, time.monotonic() + PATIENT_S)
+    assert made and all(one.fileno() == -1 for one in made)

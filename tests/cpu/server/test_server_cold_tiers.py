@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -289,6 +290,23 @@ def test_a_disk_that_fails_is_a_503_with_its_reason_and_requests_go_on(tmp_path:
         assert server.ask()[0] == cold
 
 
+def test_a_directory_that_is_made_anew_is_used_again_and_gets_what_host_memory_has(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with with_disk(folder) as server:
+        cold, _ = server.ask()
+        assert server.http.post("/cache/flush?level=persisted").status_code == 200
+        shutil.rmtree(folder)
+        folder.mkdir(0o700)
+        reply = server.http.post("/cache/flush?level=persisted")
+        assert (reply.status_code, error_of(reply)["code"]) == (503, "tier_failed")
+        assert "removed or replaced" in error_of(reply)["message"] and str(tmp_path) not in error_of(reply)["message"]
+        assert server.ask()[0] == cold
+        until(lambda: server.scrape()["penstock_tier_usable", (("tier", "ssd"),)] == 1, "a probe has found the new directory")
+        forget_memory(server)
+        again, details = server.ask()
+        assert again == cold and details["kv_source"]["ssd"] == 64, "a flush writes what the old directory had"
+
+
 # -------------------------------------------------------------------------------------------------------- with a real store
 
 PASSWORD = "pa55word"
@@ -328,3 +346,12 @@ def test_a_store_that_dies_is_seen_and_its_password_is_not(store: Valkey, caplog
         until(lambda: server.scrape()["penstock_tier_usable", (("tier", "remote"),)] == 0, "the store is fenced off")
         shown = [reply.text, server.http.get("/metrics").text, server.http.get("/cache/stats").text, caplog.text]
         assert "remote" in shown[2] and not any(PASSWORD in text for text in shown)
+
+
+def test_a_request_that_the_store_has_nothing_for_asks_it_once(store: Valkey) -> None:
+    with tiered(remote=store.url()) as server:
+        server.ask()
+        store.ask("CONFIG", "RESETSTAT")
+        assert server.ask([5, *range(100, 165)])[1]["kv_source"]["computed"] == 66
+        (asked,) = [line for line in store.ask("INFO", "commandstats").decode().splitlines() if "exists" in line]
+        assert ":calls=4," in asked, "one for each full block"

@@ -4,6 +4,7 @@ emptied, and host memory that evicts meanwhile; and faults that turn these tests
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from stacked_rig import Stacked
@@ -11,7 +12,10 @@ from stacked_rig import Stacked
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
 from penstock.kv.tiers.behind import Behind, Persisting
+from penstock.kv.tiers.breaker import State
 from penstock.kv.tiers.cold import ColdTier, Writing
+from penstock.kv.tiers.host import HostLease
+from penstock.lanes.lane import Ticket
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -130,6 +134,110 @@ def test_nobody_behind_a_tier_that_has_not_answered_is_asked_and_an_answer_of_no
     assert lease is not None and not lease.ready and lease.num_from(0) == 0
     rig.run("ask remote")
     assert lease.ready and lease.runs_from(0) == [] and rig.cache.match(rig.prefix(4).keys, lease).num_colder == 0
+    lease.end()
+    rig.end()
+
+
+# ------------------------------------------------------------------------------------------------------------------------ asked once
+
+
+def asked(rig: Stacked, num_blocks: int = 4, first: HostLease | None = None) -> HostLease:
+    lease = rig.cache.lease("request", rig.prefix(num_blocks), first)
+    rig.run("ask remote")
+    assert isinstance(lease, HostLease) and lease.ready
+    return lease
+
+
+def test_what_a_store_has_answered_it_is_not_asked_again() -> None:
+    rig = Stacked("ssd", "remote")
+    lease = asked(rig)
+    assert lease.runs_from(0) == [] and rig.stores["remote"].calls.count("find") == 1
+    lease.end()
+    again = asked(rig, first=lease)
+    assert again.runs_from(0) == [] and rig.stores["remote"].calls.count("find") == 1
+    again.end()
+    rig.end()
+
+
+def test_an_answer_of_nothing_that_came_at_once_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("ssd", "remote")
+    asker = rig.lane("ask remote")
+    submit = asker.submit
+
+    def at_once(*args: Any, **more: Any) -> Ticket:
+        ticket = submit(*args, **more)
+        while asker.step():
+            pass
+        return ticket
+
+    monkeypatch.setattr(asker, "submit", at_once)
+    lease = asked(rig)
+    lease.end()
+    asked(rig, first=lease).end()
+    assert rig.stores["remote"].calls.count("find") == 1
+    rig.end()
+
+
+def test_what_it_has_is_remembered_and_what_has_come_here_since_is_found() -> None:
+    rig = Stacked("ssd", "remote")
+    rig.put("remote", [rig.keys(6)[number] for number in (0, 1, 2, 3)])
+    lease = asked(rig, 6)
+    assert lease.runs_from(0) == [("remote", 4)]
+    lease.end()
+    rig.put("ssd", rig.keys(1))
+    again = asked(rig, 6, lease)
+    assert again.runs_from(0) == [("ssd", 1), ("remote", 3)] and rig.stores["remote"].calls.count("find") == 1
+    again.end()
+    rig.end()
+
+
+def test_blocks_that_it_was_not_asked_for_are_asked_for() -> None:
+    rig = Stacked("ssd", "remote")
+    table = rig.ran(2)
+    lease = asked(rig)
+    assert lease.parts[0].blocks == [2, 3], "the device has the others"
+    lease.end()
+    rig.cache.release(table, None)
+    rig.flow()
+    rig.forget_device()
+    rig.cache.reset(["host"])
+    rig.stores["ssd"].lose()
+    num = rig.stores["remote"].calls.count("find")
+    again = asked(rig, first=lease)
+    assert again.runs_from(0) == [("remote", 2)] and rig.stores["remote"].calls.count("find") == num + 1
+    again.end()
+    rig.end()
+
+
+def test_an_answer_is_as_old_as_its_lease_may_be() -> None:
+    rig = Stacked("remote")
+    lease = asked(rig)
+    rig.host._clock = lambda: 1e9
+    rig.cache.settle()
+    assert lease.expired
+    rig.put("remote", rig.keys(4))
+    again = asked(rig, first=lease)
+    assert again.runs_from(0) == [("remote", 4)]
+    again.end()
+    rig.end()
+
+
+def test_a_question_that_cannot_be_asked_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("remote")
+    rig.remembered(2)
+
+    def fails(*args: object, **more: object) -> None:
+        raise MemoryError("no room for a question")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.lane("ask remote"), "submit", fails)
+        with pytest.raises(MemoryError):
+            rig.cache.lease("request", rig.prefix(4))
+    assert rig.host.num_leases == 0 and rig.host.slots.pinned == 0
+    rig.cache.settle()
+    assert rig.tiers["remote"].num_asking == 0, "nobody waits for an answer"
+    lease = asked(rig)
+    assert lease.num_from(0) == 2
     lease.end()
     rig.end()
 
@@ -266,6 +374,69 @@ def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(a
     assert emptied(rig, "ssd") == 4
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end()
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_store_that_was_away_may_come_back_empty_and_is_given_everything_again(admission: AdmissionName, tier: str) -> None:
+    rig = Stacked(tier, admission=admission)
+    rig.remembered(4, tiers=("host", tier))
+    assert rig.persisted().error is None
+    rig.first.die()
+    assert isinstance(rig.persisted().error, StoreFailed) and not rig.tiers[tier].usable
+    rig.first.raises = None
+    rig.first.lose()
+    rig.clock.advance(60.0)
+    rig.flow()
+    assert rig.tiers[tier].usable
+    assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
+    rig.end()
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_reset_that_fails_halfway_leaves_nothing_that_is_only_believed_to_be_there(tier: str) -> None:
+    """It has failed, and some of the blocks are gone all the same."""
+    rig = Stacked(tier)
+    rig.remembered(4, tiers=("host", tier))
+    rig.first.on_call = lambda call: rig.first.lose(*rig.keys(4)[1:]) if call == "reset" else None
+    rig.first.die()
+    resetting = rig.cache.begin_reset([tier])
+    rig.flow()
+    assert isinstance(resetting.error, StoreFailed)
+    rig.first.raises = None
+    rig.tiers[tier].exchanges.breaker._state = State.CLOSED  # somebody else has found it in order meanwhile
+    assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
+    rig.end()
+
+
+@pytest.mark.parametrize("way", ["write", "part"])
+def test_what_cannot_be_submitted_gives_its_pin_back(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    def refuses(*args: object, **more: object) -> None:
+        raise MemoryError
+
+    tables = []
+    if way == "write":
+        rig = in_host_only("always")
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.tiers["ssd"]._writers, "deal", refuses)
+            with pytest.raises(MemoryError):
+                rig.persisted()
+        assert rig.host.slots.pinned == 0
+    else:
+        rig = Stacked()
+        rig.remembered(4, tiers=("ssd",))
+        table, haul = rig.load(4)
+        tables.append(table)
+        rig.lanes.run_all()
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.lane("launch load"), "submit", refuses)
+            with pytest.raises(MemoryError):
+                rig.cache.settle()
+        assert rig.pool.counts.pinned == 0 and not haul.parts
+        rig.flow()
+        assert haul.num_landed == 4, "the next turn sends it"
+    assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
+    rig.end(*tables)
 
 
 def test_a_reset_of_the_second_tier_makes_nothing_dirty() -> None:

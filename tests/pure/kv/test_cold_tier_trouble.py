@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, make
 
-from penstock.errors import DeadlineExceeded, InvariantBroken, StoreFailed
+from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers import cold
 from penstock.kv.tiers.breaker import Breaker, State
 from penstock.kv.tiers.cold import ColdTier
@@ -304,3 +304,177 @@ def test_a_store_that_does_not_say_what_became_of_each_block_is_a_defect(make: M
     rig.tier.drain(SOON_S)
     num, groups = raised_by(lambda: [group.outcomes for group in reading.take_arrived()])
     assert num == 1 and groups == [[FAILED, FAILED]]
+
+
+def test_a_probe_that_is_a_defect_surfaces_and_the_store_is_probed_again(make: Make) -> None:
+    rig = make()
+    rig.break_store()
+    rig.tier.wake = woken = Woken()
+    rig.store.raises = InvariantBroken("ours")
+    rig.clock.advance(1.0)
+    assert rig.tier.settle() == []
+    woken.wait_for(1)
+    with pytest.raises(InvariantBroken, match="ours"):
+        rig.settle()
+    assert rig.tier.exchanges.breaker.state is State.OPEN and rig.tier.settle() == [], "told once"
+    rig.store.raises = None
+    rig.clock.advance(2.0)
+    rig.tier.settle()
+    rig.settle()
+    assert rig.tier.usable and rig.write(KEYS[:2]).done_keys == KEYS[:2]
+
+
+@pytest.mark.parametrize("refused", [LaneClosed("closed"), MemoryError()], ids=lambda value: type(value).__name__)
+def test_a_probe_that_cannot_be_submitted_is_tried_again(make: Make, monkeypatch: pytest.MonkeyPatch, refused: BaseException) -> None:
+    """Nobody would say what came of it: the breaker would wait for that for ever."""
+    rig = make()
+    rig.break_store()
+    rig.store.raises = None
+    rig.clock.advance(1.0)
+    assert rig.asker is not None
+
+    def refuses(*args: object, **more: object) -> None:
+        raise refused
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.asker, "submit", refuses)
+        if isinstance(refused, LaneClosed):
+            assert rig.tier.settle() == []
+        else:
+            with pytest.raises(MemoryError):
+                rig.tier.settle()
+    assert rig.tier.exchanges.breaker.state is State.OPEN
+    rig.clock.advance(2.0)
+    rig.tier.settle()
+    rig.settle()
+    assert rig.tier.usable
+
+
+@pytest.mark.parametrize(("answer", "raised"), [(None, TypeError), (-1, InvariantBroken), (3, InvariantBroken)])
+def test_an_answer_that_is_none_surfaces_and_nobody_waits_for_it(make: Make, answer: int, raised: type[Exception]) -> None:
+    rig = make()
+    rig.tier.wake = woken = Woken()
+    rig.store.find = lambda keys: answer  # type: ignore[method-assign]
+    finding = rig.tier.find(KEYS[:2], 1e9)
+    woken.wait_for(1)
+    assert finding.ready and finding.num == 0
+    with pytest.raises(raised):
+        rig.settle()
+    assert rig.tier.settle() == [] and rig.tier.num_asking == 0 and rig.tier.usable
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
+    make: Make, monkeypatch: pytest.MonkeyPatch, way: str, where: int
+) -> None:
+    rig = make()
+    rig.write(KEYS[:4])
+    lanes = rig.readers if way == "read" else rig.writers
+    submit = lanes[where].submit
+
+    def refuses(op: object, accesses: object = (), **more: object) -> object:
+        if accesses:
+            raise MemoryError("no room for another op")
+        return submit(op, accesses, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes[where], "submit", refuses)
+        if way == "read":
+            outcomes = rig.read(KEYS[:4])
+        else:
+            writing = rig.submit_write(KEYS[10:14])
+            assert writing is not None and rig.settle() == [writing] and isinstance(writing.error, MemoryError)
+            outcomes = writing.outcomes
+    assert sorted(outcome.value for outcome in outcomes) == ["done", "done", "failed", "failed"]
+    assert all(num == 0 for num in rig.tier.exchanges.tally.queued_bytes.values())
+    assert rig.tier.num_reading == rig.tier.num_writing == 0
+    assert rig.write(KEYS[10:14]).done_keys == KEYS[10:14] and rig.read(KEYS[10:14]) == [DONE] * 4
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queue(make: Make, way: str) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    view = rig.tier.exchanges._view
+
+    def broken(slot: int) -> memoryview:
+        raise MemoryError
+
+    rig.tier.exchanges._view = broken
+    if way == "read":
+        reading, _ = rig.submit_read(KEYS[:2])
+        rig.tier.drain(SOON_S)
+        with pytest.raises(MemoryError):
+            list(reading.take_arrived())
+        assert [list(group.outcomes) for group in reading.take_arrived()] == [[FAILED, FAILED]]
+    else:
+        writing = rig.submit_write(KEYS[4:6])
+        rig.tier.drain(SOON_S)
+        with pytest.raises(MemoryError):
+            rig.tier.settle()
+        assert rig.tier.settle() == [writing] and writing is not None and writing.done_keys == []
+    assert all(num == 0 for num in rig.tier.exchanges.tally.queued_bytes.values())
+    rig.tier.exchanges._view = view
+    assert rig.read(KEYS[:2]) == [DONE] * 2
+
+
+def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make) -> None:
+    """Or the tier would be stuck for ever."""
+    rig = make(num_readers=1)
+    rig.write(KEYS[:2])
+    rig.store.raises = InvariantBroken("ours")
+    reading, _ = rig.submit_read(KEYS[:2])
+    rig.tier.drain(SOON_S)
+    with pytest.raises(InvariantBroken):
+        list(reading.take_arrived())
+    rig.store.raises = None
+    rig.clock.advance(1000.0)
+    assert not rig.tier.exchanges.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2
+
+
+def test_a_persist_on_lanes_that_are_closed_is_settled_with_its_error(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    for lane in rig.writers:
+        lane.close(SOON_S)
+    persisting = rig.tier.persist()
+    assert rig.tier.settle() == [persisting] and persisting.settled and isinstance(persisting.error, LaneClosed)
+
+
+def test_a_store_that_cannot_be_closed_is_left_with_a_warning(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make()
+    rig.store.die()
+    with caplog.at_level(logging.WARNING):
+        rig.tier.close(SOON_S)
+    assert any("without an answer" in record.getMessage() for record in caplog.records)
+    rig.tier.close(SOON_S)
+
+
+def test_a_probe_that_fails_is_counted(make: Make) -> None:
+    rig = make()
+    rig.break_store()
+    before = rig.tier.counts.failures["store"]
+    rig.clock.advance(1.0)
+    rig.tier.settle()
+    rig.settle()
+    assert rig.store.calls[-1] == "probe" and rig.tier.counts.failures["store"] == before + 1 and not rig.tier.usable
+
+
+@pytest.mark.parametrize("raised", [OSError("bad"), InvariantBroken("ours")], ids=lambda value: type(value).__name__)
+def test_a_read_that_raised_is_not_measured_for_ever(make: Make, raised: Exception) -> None:
+    """The rate is that of bytes over the time in which something was under way."""
+    rig = make(num_readers=1)
+    rig.write(KEYS[:2])
+    rig.store.raises = raised
+    reading, _ = rig.submit_read(KEYS[:2])
+    rig.tier.drain(SOON_S)
+    raised_by(lambda: list(reading.take_arrived()))
+    rig.store.raises = None
+    rig.clock.advance(1000.0)
+    rig.tier.settle()
+    rig.settle()
+    assert rig.tier.usable
+    rig.store.on_call = lambda call: rig.clock.advance(1.0)
+    assert rig.read(KEYS[:2]) == [DONE] * 2
+    assert rig.tier.rate.seconds(2 * BLOCK_BYTES) == pytest.approx(1.0)

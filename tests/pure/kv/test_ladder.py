@@ -384,3 +384,82 @@ def test_a_broken_ladder_turns_its_test_red(fault: Callable[[Patch], None], test
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
         test()
+
+
+# ------------------------------------------------------------------------------------------------------------- launches that fail
+
+
+def test_a_defect_in_a_copy_is_not_taken_for_a_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+
+    def broken(*args: object) -> None:
+        raise InvariantBroken("no such slot")
+
+    monkeypatch.setattr(rig.saves, "copy", broken)
+    hold = rig.computed(KEYS[:1])
+    rig.ladder.offer(hold, 0, KEYS[:1], None)
+    rig.ladder.submit_saves()
+    rig.lanes.run_all()
+    with pytest.raises(InvariantBroken, match="no such slot"):
+        rig.settle()
+    assert rig.ladder.traffic().failures == {}
+
+
+def test_a_launch_that_raised_behind_its_copies_is_waited_for_and_gives_everything_back() -> None:
+    rig = Rig()
+
+    def fails() -> None:
+        raise RuntimeError("nobody can be woken")
+
+    rig.ladder.call_when_launched(fails)
+    hold = rig.computed(KEYS[:2])
+    rig.ladder.offer(hold, 0, KEYS[:2], None)
+    rig.ladder.submit_saves()
+    rig.ladder.drain(5.0)
+    rig.settle()
+    assert rig.ladder.num_in_flight == 0 and rig.ladder.traffic().failures == {("host", "RuntimeError"): 1}
+    rig.ladder.call_when_launched(lambda: None)
+    hold.end()
+    assert rig.pool.counts.pinned == 0 and rig.host.slots.reserved == rig.host.slots.pinned == 0
+    rig.save(KEYS[4:6]).end()
+    assert rig.in_host(KEYS[4:6]) == KEYS[4:6]
+    rig.close()
+
+
+@pytest.mark.parametrize("what", ["offers", "retraction"])
+def test_a_save_that_cannot_be_handed_over_gives_its_pins_back(what: str) -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2], num_more=1)
+    if what == "offers":
+        rig.ladder.offer(hold, 0, KEYS[:2], None)
+    rig.lane("launch save").refuses = MemoryError()
+    with pytest.raises(MemoryError):
+        _ = rig.ladder.submit_saves() if what == "offers" else rig.ladder.save(hold, 3, KEYS[:2], 2 * 4 + 1, None)  # type: ignore[func-returns-value]
+    assert rig.ladder.num_in_flight == 0 and rig.host.num_leases == 0
+    hold.end()
+    assert rig.pool.counts.pinned == 0
+    rig.close()
+
+
+def test_a_retraction_whose_launch_fails_halfway_drops_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots were taken in the host tier for blocks with a key, those of the others could not be had."""
+    rig = Rig()
+    hold = rig.computed(KEYS[:2], num_more=1)
+
+    def fails(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTier, "take_private", fails)
+        lease = rig.ladder.save(hold, 3, KEYS[:2], 2 * 4 + 1, None)
+        assert lease is not None
+        rig.land()
+    assert lease.ready and lease.num_from(0) == 0 and rig.host.slots.reserved == 0 and not rig.host._arriving
+    lease.end()
+    assert rig.ladder.traffic().failures == {("host", "MemoryError"): 1}
+    again = rig.ladder.save(hold, 3, KEYS[:2], 2 * 4 + 1, None)
+    rig.land()
+    assert again is not None and again.num_from(0) == 3, "the same can be saved again"
+    again.end()
+    hold.end()
+    rig.close()

@@ -263,3 +263,13 @@ def test_a_wire_is_quiet_until_something_comes_or_it_ends() -> None:
         assert wire.quiet
         theirs.close()
         assert not wire.quiet
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["parts", "whole"])
+def test_a_peer_that_is_gone_is_a_failure_of_whoever_sends(encrypted: bool) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    timed = wires.TimedSocket(ours, NEVER)
+    with ours, pytest.raises(StoreFailed) as raised:
+        timed.sendall(b"PING") if encrypted else timed.send_parts([b"PI", b"NG"])
+    assert raised.value.__cause__ is None

@@ -28,8 +28,9 @@ def find_match(track: Track, ledger: KvLedger) -> Match:
     if track.may_lease and not match.pending and match.num_blocks < len(track.prefix.keys) and not _covers(track.lease, match.num_blocks):
         # There was no lease, or the device has lost what came before it, or it has expired: look once more.
         track.may_lease = False
+        earlier = track.lease
         track.end_lease()
-        track.lease = ledger.lease(track.request.id, track.prefix)
+        track.lease = ledger.lease(track.request.id, track.prefix, earlier)
         match = ledger.match(track.prefix.keys, track.lease)
     return match
 

@@ -17,6 +17,7 @@ from penstock.contract import Fence
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers.cold import ColdTier, Writing
+from penstock.kv.tiers.finding import Finding
 from penstock.kv.tiers.haul import Haul, Staged
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease, HostTier, Part
 from penstock.kv.tiers.promotion import Promotion
@@ -32,6 +33,17 @@ _CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where block
 _CLEAN_BLOCKS = 64  # that are written together for it
 
 
+def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
+    """What `tier` has said about all blocks `missing`; None where it was not asked for each of them, or has not answered."""
+    for part in answered:
+        if part.tier == tier and part.finding.ready and set(missing) <= set(part.blocks):
+            there = set(part.blocks[: part.finding.num])
+            finding = Finding()
+            finding.answer(next((num for num, number in enumerate(missing) if number not in there), len(missing)))
+            return finding
+    return None
+
+
 @dataclass(slots=True)
 class Persisting:
     """Everything sealed so far on its way into the first cold tier. Settled when it is safe there, or when it is known that it will not
@@ -40,7 +52,7 @@ class Persisting:
     saved: Settling | None  # what must be in host memory first
     keys: Sequence[bytes] = ()  # that were to be written
     sync: Writing | None = None
-    num_resets: int = 0  # of the first tier, when that was submitted
+    num_emptied: int = 0  # of the first tier, when that was submitted
     num_evicted: int = 0  # blocks that left host memory before they were written
     settled: bool = False
     error: BaseException | None = None
@@ -80,8 +92,10 @@ class Behind:
         self._hauls: list[Haul] = []  # not over
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
-        self._num_resets = 0  # of the first tier, submitted so far: a write before one says nothing about what the tier has
-        self._resets_before: dict[Writing, int] = {}  # that number, by writes to it that are not over
+        self._num_emptied = 0  # resets of the first tier, submitted so far, and times that it lost its blocks. What was read or written
+        # before says nothing about what it has
+        self._emptied_before: dict[Writing, int] = {}  # that number, by writes to it that are not over
+        self._num_losses = 0  # of the first tier, seen so far
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
 
@@ -97,18 +111,22 @@ class Behind:
         """Those that are not over."""
         return self._hauls
 
-    def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float) -> list[Part]:
-        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have. For any thread."""
+    def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float, answered: Sequence[Part] = ()) -> list[Part]:
+        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have; a store far away not
+        for what it has `answered` before. For any thread. Its answer is returned also where it has nothing, so that it is remembered."""
         parts: list[Part] = []
         for tier in self.tiers.values():
             if not missing or not tier.usable:
                 continue
-            finding = tier.find([keys[number] for number in missing], patience_s)
-            parts.append(Part(tier.name, missing, finding))
+            finding = None if tier.local else _answer_in(answered, tier.name, missing)
+            if finding is None:
+                finding = tier.find([keys[number] for number in missing], patience_s)
+            if finding.num or not tier.local:
+                parts.append(Part(tier.name, missing, finding))
             if not finding.ready:
                 break  # nobody behind it is asked before it has answered
             missing = missing[finding.num :]
-        return [part for part in parts if part.finding.num or not part.finding.ready]
+        return parts
 
     # -------------------------------------------------------------------------------------------------------------- read up
 
@@ -169,7 +187,7 @@ class Behind:
                 raise InvariantBroken(f"the {haul.label} reads blocks that it has no room for")
             tier = self.tiers[name]
             reading = tier.read(taken.keys, taken.reservation.slots, taken.reservation.after, haul.label)
-            haul.staged.append(Staged(blocks, taken, tier, reading, None if tier.is_resetting else self._num_resets))
+            haul.staged.append(Staged(blocks, taken, tier, reading, None if tier.is_resetting else self._num_emptied))
 
     def advance(self) -> None:
         """Take in what was read, send on what is ready, forget hauls that are over."""
@@ -227,7 +245,7 @@ class Behind:
         if lost:
             haul.cut(lost[0])
         keys, depths = [staged.taken.keys[place] for place in done], [staged.taken.depths[place] for place in done]
-        is_there_still = staged.tier is not self._first or staged.num_resets == self._num_resets
+        is_there_still = staged.tier is not self._first or staged.num_emptied == self._num_emptied
         self.landed(keys, depths, staged.tier.name if is_there_still else "")
 
     # ----------------------------------------------------------------------------------------------------------- write down
@@ -268,11 +286,15 @@ class Behind:
             return None
         places = [place for place, slot in enumerate(slots) if slot != ABSENT]
         kept = [keys[place] for place in places]
-        writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, (), must)
+        try:
+            writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, (), must)
+        except BaseException:
+            self._host.end_handles([pin])
+            raise
         if writing is None:
             self._host.end_handles([pin])
         elif tier is self._first:
-            self._resets_before[writing] = self._num_resets
+            self._emptied_before[writing] = self._num_emptied
             self._writing.update(key for group in writing.groups for key in group.keys)  # not those that the queue had no room for
         return writing
 
@@ -290,10 +312,14 @@ class Behind:
         behind the reset. A `persist` that is under way begins again."""
         writing = self.tiers[tier].reset()
         if tier == self._first.name:
-            self._num_resets += 1
-            self._writing.clear()
-            self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}
+            self._begin_anew()
         return writing
+
+    def _begin_anew(self) -> None:
+        """Nothing counts as being in the first tier: what host memory has is dirty."""
+        self._num_emptied += 1
+        self._writing.clear()
+        self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}
 
     def _advance_persisting(self, one: Persisting) -> None:
         if one.saved is not None and not one.saved.settled:
@@ -303,10 +329,10 @@ class Behind:
             one.keys = list(self._dirty)
             for start in range(0, len(one.keys), _CLEAN_BLOCKS):
                 self._write_dirty(one.keys[start : start + _CLEAN_BLOCKS], must=True)
-            one.sync, one.num_resets = self._first.persist(), self._num_resets
+            one.sync, one.num_emptied = self._first.persist(), self._num_emptied
         if not one.sync.settled:
             return
-        if one.num_resets != self._num_resets:  # what was written may be gone, and is dirty again
+        if one.num_emptied != self._num_emptied:  # what was written may be gone, and is dirty again
             one.sync = None
             return
         num_lost = sum(key in self._dirty for key in one.keys) + one.num_evicted
@@ -327,6 +353,9 @@ class Behind:
     def settle(self) -> bool:
         """Take in what is over; says whether there was anything."""
         before = self.num_in_flight
+        if self._num_losses != self._first.exchanges.num_losses:
+            self._num_losses = self._first.exchanges.num_losses
+            self._begin_anew()
         for tier in self.tiers.values():
             for writing in tier.settle():
                 self._host.end_handles([writing.handle] if writing.handle is not None else [])
@@ -341,7 +370,7 @@ class Behind:
 
     def _end_write(self, writing: Writing) -> None:
         done = writing.done_keys
-        if self._resets_before.pop(writing, self._num_resets) == self._num_resets:
+        if self._emptied_before.pop(writing, self._num_emptied) == self._num_emptied:
             for key in done:
                 self._dirty.pop(key, None)
             self._writing.difference_update(key for group in writing.groups for key in group.keys)

@@ -137,6 +137,7 @@ class ColdFigures:
     def __init__(self, exchanges: Exchanges, lanes: ColdLanes) -> None:
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
         self.name = exchanges.store.name
+        self.local = exchanges.store.local  # it answers from memory
         self.counts = exchanges.tally.counts
         self.rate = exchanges.tally.rate  # of reads
         self._exchanges = exchanges
@@ -342,13 +343,15 @@ class ColdTier(ColdFigures):
         if self._exchanges.breaker.try_probe():
             try:
                 (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
-            except LaneClosed:
-                self._exchanges.breaker.probed(False)
+            except BaseException as error:
+                self._exchanges.breaker.probed(False)  # nobody else will
+                if not isinstance(error, LaneClosed):
+                    raise
 
     def _probe(self) -> None:
         try:
             self._exchanges.probe()
-        except BaseException as error:  # nobody looks at the ticket of a probe
+        except BaseException as error:  # a store's own end in the exchanges: this is a defect, and nobody looks at the ticket of a probe
             self._defects.append(error)
         finally:
             self.wake()

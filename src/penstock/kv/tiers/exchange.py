@@ -106,6 +106,7 @@ class Exchanges:
         self.breaker = breaker
         self.known = KnownKeys()
         self.stopped = False  # nothing that has not begun is said any more
+        self.num_losses = 0  # times that it was away, and may have come back without its blocks
         self._view = view
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
@@ -132,8 +133,7 @@ class Exchanges:
         try:
             into = [self._view(slot) for slot in group.slots]
             self._exchange(Way.READ, group, lambda: self.store.read(group.keys, into))
-        except _Refused as error:
-            group.error = error
+        except _Refused:
             self.tally.fail("broken")
         finally:
             self.tally.over(Way.READ, group.span, group.outcomes)
@@ -154,6 +154,8 @@ class Exchanges:
             num, _ = self._call("find", lambda: self.store.find(keys))
         except StoreFailed:
             return 0
+        if not 0 <= num <= len(keys):
+            raise InvariantBroken(f"the {self.store.name} store found {num} of {len(keys)} blocks")
         if not self.store.local:
             self.known.discard(keys[num:])  # one is missing; about those behind it nothing was said
         return num
@@ -177,6 +179,10 @@ class Exchanges:
         finally:
             self.known.clear()  # also where it did not answer: it may have begun
 
+    def _may_be_empty(self) -> None:
+        self.known.clear()
+        self.num_losses += 1
+
     def probe(self) -> None:
         """For whom `Breaker.try_probe` told to."""
         answers = False
@@ -189,7 +195,7 @@ class Exchanges:
             self._count_failure("probe", error)
         finally:
             if answers:
-                self.known.clear()  # it may have come back empty
+                self._may_be_empty()  # before anything can be written to it again
                 log.info("the %s tier answers again", self.store.name)
             self.breaker.probed(answers)
 

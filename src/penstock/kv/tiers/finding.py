@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from penstock.errors import InvariantBroken, LaneClosed
+from penstock.errors import LaneClosed
 from penstock.kv.tiers.exchange import Exchanges
 from penstock.lanes.lane import Lane
 
@@ -79,7 +79,7 @@ class Questions:
         try:
             if not finding.ready:  # else nobody waits for the answer any more
                 finding.answer(self._exchanges.find(keys))
-        except InvariantBroken as error:
+        except Exception as error:  # a store's own end in the exchanges: this is a defect
             self._defects.append(error)
         finally:
             finding.answer(0)

@@ -28,7 +28,7 @@ class Staged(NamedTuple):
     taken: Taken
     tier: ColdTier
     reading: Reading
-    num_resets: int | None  # of the first cold tier, when it was begun; None: one was under way
+    num_emptied: int | None  # of the first cold tier, when it was begun; None: one was under way
 
 
 class Haul:

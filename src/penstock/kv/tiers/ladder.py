@@ -24,7 +24,7 @@ from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
+from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Part
 from penstock.kv.tiers.memory import HostMemory
 from penstock.kv.tiers.promotion import Promotion
 from penstock.kv.tiers.saves import Demotion, Offer, Retraction, SavedLease
@@ -155,23 +155,31 @@ class Ladder:
 
     # ------------------------------------------------------------------------------------------------------------ promote
 
-    def lease(self, keys: Sequence[bytes], owner: str, first: int) -> HostLease | None:
-        """Protect what colder tiers have of `keys` from number `first` on; None where that is nothing. For any thread: a store far away
-        is asked, not waited for, and only for as long as computing would take."""
+    def lease(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()) -> HostLease | None:
+        """Protect what colder tiers have of `keys` from number `first` on; None where that is nothing and nobody far away was asked. For
+        any thread: a store far away is asked, not waited for, and only for as long as computing would take. What it has `answered` to an
+        earlier lease of the same keys it is not asked again."""
         behind = self.behind
         lease = self.host.lease(keys, owner, first, behind is not None)
         if lease is None or behind is None:
             return lease
         missing = [number for number in range(first, len(keys)) if lease.slots[number] == ABSENT]
         if missing:
-            tokens = self._layout.block_tokens
-            compute_s = self.prefill.seconds(len(missing) * tokens, (missing[0] + len(missing) / 2) * tokens)
-            patience_s = _PATIENCE_S if compute_s is None or self._limits.load_always else min(_PATIENCE_S, compute_s)
-            lease.parts = behind.find(keys, missing, patience_s)
+            try:
+                lease.parts = behind.find(keys, missing, self._patience_s(missing), answered)
+            except BaseException:
+                lease.end()  # nobody else knows of it
+                raise
         if lease.parts or len(missing) < len(keys) - first:
             return lease
         lease.end()
         return None
+
+    def _patience_s(self, missing: Sequence[int]) -> float:
+        """With a store that is asked for these blocks."""
+        tokens = self._layout.block_tokens
+        compute_s = self.prefill.seconds(len(missing) * tokens, (missing[0] + len(missing) / 2) * tokens)
+        return _PATIENCE_S if compute_s is None or self._limits.load_always else min(_PATIENCE_S, compute_s)
 
     def worth(self, lease: Lease, depth: int) -> int:
         """How many blocks of `lease` behind `depth` others are fetched rather than computed: up to where another tier begins, or all
@@ -230,8 +238,10 @@ class Ladder:
         part.after, part.keys, part.deadline_s = haul.after, haul.keys[first:end], haul.deadline_s
         try:
             self.promoter.submit(part)
-        except LaneClosed:
+        except BaseException as error:
             pin.end()
+            if not isinstance(error, LaneClosed):
+                raise
             return None
         return part
 

@@ -38,8 +38,8 @@ _WORD = struct.Struct("<QQ")
 class ShortDisk(DiskIo):
     """Writes a page at a time, through the system's file cache."""
 
-    def open(self, path: Path, flags: int) -> int:
-        return super().open(path, flags & ~os.O_DIRECT)
+    def open(self, path: Path, flags: int, dir_fd: int) -> int:
+        return super().open(path, flags & ~os.O_DIRECT, dir_fd)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return super().pwritev(fd, [buffers[0][:4096]], offset)

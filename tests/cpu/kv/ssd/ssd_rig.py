@@ -91,7 +91,7 @@ def abandon(store: SsdStore) -> None:
     store._scan.close()
     store._segments.close()
     store._directory.close()
-    store._closed = True
+    store._is_open, store._closed = False, True
 
 
 class FailingDisk(DiskIo):
@@ -108,10 +108,10 @@ class FailingDisk(DiskIo):
             self.num_calls += 1
             raise OSError(self.errors[name], os.strerror(self.errors[name]))
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int, dir_fd: int) -> int:
         if flags & os.O_DIRECT:
             self._meet("open_direct")
-        return super().open(path, flags)
+        return super().open(path, flags, dir_fd)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._meet("pwritev")
@@ -161,8 +161,8 @@ class GatedDisk(DiskIo):
 class QuickDisk(DiskIo):
     """Through the system's file cache, and nothing is ever synced: for tests that are not about that and make thousands of calls."""
 
-    def open(self, path: Path, flags: int) -> int:
-        return super().open(path, flags & ~os.O_DIRECT)
+    def open(self, path: Path, flags: int, dir_fd: int) -> int:
+        return super().open(path, flags & ~os.O_DIRECT, dir_fd)
 
     def fdatasync(self, fd: int) -> None:
         pass
@@ -195,8 +195,8 @@ class CrashingDisk(QuickDisk):
         self._files = {file: _FileState(bytearray(file.read_bytes()), True) for file in segment_paths(path)}
         self._removed: dict[Path, bytearray] = {}
 
-    def open(self, path: Path, flags: int) -> int:
-        fd = super().open(path, flags)
+    def open(self, path: Path, flags: int, dir_fd: int) -> int:
+        fd = super().open(path, flags, dir_fd)
         self._path_of[fd] = path
         if path.suffix == ".kv":
             self._files.setdefault(path, _FileState(bytearray(), False))
@@ -206,8 +206,8 @@ class CrashingDisk(QuickDisk):
         self._path_of.pop(fd, None)
         super().close(fd)
 
-    def unlink(self, path: Path) -> None:
-        super().unlink(path)
+    def unlink(self, path: Path, dir_fd: int) -> None:
+        super().unlink(path, dir_fd)
         state = self._files.pop(path)
         if state.named:
             self._removed[path] = state.durable

@@ -79,6 +79,26 @@ def test_a_block_being_written_during_a_reset_is_not_published_under_the_old_gen
     store.close()
 
 
+def test_who_writes_a_block_after_a_reset_is_not_told_that_a_write_from_before_it_has_done_that(tmp_path: Path) -> None:
+    store = open_at(tmp_path, io=(io := GatedDisk()))
+    write(store, 0)
+    io.gates["pwritev"].clear()
+    first = threading.Thread(target=write, args=(store, 1))
+    first.start()
+    assert io.there["pwritev"].wait(WAIT_S)
+    resetting = threading.Thread(target=store.reset)
+    resetting.start()
+    until(lambda: not those_in(store, [0]))
+    outcomes: list[Outcome] = []
+    second = threading.Thread(target=lambda: outcomes.extend(write(store, 1)))
+    second.start()
+    io.gates["pwritev"].set()
+    for thread in (first, resetting, second):
+        thread.join()
+    assert outcomes == [DONE] and those_in(store, [1]) == {1}, "what is DONE can be found"
+    store.close()
+
+
 def test_a_block_being_read_during_a_reset_arrives_and_is_gone_then(tmp_path: Path) -> None:
     store = open_at(tmp_path, io=(io := GatedDisk()))
     write(store, 0, 1)

@@ -68,15 +68,18 @@ class MooncakeClient:
         self.lane_values = max(1, _LANE_BYTES // value_bytes)
         self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()  # the one last used is still in the CPU's caches
         self._ready = False
-        descriptor = os.memfd_create("penstock-mooncake")
-        pairs = [socket.socketpair() for _ in range(_LANES + 1)]
-        try:
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
+            descriptor = os.memfd_create("penstock-mooncake")
+            given.callback(os.close, descriptor)  # the mapping stays
+            pairs = []
+            for _ in range(_LANES + 1):
+                ours, theirs = socket.socketpair()
+                given.callback(theirs.close)
+                undo.callback(ours.close)
+                pairs.append((ours, theirs))
             views = _views(descriptor, self.lane_values, value_bytes)
             self._process = _spawn([descriptor, *(theirs.fileno() for _, theirs in pairs)], environment)
-        finally:
-            os.close(descriptor)  # the mapping stays
-            for _, theirs in pairs:
-                theirs.close()
+            undo.pop_all()
         self._link, *links = [ours for ours, _ in pairs]
         for first, link in zip(range(0, len(views), self.lane_values), links, strict=True):
             self._lanes.put(Lane(link, views[first : first + self.lane_values]))

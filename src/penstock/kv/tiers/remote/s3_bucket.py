@@ -167,8 +167,7 @@ class Objects:
         obstore.put(self.bucket, self.path(key), value, use_multipart=False)  # in parts, a broken upload would stay and cost money
 
     def remove(self, key: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            obstore.delete(self.bucket, self.path(key))
+        obstore.delete(self.bucket, self.path(key))
 
     def remove_paths(self, paths: list[str]) -> None:
         obstore.delete(self.bucket, paths)

@@ -1,55 +1,97 @@
-"""The directory that an SSD tier lives in: the lock that gives it to one process, and the names of its files. Owns the lock; what is in the
-files is others' business. Files with other names are nobody's here and stay as they are."""
+"""The directory that an SSD tier lives in: who may have written there, the lock that gives it to one process, and the names of its files.
+Owns the lock and the directory's descriptor; what is in the files is others' business. Files with other names stay as they are.
+
+KV is believed because nobody else could have put it there: checksums find accidents, not intent. So the directory and each file of ours
+must belong to this user and be writable by nobody else. All of it is looked up through one descriptor and checked on descriptors, so that
+what was checked is what is used, whatever happens to the path.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import re
+import shlex
 import stat
 from pathlib import Path
 
 from penstock.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 _LOCK = "lock"
 _LOCK_TEXT = re.compile(rb"penstock (\d+)\n")
 _SEGMENT = re.compile(r"penstock-(\d{6})\.kv")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_BYTES = 4096  # what the lock file may take, generously
 
 
 class Directory:
     """Locked for as long as it is open; the system unlocks it when the process dies, however it does."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, lock_fd: int) -> None:
         self.path = path
-        self._fd = fd
+        self.fd = fd
+        self.device = os.fstat(fd).st_dev
+        self._lock_fd = lock_fd
 
     def segment_path(self, number: int) -> Path:
+        """Its name within `fd` is the last part."""
         return self.path / f"penstock-{number:06}.kv"
 
     def segment_files(self) -> dict[int, Path]:
-        """Those that are there, by number, in order."""
-        return _segment_files(self.path)
+        """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain file of ours."""
+        return {number: self.path / name for number, name in _segment_names(self.path, self.fd).items()}
 
     def is_free(self, number: int) -> bool:
         """Whether nothing at all has that name."""
-        return not os.path.lexists(self.segment_path(number))
+        return _lstat(self.segment_path(number).name, self.fd) is None
+
+    def is_in_place(self) -> bool:
+        """Whether the path still leads here, and the lock at its name is the one that is held."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd)) and self.has(_LOCK, self._lock_fd)
+        except OSError:
+            return False
+
+    def has(self, name: str, fd: int) -> bool:
+        """Whether the file open as `fd` is the one at `name`. Somebody may have removed it; what is in it then ends with the process."""
+        found = _lstat(name, self.fd)
+        return found is not None and os.path.samestat(found, os.fstat(fd))
 
     def close(self) -> None:
         """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)  # unlocks; the file stays, since removing it could take away somebody else's lock
-            self._fd = -1
+        for fd in (self._lock_fd, self.fd):  # unlocks; the file stays, since removing it could take away somebody else's lock
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._lock_fd = -1
 
 
 def make_directory(path: Path) -> Directory:
-    """Lock `path`, created where it is missing. Raises ConfigError where it cannot be used or somebody else has it."""
+    """Lock `path`, created where it is missing. Raises ConfigError where it cannot be used, others may write there or somebody else has
+    it; nothing in it has changed then."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        return _lock(path)
+        for missing in [parent for parent in (path, *path.parents) if not os.path.lexists(parent)][::-1]:
+            missing.mkdir(0o700, exist_ok=True)
+        directory = _open(path, must_be_ours=False)
     except OSError as error:
-        raise ConfigError(f"the SSD cache directory {path} cannot be used: {error.strerror}") from error
+        raise _unusable(path, error) from error
+    _warn_of_parents(path)
+    return directory
+
+
+def remake_directory(path: Path, device: int) -> Directory:
+    """As `make_directory`, where it was in use on `device` and has been removed or replaced since. It is not created on another one: a
+    disk that is no longer mounted leaves an empty folder of a disk that nobody has chosen."""
+    try:
+        if not os.path.lexists(path) and os.stat(path.parent).st_dev == device:
+            path.mkdir(0o700)
+        return _open(path, must_be_ours=False)
+    except OSError as error:
+        raise _unusable(path, error) from error
 
 
 def open_directory(path: Path) -> Directory:
@@ -57,40 +99,140 @@ def open_directory(path: Path) -> Directory:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory" if path.exists() else f"the directory {path} does not exist")
     try:
-        lock_text = (path / _LOCK).read_bytes() if (path / _LOCK).is_file() else b"?"
-        if not _segment_files(path) and not _LOCK_TEXT.fullmatch(lock_text):
-            raise ConfigError(f"{path} is not an SSD cache directory of penstock")
-        return _lock(path)
+        return _open(path, must_be_ours=True)
     except OSError as error:
-        raise ConfigError(f"the SSD cache directory {path} cannot be used: {error.strerror}") from error
+        raise _unusable(path, error) from error
 
 
-def _segment_files(path: Path) -> dict[int, Path]:
-    found = {}
-    for entry in path.iterdir():
-        name = _SEGMENT.fullmatch(entry.name)
-        with contextlib.suppress(FileNotFoundError):
-            if name is not None and stat.S_ISREG(entry.lstat().st_mode):
-                found[int(name[1])] = entry
-    return dict(sorted(found.items()))
+# ------------------------------------------------------------------------------------------------------------- who may write
 
 
-def _lock(path: Path) -> Directory:
-    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+def check_trusted(path: Path, found: os.stat_result) -> None:
+    """Raises ConfigError where somebody else can write what has that status, or could until now."""
+    me = os.geteuid()
+    mode = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+    if found.st_uid != me:
+        raise ConfigError(
+            f"{path} belongs to another user ({mode}), who can put KV there, and this process runs as user {me}: run it as the owner,"
+            f" name a directory that does not exist yet, or, if you trust what is in it, chown -R {me} {shlex.quote(str(path))}"
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        raise ConfigError(
+            f"{path} can be written by other users ({mode}), who can put KV there: if you trust what is in it,"
+            f" chmod go-w {shlex.quote(str(path))}, else name another directory"
+        )
+
+
+def check_file(path: Path, found: os.stat_result) -> None:
+    """The same for a file; it must be a plain one."""
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a plain file"
+        raise ConfigError(f"{path} is {kind}, and the SSD cache needs that name: move it away, or name another directory")
+    check_trusted(path, found)
+
+
+def _warn_of_parents(path: Path) -> None:
+    """Those who can rename the directory cannot put anything into it: what they put in its place is not ours, so it is not used. They can
+    take it away, which costs its blocks. So that is said, not refused."""
+    for parent in path.resolve().parents:
+        found = os.stat(parent)
+        can_rename = found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX
+        if can_rename or found.st_uid not in (0, os.geteuid()):
+            mode = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+            log.warning("other users can remove the SSD cache in %s: they can write %s (%s)", path, parent, mode)
+            return
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    """Where it belongs to somebody else that is what has to be said."""
+    with contextlib.suppress(OSError):
+        if error.errno in (errno.EACCES, errno.EPERM):
+            check_trusted(path, os.stat(path))
+    name = error.filename
+    where = f" ({path / name})" if isinstance(name, str) and not os.path.isabs(name) else ""
+    return ConfigError(f"the SSD cache directory {path} cannot be used: {error.strerror}{where}")
+
+
+# ------------------------------------------------------------------------------------------------------------ names and lock
+
+
+def _lstat(name: str, fd: int) -> os.stat_result | None:
     try:
-        found = os.pread(fd, 64, 0)
-        owner = _LOCK_TEXT.fullmatch(found)
-        if found and owner is None:
-            raise ConfigError(f"{path} has a file named {_LOCK!r} that is not of penstock: give the SSD cache a directory of its own")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            by = f"process {int(owner[1])}" if owner is not None else "another process"
-            raise ConfigError(f"the SSD cache directory {path} is in use by {by}: each engine needs a directory of its own") from None
-        with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, b"penstock %d\n" % os.getpid(), 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return Directory(path, fd)
+        return os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _segment_names(path: Path, fd: int) -> dict[int, str]:
+    found = {}
+    for name in sorted(os.listdir(fd)):
+        matched, status = _SEGMENT.fullmatch(name), _lstat(name, fd)
+        if matched is not None and status is not None:
+            check_file(path / name, status)
+            found[int(matched[1])] = name
+    return found
+
+
+def _open(path: Path, must_be_ours: bool) -> Directory:
+    with contextlib.ExitStack() as undo:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        undo.callback(os.close, fd)
+        check_trusted(path, os.fstat(fd))
+        _check_names(path, fd, must_be_ours)
+        lock_fd = _open_lock(path, fd)
+        undo.callback(os.close, lock_fd)
+        _lock(path, fd, lock_fd)
+        undo.pop_all()
+        return Directory(path, fd, lock_fd)
+
+
+def _check_names(path: Path, fd: int, must_be_ours: bool) -> None:
+    """Every file of ours that is there, before anything is changed. A lock file means ours where it says so, where segments lie beside it,
+    or where nothing does: then it has been damaged, and its lock is as good as any."""
+    names, lock = _segment_names(path, fd), _lstat(_LOCK, fd)
+    if lock is None:
+        is_ours = bool(names)
+    else:
+        if not stat.S_ISDIR(lock.st_mode):  # an empty one makes room
+            check_file(path / _LOCK, lock)
+        is_ours = bool(names) or os.listdir(fd) == [_LOCK] or _owner_in(fd) is not None
+    if must_be_ours and not is_ours:
+        raise ConfigError(f"{path} is not an SSD cache directory of penstock")
+    if lock is not None and not is_ours:
+        raise ConfigError(f"{path} has a file named {_LOCK!r} that is not of penstock: give the SSD cache a directory of its own")
+
+
+def _owner_in(fd: int) -> int | None:
+    """The process that the lock file names, where it names one. It is for messages: what locks is the lock, whatever the file says."""
+    with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
+        lock_fd = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
+        undo.callback(os.close, lock_fd)
+        if (found := _LOCK_TEXT.match(os.pread(lock_fd, 64, 0))) is not None:
+            return int(found[1])
+    return None
+
+
+def _open_lock(path: Path, fd: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(_LOCK, flags, 0o600, dir_fd=fd)
+    except IsADirectoryError:
+        log.warning("%s is a directory; it is removed if it is empty", path / _LOCK)
+        os.rmdir(_LOCK, dir_fd=fd)
+        return os.open(_LOCK, flags, 0o600, dir_fd=fd)
+
+
+def _lock(path: Path, fd: int, lock_fd: int) -> None:
+    check_file(path / _LOCK, os.fstat(lock_fd))
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = _owner_in(fd)
+        by = "another process" if owner is None else f"process {owner}"
+        raise ConfigError(f"the SSD cache directory {path} is in use by {by}: each engine needs a directory of its own") from None
+    found = _lstat(_LOCK, fd)
+    if found is None or not os.path.samestat(found, os.fstat(lock_fd)):
+        raise ConfigError(f"the lock of the SSD cache directory {path} was removed while it was being taken")
+    with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, b"penstock %d\n" % os.getpid(), 0)

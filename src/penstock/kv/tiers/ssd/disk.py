@@ -20,17 +20,18 @@ _ROOM_BYTES = 64 << 10  # the least that a thread takes
 class DiskIo:
     """The system itself. All raise OSError."""
 
-    def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags, 0o600)
+    def open(self, path: Path, flags: int, dir_fd: int) -> int:
+        """The file that the last part of `path` names in `dir_fd`; the rest is for messages."""
+        return os.open(path.name, flags, 0o600, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
+    def unlink(self, path: Path, dir_fd: int) -> None:
+        os.unlink(path.name, dir_fd=dir_fd)
 
-    def stat(self, at: Path | int) -> os.stat_result:
-        return os.stat(at)
+    def stat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
 
     def fallocate(self, fd: int, num_bytes: int) -> None:
         """Room for the first `num_bytes`; what is there already stays as it is."""

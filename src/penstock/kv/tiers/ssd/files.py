@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.kv.tiers.ssd.directory import Directory
+from penstock.kv.tiers.ssd.directory import Directory, check_file
 from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all, write_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, pack_segment, segment_bytes, slot_bytes, unpack_segment
 
@@ -26,7 +26,7 @@ class OpenFile(NamedTuple):
 
 
 class SegmentFiles:
-    """The files of one directory. All raise OSError."""
+    """The files of one directory. All raise OSError; opening one that others may write raises ConfigError."""
 
     def __init__(self, io: DiskIo, directory: Directory) -> None:
         self.io = io
@@ -63,7 +63,11 @@ class SegmentFiles:
 
     def make(self, head: SegmentHead) -> OpenFile:
         """A new file with as many slots as `head` says, or as many as the disk has room for."""
-        fd = self._open(head.number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            fd = self._open(head.number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:  # nothing had this name at start: it was made here, half, and could not be removed
+            self.remove(head.number)
+            fd = self._open(head.number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             head = head._replace(num_slots=self._preallocate(fd, head))
             self.write_head(head, fd)
@@ -92,37 +96,36 @@ class SegmentFiles:
         write_all(self.io, fd, [sector], 0)
 
     def remove(self, number: int) -> None:
-        self.io.unlink(self.path(number))
+        self.io.unlink(self.path(number), self.directory.fd)
 
     def path(self, number: int) -> Path:
         return self.directory.segment_path(number)
 
     def is_at_its_path(self, number: int, fd: int) -> bool:
-        """Somebody may have removed it; what is in it then ends with the process."""
-        try:
-            at_path, opened = self.io.stat(self.path(number)), self.io.stat(fd)
-        except FileNotFoundError:
-            return False
-        return (at_path.st_dev, at_path.st_ino) == (opened.st_dev, opened.st_ino)
+        return self.directory.has(self.path(number).name, fd)
 
     def sync_names(self) -> None:
         """Files that were made or removed survive a crash as such."""
-        fd = self.io.open(self.directory.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self.io.fsync(fd)
-        finally:
-            self._close(fd)
+        self.io.fsync(self.directory.fd)
 
     def _open(self, number: int, flags: int) -> int:
-        flags |= os.O_NOFOLLOW
+        fd = self._open_direct(self.path(number), flags | os.O_NOFOLLOW)
         try:
-            return self.io.open(self.path(number), flags | self._direct)
+            check_file(self.path(number), self.io.stat(fd))
+        except BaseException:
+            self._close(fd)
+            raise
+        return fd
+
+    def _open_direct(self, path: Path, flags: int) -> int:
+        try:
+            return self.io.open(path, flags | self._direct, self.directory.fd)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not self._direct:
                 raise
         log.warning("the file system of %s has no O_DIRECT: the SSD cache goes through the system's file cache", self.directory.path)
         self._direct = 0
-        return self.io.open(self.path(number), flags & ~os.O_EXCL)
+        return self.io.open(path, flags & ~os.O_EXCL, self.directory.fd)
 
     def _close(self, fd: int) -> None:
         with contextlib.suppress(OSError):

@@ -28,16 +28,19 @@ class Claim:
     reservation: Reservation | None = None
     others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
     doubtful: list[int] = field(default_factory=list)  # blocks that are here from an earlier life, which nobody has read since
+    again: list[int] = field(default_factory=list)  # of `others`: what they wrote was forgotten before it could be found
     landed: set[bytes] = field(default_factory=set)
+    forgotten: set[bytes] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
 
-    def wait_others(self) -> list[Outcome]:
-        """All outcomes; blocks until those who write the same blocks have ended. The claim has landed, so nobody waits for the other in
-        a circle."""
+    def wait_others(self) -> None:
+        """All outcomes are known then; blocks until those who write the same blocks have ended. The claim has landed, so nobody waits for
+        the other in a circle."""
         for place, key, other in self.others:
             other.over.wait()
             self.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
-        return self.outcomes
+            if key in other.forgotten:
+                self.again.append(place)
 
 
 class SlotIndex:
@@ -120,6 +123,7 @@ class SlotIndex:
         with self._lock:
             for place in claim.places:
                 self._writing.pop(keys[place], None)
+            claim.outcomes = [Outcome.DONE if place in written else outcome for place, outcome in enumerate(claim.outcomes)]
             if claim.reservation is not None:
                 hold = self._pool.hold("write")
                 claim.reservation.commit(hold)
@@ -129,9 +133,8 @@ class SlotIndex:
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
                 hold.end()
                 self.earlier.note_use(keys[place] for place, _ in good)
-            for place in written:
-                claim.outcomes[place] = Outcome.DONE
-                claim.landed.add(keys[place])
+                claim.landed.update(keys[place] for place, _ in good)
+                claim.forgotten.update({keys[place] for place in written} - claim.landed)  # by a reset; others may have come since
             claim.over.set()
 
     def _reserve(self, num_slots: int, owner: str) -> Reservation:

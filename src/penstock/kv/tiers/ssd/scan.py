@@ -3,6 +3,7 @@ those threads and the slots that nobody may use before their head has been read.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -50,16 +51,16 @@ class Scan:
         self.done.set()
 
     def _run(self) -> None:
-        num = min(_NUM_THREADS - 1, len(self._left) // 2)
-        others = [threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True) for i in range(num)]
+        others: list[threading.Thread] = []
         try:
+            with contextlib.suppress(RuntimeError):  # no more threads can be had: those that are there read it all
+                for i in range(min(_NUM_THREADS - 1, len(self._left) // 2)):
+                    thread = threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True)
+                    thread.start()
+                    others.append(thread)
+            self._work()
             for thread in others:
-                thread.start()
-            try:
-                self._work()
-            finally:
-                for thread in others:
-                    thread.join()
+                thread.join()
             if not self._stop.is_set():
                 self._index.earlier.end_scan(self._found)
                 if self._num_slots:
@@ -77,10 +78,9 @@ class Scan:
             heads: dict[int, SlotHead] = {}
             try:
                 heads = self._read_heads(piece)
-            except OSError as error:
+            except Exception as error:  # whatever it is, these slots hold nothing then, and the others are read
                 log.warning("SSD cache: %d slots of file %d cannot be read: %s", len(piece.slots), piece.segment.head.number, error)
-            finally:
-                self._index.earlier.publish(piece.withheld, heads, self._found)
+            self._index.earlier.publish(piece.withheld, heads, self._found)
             self._num_seen += len(piece.slots)
             self._tell()
 

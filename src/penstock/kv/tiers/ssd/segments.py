@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 import time
 from bisect import bisect_right
@@ -80,7 +81,7 @@ class Unsynced:
                 self._files.sync_names()
                 names = False
         except OSError as error:
-            raise StoreFailed(f"the SSD cache in {self._files.directory.path} could not be synced: {error.strerror}") from error
+            raise StoreFailed(f"the SSD cache could not be synced: {error.strerror}") from error
         finally:
             self.note(*left, names=names)
 
@@ -156,7 +157,7 @@ class Segments:
             except OSError as error:
                 log.warning("%s cannot be used and is left as it is: %s", path, error)
                 with contextlib.suppress(OSError):
-                    used += self.files.io.stat(path).st_size
+                    used += os.stat(path.name, dir_fd=self.files.directory.fd, follow_symlinks=False).st_size
         if num_removed:
             self.unsynced.note(names=True)
             where = self.files.directory.path
@@ -217,10 +218,13 @@ class Segments:
             segment.head_is_stale = True
         self.unsynced.note(*made)
 
+    def are_in_place(self) -> bool:
+        """Whether every file that was made is the one at its name."""
+        return all(self.files.is_at_its_path(segment.head.number, segment.fd) for segment in self._all if segment.fd >= 0)
+
     def probe(self) -> None:
         """Return if files can be read. Raises StoreFailed."""
         try:
-            self.files.io.stat(self.files.directory.path)
             for segment in self._all[:1]:
                 sector = self.files.scratch.room(SECTOR_BYTES)
                 if segment.num_ready and read_all(self.files.io, segment.fd, [sector], 0) < SECTOR_BYTES:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.ssd.directory import Directory, open_directory
+from penstock.kv.tiers.ssd.directory import Directory, check_file, open_directory
 from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, SlotHead, segment_bytes, slot_bytes, stands, unpack_segment, unpack_slot
 
@@ -81,16 +81,13 @@ def verify(directory: str | Path, progress: Progress) -> Survey:
 def clear(directory: str | Path, progress: Progress) -> Survey:
     """Remove all files of the cache, of whatever space; others in the directory stay. Returns what there was, in files and bytes."""
     with _locked(directory) as opened:
-        paths = list(opened.segment_files().values())
-        found = Survey(opened.path, num_segments=len(paths), file_bytes=sum(path.stat().st_size for path in paths))
-        for done, path in enumerate(paths, 1):
-            path.unlink()
-            progress(done, len(paths))
-        fd = os.open(opened.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        names = [path.name for path in opened.segment_files().values()]
+        sizes = [os.stat(name, dir_fd=opened.fd, follow_symlinks=False).st_size for name in names]
+        found = Survey(opened.path, num_segments=len(names), file_bytes=sum(sizes))
+        for done, name in enumerate(names, 1):
+            os.unlink(name, dir_fd=opened.fd)
+            progress(done, len(names))
+        os.fsync(opened.fd)
         return found
 
 
@@ -109,6 +106,7 @@ class _Surveyor:
     """One pass over the files, over their heads alone or with all `payloads`."""
 
     def __init__(self, directory: Directory, progress: Progress, payloads: bool) -> None:
+        self._directory = directory
         self._survey = Survey(directory.path, num_good=0 if payloads else None)
         self._paths = directory.segment_files()
         self._progress = progress
@@ -122,15 +120,15 @@ class _Surveyor:
         heads: dict[Path, SegmentHead] = {}
         for number, path in self._paths.items():
             found.num_segments += 1
-            found.file_bytes += path.stat().st_size
-            head = _segment_head(path, number)
+            head, size = self._head_and_size(path, number)
+            found.file_bytes += size
             if head is None:
                 found.damaged.append(f"{path.name}: no head that can be read")
                 continue
             heads[path] = head
             found.num_slots += head.num_slots
             self._num_total += head.num_slots
-            if path.stat().st_size < segment_bytes(head.num_slots, head.block_bytes):
+            if size < segment_bytes(head.num_slots, head.block_bytes):
                 found.damaged.append(f"{path.name}: shorter than its head says")
         for path, head in heads.items():
             self._walk(path, head)
@@ -138,11 +136,17 @@ class _Surveyor:
             found.spaces.setdefault(slot_head.envelope.space.hex(), SpaceSurvey()).add(slot_head)
         return found
 
+    def _head_and_size(self, path: Path, number: int) -> tuple[SegmentHead | None, int]:
+        room = self._scratch.room(SECTOR_BYTES)
+        with contextlib.closing(_File(self._directory, path)) as file:
+            head = unpack_segment(room[: file.read(room, 0)])
+            return head if head is not None and head.number == number else None, file.size
+
     def _walk(self, path: Path, segment: SegmentHead) -> None:
         width = slot_bytes(segment.block_bytes)
         whole = self._survey.num_good is not None or width <= _SKIP_BYTES
         step = max(1, _READ_BYTES // width) if whole else 1
-        with contextlib.closing(_File(path)) as file:
+        with contextlib.closing(_File(self._directory, path)) as file:
             for first in range(0, segment.num_slots, step):
                 num = min(step, segment.num_slots - first)
                 room = self._scratch.room(num * width if whole else SECTOR_BYTES)
@@ -173,22 +177,22 @@ class _Surveyor:
 class _File:
     """One file, for reading; direct where possible, so that a check sees the disk and not a copy in memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, directory: Directory, path: Path) -> None:
         self._io = DiskIo()
         try:
-            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT)
+            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT, directory.fd)
         except OSError:
-            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW, directory.fd)
+        try:
+            found = self._io.stat(self._fd)
+            check_file(path, found)
+        except BaseException:
+            self._io.close(self._fd)
+            raise
+        self.size = found.st_size
 
     def read(self, room: memoryview, offset: int) -> int:
         return read_all(self._io, self._fd, [room], offset)
 
     def close(self) -> None:
         self._io.close(self._fd)
-
-
-def _segment_head(path: Path, number: int) -> SegmentHead | None:
-    room = Scratch().room(SECTOR_BYTES)
-    with contextlib.closing(_File(path)) as file:
-        head = unpack_segment(room[: file.read(room, 0)])
-    return head if head is not None and head.number == number else None
