@@ -356,6 +356,9 @@ class KvLedger(Protocol):
     def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it."""
 
+    def is_pending(self, keys: Sequence[bytes]) -> bool:
+        """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""
+
     def lease(self, owner: str, prefix: Prefix) -> Lease | None:
         """Protect what colder tiers have of `prefix`; None where they have nothing. The caller may be any thread."""
 

@@ -22,7 +22,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line
-from penstock.engine.scheduling.matching import find_match, is_ready
+from penstock.engine.scheduling.matching import find_match, is_pending, is_ready
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
@@ -162,10 +162,9 @@ class Scheduler:
         """None: it waits, and others may go ahead."""
         if not is_ready(track):
             return None
-        match = find_match(track, self._ledger)
-        if match.pending and not track.computes and (self._running or self._ledger.num_settling):
+        if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
             return None  # what it lacks comes without its doing: share it
-        return match
+        return find_match(track, self._ledger)
 
     def _start(self, track: Track, match: Match) -> None:
         self._line.remove(track)
