@@ -36,15 +36,17 @@ class KeyIndex:
         self._losses = np.frombuffer(self._lost_at, np.int64)  # the same memory
         self._found: dict[int, _Found] = {}  # by the identity of the keys, which the answer keeps from being another's
         self._found_before: dict[int, _Found] = {}
+        self._last = _Found((), [], 0)  # a crowd often comes for the same beginning
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
     def find(self, keys: Sequence[bytes]) -> Run:
         """Slots of the longest run of leading `keys` that are here, which nobody may change. A waiting request asks in every plan: for
-        the same tuple only what was added behind the last answer is looked up, and of that only what was forgotten since is taken back."""
+        the same tuple only what was added behind the last answer is looked up, and of that only what was forgotten since is taken back.
+        A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both."""
         num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
-        known = self._found.get(id(keys)) or self._found_before.get(id(keys))
+        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(self._last, keys)
         run: Run = []
         if known is not None:
             run = known.run if known.num_forgets == num_forgets else self._still_here(known)
@@ -53,7 +55,7 @@ class KeyIndex:
             run = self._extended(run, keys[num:] if num else keys)
         if isinstance(keys, tuple):
             same = known is not None and known.run is run and known.num_forgets == num_forgets
-            self._remember(known if known is not None and same else _Found(keys, run, num_forgets))
+            self._remember(known if known is not None and same and known.keys is keys else _Found(keys, run, num_forgets))
         return run
 
     def _extended(self, run: Run, keys: Sequence[bytes]) -> Run:
@@ -78,7 +80,7 @@ class KeyIndex:
         """In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another thread."""
         if len(self._found) >= _REMEMBERED and id(found.keys) not in self._found:
             self._found, self._found_before = {}, self._found
-        self._found[id(found.keys)] = found
+        self._found[id(found.keys)] = self._last = found
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key; -1 where it is not here."""
@@ -139,3 +141,9 @@ class KeyIndex:
             raise InvariantBroken(f"{len(backwards)} slots have a key and {len(self._slot_of)} keys have a slot, and they disagree")
         if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed) if sealed]:
             raise InvariantBroken(f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed)} that are said to be sealed")
+
+
+def _as_far_as(found: _Found, keys: Sequence[bytes]) -> _Found | None:
+    """`found` where `keys` begin with all of it."""
+    num = len(found.run)
+    return found if isinstance(keys, tuple) and 0 < num <= len(keys) and keys[num - 1] == found.keys[num - 1] else None
