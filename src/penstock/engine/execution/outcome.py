@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from penstock.contract import Chunk, Fence, Load, Sampled, StepResult, TokenLogprob
+from penstock.contract import Chunk, Fence, Load, LogprobPart, PromptLogprobs, Sampled, StepResult, TokenLogprob
 from penstock.engine.execution.sampler import SampleOutput
 from penstock.lanes.lane import Ticket
 from penstock.models.lora import LoraRuns
@@ -38,9 +39,10 @@ class RunningStep:
             self.fence.wait_passed()
             if (error := self.last.error()) is not None:
                 return StepResult(self.number, (), error=error)
-            prompts: dict[str, tuple[TokenLogprob, ...]] = {}
+            parts: dict[str, list[LogprobPart]] = {}
             for request_id, output in self.outputs.prompts:
-                prompts[request_id] = prompts.get(request_id, ()) + tuple(_rows(output))
+                parts.setdefault(request_id, []).append((len(output.tokens), partial(_rows, output)))
+            prompts = {request_id: PromptLogprobs(some) for request_id, some in parts.items()}
             return StepResult(self.number, self._sampled(), prompts)
         except Exception as error:  # a device that failed says so here
             return StepResult(self.number, (), error=error)
