@@ -286,6 +286,24 @@ class HostTier:
         with self._lock:
             return self._pool.keys()
 
+    def watch_gone(self) -> None:
+        """Somebody calls `take_gone` from now on."""
+        with self._lock:
+            self._pool.gone = []
+
+    @property
+    def any_gone(self) -> bool:
+        """Whether `take_gone` has more to say."""
+        return bool(self._pool.gone)
+
+    def take_gone(self, most: int) -> list[bytes]:
+        """Keys of blocks that have left and are not here again, in order; so many at most are looked at, and each of them once."""
+        with self._lock:
+            gone = (self._pool.gone or [])[:most]
+            if gone and self._pool.gone is not None:
+                del self._pool.gone[:most]
+            return [key for key, slot in zip(gone, self._pool.find_each(gone), strict=True) if slot == ABSENT]
+
     def _reserve(self, num_slots: int, owner: str) -> Reservation:
         reservation = self._pool.try_reserve(num_slots, owner)
         if reservation is None:
