@@ -311,6 +311,18 @@ def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(m
     rig.end()
 
 
+def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sync knows of writes that are under way when it is submitted, and this one is over by then."""
+    monkeypatch.setattr(behind_module, "_WRITE_AT_ONCE", 2)
+    rig = in_host_only("evict", 6)
+    rig.stores["ssd"].fails.add(rig.keys(1)[0])
+    one = rig.persisted()
+    assert isinstance(one.error, StoreFailed) and "1 of 6" in str(one.error) and rig.store_has(rig.keys(6)) == [False] + [True] * 5
+    rig.stores["ssd"].fails.clear()
+    assert rig.persisted().error is None and rig.store_has(rig.keys(6)) == [True] * 6
+    rig.end()
+
+
 def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have left: it begins when all of them are taken note of."""
     monkeypatch.setattr(behind_module, "_GONE_AT_ONCE", 2)
