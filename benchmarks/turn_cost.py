@@ -2,9 +2,9 @@
 context and the number of requests. Runs on the CPU without a model: scheduler, KV books and packing are the real ones, the device is not
 there. Owns the cases and the table.
 
-    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--only PART] [--repeat N]
+    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N]
 
-Times are medians in milliseconds. On a shared machine compare two runs made one after the other, not single numbers.
+Times are medians, in milliseconds of processor time. On a shared machine compare runs made one after the other, not single numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.transfer.mover import Mover
 from penstock.testing.stepped import SteppedLanes
 from penstock.testing.stores import MemoryStore
+
+T = TypeVar("T")
 
 BLOCK = 16
 CHUNK = 8192  # prompt tokens per step
@@ -145,11 +147,11 @@ def blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
-def timed(act: Callable[[], object]) -> float:
-    """Milliseconds of this thread on a processor: what else runs on the machine is not counted."""
+def timed(act: Callable[..., T], *args: Any) -> tuple[float, T]:
+    """Milliseconds of this thread on a processor, which leaves out what else runs on the machine; and what came of it."""
     started = time.thread_time()
-    act()
-    return (time.thread_time() - started) * 1e3
+    result = act(*args)
+    return (time.thread_time() - started) * 1e3, result
 
 
 # ------------------------------------------------------------------------------------------------------------------------- cases
@@ -161,25 +163,24 @@ def decoding(num_tokens: int, num_requests: int) -> Times:
     """All share one prompt, and generate."""
     rig = running(num_tokens, num_requests)
     for _ in range(20):
-        plans: list[StepPlan] = []
-        yield "decode: plan", timed(lambda: plans.append(rig.plan()))
-        yield "decode: pack", timed(lambda: rig.pack(plans[0]))
-        yield "decode: commit", timed(lambda: rig.commit(plans[0]))
-        yield "stats", timed(lambda: (rig.cache.stats(), rig.scheduler.num_by_state()))
+        ms, plan = timed(rig.plan)
+        yield "decode: plan", ms
+        yield "decode: pack", timed(rig.pack, plan)[0]
+        yield "decode: commit", timed(rig.commit, plan)[0]
 
 
-def running(num_tokens: int, num_requests: int, **more: Any) -> Rig:
+def running(num_tokens: int, num_requests: int) -> Rig:
     """A rig in which all share one prompt, and have generated some."""
-    rig = Rig(blocks(num_tokens) + 8 * num_requests, num_requests, **more)
+    rig = Rig(blocks(num_tokens) + 8 * num_requests, num_requests)
     tokens = prompt(num_tokens)
     for _ in range(num_requests):
         rig.submit([*tokens, 1])
-    while not all(len(rig.scheduler._tracks) == num_requests == len(p.chunks) and p.is_decode for p in [rig.step()]):
+    while len((plan := rig.step()).chunks) < num_requests or not plan.is_decode:
         pass
     return rig
 
 
-def pending(num_tokens: int, num_requests: int) -> Times:
+def waiting(num_tokens: int, num_requests: int) -> Times:
     """One has its last prompt tokens computed; all the others have the same prompt, and wait for it."""
     rig = Rig(blocks(num_tokens) + 8 * num_requests + 8, num_requests + 1, chunk=max(BLOCK, num_tokens // 4))
     tokens = prompt(num_tokens)
@@ -188,9 +189,9 @@ def pending(num_tokens: int, num_requests: int) -> Times:
     while rig.scheduler._tracks["r0"].num_left > num_tokens // 4 + BLOCK:
         rig.step()
     rig.plan()
-    yield "plan, the others wait", timed(rig.plan)
+    yield "others wait: first plan", timed(rig.plan)[0]
     for _ in range(5):
-        yield "plan, the others wait, again", timed(rig.scheduler.plan)
+        yield "others wait: plan", timed(rig.scheduler.plan)[0]
 
 
 def prefilling(num_tokens: int, num_requests: int) -> Times:
@@ -201,55 +202,39 @@ def prefilling(num_tokens: int, num_requests: int) -> Times:
     for number in range(num_requests):
         rig.cache.open(f"r{number}", rig.cache.prefix_of(prompt(num_tokens, number)), 0)
     for _ in range(10):
-        yield "stats beside prefills", timed(lambda: (rig.cache.stats(), rig.scheduler.num_by_state()))
+        yield "stats beside prefills", timed(lambda: (rig.cache.stats(), rig.scheduler.num_by_state()))[0]
 
 
-def chunks_of_a_prompt(num_tokens: int, num_requests: int) -> Times:
+def computing(num_tokens: int, num_requests: int) -> Times:
+    """A prompt in chunks: first into free slots, then in the place of the one before."""
     if num_requests > 1:
         return
     rig = Rig(blocks(num_tokens) + 8)
-    for _ in range(3):
-        rig.submit(prompt(num_tokens), max_tokens=0)
-        rig.cache.reset()
+    for number in range(3):
+        rig.submit(prompt(num_tokens, number), max_tokens=0)
         while rig.scheduler.has_work():
-            plans: list[StepPlan] = []
-            yield "prompt chunk: plan", timed(lambda: plans.append(rig.plan()))
-            yield "prompt chunk: pack", timed(lambda: rig.pack(plans[0]))
-            yield "prompt chunk: commit", timed(lambda: rig.commit(plans[0]))
+            ms, plan = timed(rig.plan)
+            yield "prompt chunk: plan, evicts" if number else "prompt chunk: plan", ms
+            yield "prompt chunk: pack", timed(rig.pack, plan)[0]
+            yield "prompt chunk: commit", timed(rig.commit, plan)[0]
 
 
 def coming_and_going(num_tokens: int, num_requests: int) -> Times:
-    """One more comes for a prompt that is cached, and leaves."""
+    """One more comes for a prompt that is cached, and leaves; in the end all leave at once."""
     rig = running(num_tokens, num_requests)
     rig.scheduler._running._free_rows.append(num_requests)
-    tokens = [*prompt(num_tokens), 2]
-    for _ in range(10):
-        yield "keys of a new prompt", timed(lambda: rig.cache.prefix_of([*prompt(num_tokens, time.perf_counter_ns()), 2]))
-        yield "keys of a known prompt", timed(lambda: rig.cache.prefix_of(tokens))
-        ids: list[str] = []
-        yield "submit", timed(lambda: ids.append(rig.submit(tokens)))
-        plans: list[StepPlan] = []
-        yield "admit a cached prompt: plan", timed(lambda: plans.append(rig.plan()))
-        rig.commit(plans[0])
-        yield "cancel", timed(lambda: rig.scheduler.cancel(ids[0]))
+    known = [*prompt(num_tokens), 2]
+    for number in range(10):
+        yield "caller: keys of a new prompt", timed(rig.cache.prefix_of, prompt(num_tokens, 1 + number))[0]
+        yield "caller: keys of a known prompt", timed(rig.cache.prefix_of, known)[0]
+        request_id = rig.submit(known)
+        ms, plan = timed(rig.plan)
+        yield "admit a cached prompt: plan", ms
+        rig.commit(plan)
+        yield "cancel", timed(rig.scheduler.cancel, request_id)[0]
         rig.step()
-    yield "cancel all", timed(lambda: [rig.scheduler.cancel(track) for track in list(rig.scheduler._tracks)])
-    yield "reset", timed(lambda: rig.cache.reset())
-
-
-def evicting(num_tokens: int, num_requests: int) -> Times:
-    """A prompt takes the place of another one, and is pushed out by a third."""
-    if num_requests > 1:
-        return
-    rig = Rig(blocks(num_tokens) + 8)
-    for seed in range(3):
-        rig.submit(prompt(num_tokens, seed), max_tokens=0)
-        while rig.scheduler.has_work():
-            plans: list[StepPlan] = []
-            wall = timed(lambda: plans.append(rig.plan()))
-            if seed:
-                yield "plan that evicts", wall
-            rig.commit(plans[0])
+    yield "cancel all", timed(lambda: [rig.scheduler.cancel(request_id) for request_id in list(rig.scheduler._tracks)])[0]
+    yield "reset", timed(rig.cache.reset)[0]
 
 
 def retracting(num_tokens: int, num_requests: int) -> Times:
@@ -262,17 +247,17 @@ def retracting(num_tokens: int, num_requests: int) -> Times:
             rig.flow()
         rig.flow()
         track = next(iter(rig.scheduler._tracks.values()))
-        yield "retract", timed(lambda: rig.scheduler._retract(track))
+        yield "retract", timed(rig.scheduler._retract, track)[0]
         rig.lanes.run_all()
-        yield "retraction settles", timed(rig.cache.settle)
+        yield "retraction settles", timed(rig.cache.settle)[0]
         rig.cache.reset(["device"])
-        yield "promote: plan", timed(rig.scheduler.plan)
+        yield "promote: plan", timed(rig.scheduler.plan)[0]
         rig.lanes.run_all()
-        yield "promotion settles", timed(rig.cache.settle)
+        yield "promotion settles", timed(rig.cache.settle)[0]
 
 
 def persisting(num_tokens: int, num_requests: int) -> Times:
-    """The longest turn while a flush writes what was computed."""
+    """The longest turn while a flush writes what was computed, and before that while it comes to host memory, all of it at once."""
     if num_requests > 1:
         return
     for _ in range(3):
@@ -280,25 +265,25 @@ def persisting(num_tokens: int, num_requests: int) -> Times:
         rig.submit(prompt(num_tokens), max_tokens=0)
         while rig.scheduler.has_work():
             rig.step()
-        settles = []
+        turns = []
         while rig.cache.num_in_flight:
             rig.lanes.run_all()
-            settles.append(timed(rig.cache.settle))
-        yield "demotion settles, longest turn", max(settles)
-        asked: list[Any] = []
-        turns = [timed(lambda: asked.append(rig.cache.persist()))]
-        while not asked[0].settled:
-            turns.append(timed(rig.cache.settle))
+            turns.append(timed(rig.cache.settle)[0])
+        yield "demotions settle: longest turn", max(turns)
+        ms, one = timed(rig.cache.persist)
+        turns = [ms]
+        assert one is not None
+        while not one.settled:
+            turns.append(timed(rig.cache.settle)[0])
             rig.lanes.run_all()
         yield "persist: longest turn", max(turns)
 
 
 def echoing(num_tokens: int, num_requests: int) -> Times:
-    """The last chunk of a prompt whose logprobs are wanted."""
-    if num_requests > 1 or num_tokens > CHUNK:
-        num_tokens = CHUNK
+    """A chunk of a prompt whose logprobs are wanted."""
     if num_requests > 1:
         return
+    num_tokens = min(num_tokens, CHUNK)
     tops = torch.rand(num_tokens, LOGPROBS)
     output = SampleOutput(torch.arange(num_tokens), tops[:, 0].clone(), torch.arange(num_tokens), tops.argsort(), tops)
     for _ in range(5):
@@ -307,12 +292,11 @@ def echoing(num_tokens: int, num_requests: int) -> Times:
         plan = rig.plan()
         parts = [(plan.chunks[0].request_id, part_of(output, first)) for first in range(0, num_tokens, 128)]
         step = RunningStep(plan.number, plan.chunks, [-1], Outputs(SampleOutput(torch.tensor([7])), parts), NoTicket(), FENCE)
-        results: list[StepResult] = []
-        yield "prompt logprobs: read", timed(lambda: results.append(step.wait_result()))
-        yield "prompt logprobs: commit", timed(lambda: rig.events.extend(rig.scheduler.commit(results[0])))
-        seen = rig.events[-1].prompt_logprobs
-        assert seen is not None
-        yield "prompt logprobs: reader", timed(lambda: list(seen))
+        ms, result = timed(step.wait_result)
+        yield "prompt logprobs: read", ms
+        ms, events = timed(rig.scheduler.commit, result)
+        yield "prompt logprobs: commit", ms
+        yield "reader: prompt logprobs", timed(list, events[0].prompt_logprobs)[0]
 
 
 class NoTicket:
@@ -331,7 +315,7 @@ def part_of(output: SampleOutput, first: int) -> SampleOutput:
     return SampleOutput(*(field[first : first + 128] for field in fields if field is not None))
 
 
-CASES = (decoding, pending, prefilling, chunks_of_a_prompt, coming_and_going, evicting, retracting, persisting, echoing)
+CASES = (decoding, waiting, prefilling, computing, coming_and_going, retracting, persisting, echoing)
 
 # ------------------------------------------------------------------------------------------------------------------------- table
 
@@ -370,28 +354,38 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(axes: Any, rows: list[Row]) -> None:
-    """A line for each part of a turn that grows with the context, or once did."""
-    marks = dict(zip(REQUESTS, "o^s", strict=True))
-    drawn = ("decode: plan", "decode: pack", "decode: commit", "plan, the others wait", "stats beside prefills", "persist: longest turn")
-    for index, what in enumerate(drawn):
-        for num_requests in (64, 1):
-            line = [(row.num_tokens, row.ms) for row in rows if row.what == what and row.num_requests == num_requests]
+DRAWN = (
+    ("others wait: plan", 64),
+    ("stats beside prefills", 64),
+    ("prompt logprobs: read", 1),
+    ("persist: longest turn", 1),
+    ("decode: plan", 64),
+    ("decode: pack", 64),
+    ("decode: commit", 64),
+)
+
+
+def draw(axes: Any, rows: list[Row], before: list[Row]) -> None:
+    """A line for each of the parts that matter most; where there is an earlier run, its lines are dotted."""
+    for index, (what, num_requests) in enumerate(DRAWN):
+        for run, style in ((before, ":"), (rows, "o-")):
+            line = [(row.num_tokens, row.ms) for row in run if (row.what, row.num_requests) == (what, num_requests)]
+            label = f"{what}, {num_requests} request{'s' * (num_requests > 1)}" if run is rows else None
             if line:
-                label = f"{what}, {num_requests} request{'s' * (num_requests > 1)}"
-                axes.plot(*zip(*line, strict=True), marks[num_requests] + "-", color=f"C{index}", label=label, markersize=4)
-                break
-    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="milliseconds on the engine thread")
-    axes.legend(fontsize=7)
+                axes.plot(*zip(*line, strict=True), style, color=f"C{index}", label=label, markersize=4)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="milliseconds of the engine thread")
+    axes.legend(fontsize=7, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host cost of one turn of the engine, without a model.")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw them into this file")
+    parser.add_argument("--before", type=Path, help="figures of an earlier run (--json), drawn beside them")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
+    before = [] if args.before is None else [Row(**row) for row in json.loads(args.before.read_text())]
     rows = list(measure(args.only, args.repeat))
     print(table(rows))
     if args.json is not None:
@@ -399,7 +393,8 @@ def main() -> None:
     if args.plot is not None:
         from penstock.bench.picture import save_picture
 
-        save_picture(args.plot, "Host cost of one turn", lambda axes: draw(axes, rows))
+        title = "Host cost of a turn against context" + (", dotted: before" if before else "")
+        save_picture(args.plot, title, lambda axes: draw(axes, rows, before))
 
 
 if __name__ == "__main__":

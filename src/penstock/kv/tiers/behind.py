@@ -42,7 +42,7 @@ class Persisting:
 
     saved: Settling | None  # what must be in host memory first
     keys: dict[bytes, int] | None = None  # what was dirty then, with depths; None: not looked at yet
-    unwritten: Iterator[bytes] = iter(())  # those of them that were not handed over
+    unwritten: Iterator[bytes] = field(default_factory=lambda: iter(()))  # those of them that were not handed over
     lost: set[bytes] = field(default_factory=set)  # those that could not be written, or left host memory before they were
     emptied: bool = False  # the tier was, so that nothing written before that is there
     sync: Writing | None = None
