@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,6 +158,52 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+LogprobPart = tuple[int, Callable[[], Sequence["TokenLogprob | None"]]]  # how many, and what makes them
+
+
+class PromptLogprobs(Sequence["TokenLogprob | None"]):
+    """Logprobs of consecutive prompt tokens. The entries are made when the first of them is read, by the reader's thread: for a long prompt
+    they are hundreds of thousands of numbers, and the engine thread only passes them on."""
+
+    __slots__ = ("_made", "_num", "_parts")
+
+    def __init__(self, parts: Sequence[LogprobPart]) -> None:
+        self._parts = parts
+        self._num = sum(num for num, _ in parts)
+        self._made: tuple[TokenLogprob | None, ...] | None = None
+
+    def followed_by(self, other: PromptLogprobs, first: int = 0) -> PromptLogprobs:
+        """These and then those of `other` from number `first` on."""
+        return PromptLogprobs((*self._parts, (max(0, len(other) - first), lambda: other._all()[first:])))
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[TokenLogprob | None]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprob | None: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[TokenLogprob | None]: ...
+
+    def __getitem__(self, at: int | slice) -> TokenLogprob | Sequence[TokenLogprob | None] | None:
+        return self._all()[at]
+
+    def __eq__(self, other: object) -> bool:
+        return self._all() == tuple(other) if isinstance(other, tuple | PromptLogprobs) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"PromptLogprobs({self._all()})"
+
+    def _all(self) -> tuple[TokenLogprob | None, ...]:
+        if self._made is None:
+            self._made = made = tuple(chain.from_iterable(make() for _, make in self._parts))
+            self._parts = ((len(made), lambda: made),)  # what they were made from can go
+        return self._made
+
+
 @dataclass(frozen=True, slots=True)
 class KvSource:
     """Where the prompt's KV came from, in tokens; the fields sum to the prompt."""
@@ -174,7 +221,7 @@ class TokenEvent(NamedTuple):
     request_id: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first event; entry 0 is None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None  # on the first event; entry 0 is None
     finish: FinishReason | None = None
     stop_token: int | None = None  # the token that ended it, where one did (it is not among `tokens`)
     source: KvSource | None = None  # on the first event
@@ -317,7 +364,7 @@ class StepResult:
 
     number: int
     sampled: Sequence[Sampled]
-    prompt_logprobs: dict[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # by request, this chunk's share
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)  # by request, this chunk's share
     error: BaseException | None = None
 
 
@@ -366,6 +413,9 @@ class KvLedger(Protocol):
 
     def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it."""
+
+    def is_pending(self, keys: Sequence[bytes]) -> bool:
+        """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""
 
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
         """Protect what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an `earlier`

@@ -18,9 +18,11 @@ from penstock.contract import (
     TOKEN_IN_FLIGHT,
     Chunk,
     Prefix,
+    PromptLogprobs,
     Request,
     SamplingParams,
     StepPlan,
+    TokenLogprob,
 )
 from penstock.errors import InvalidRequest, UserError
 
@@ -142,3 +144,18 @@ def test_a_plan_counts_its_tokens_and_knows_a_decode_step() -> None:
     assert (decode.num_tokens, decode.kv_len) == (1, 6) and (prompt.num_tokens, prompt.kv_len) == (2, 5)
     assert StepPlan(1, (decode, decode)).is_decode and not StepPlan(1, (decode, prompt)).is_decode
     assert StepPlan(1, (decode, prompt)).num_tokens == 3
+
+
+def scores(*tokens: int) -> PromptLogprobs:
+    return PromptLogprobs([(1, lambda token=token: (TokenLogprob(token, -1.0, 1, ()),)) for token in tokens])  # type: ignore[misc]
+
+
+def test_prompt_logprobs_are_put_together_without_making_them() -> None:
+    """A later life of a request computes again what an earlier one had: of that only what is new is wanted, and it may be nothing."""
+    made: list[int] = []
+    late = PromptLogprobs([(2, lambda: made.append(1) or (None, None))])  # type: ignore[func-returns-value]
+    both = scores(1, 2).followed_by(scores(2, 3), 1).followed_by(scores(1, 2), 2).followed_by(scores(1), 5).followed_by(late)
+    assert len(both) == 5 and not made
+    assert [None if entry is None else entry.token for entry in both] == [1, 2, 3, None, None]
+    assert both[2] == scores(3)[0] and both[3:] == (None, None) and both == tuple(both) and made == [1]
+    assert len(both.followed_by(scores(4))) == 6 and both.followed_by(scores(4))[5] == scores(4)[0]

@@ -43,7 +43,6 @@ class CacheStats:
     behind: dict[str, dict[str, int]]  # by tier behind host memory: used, and free where that is known
     num_tables: int
     num_keys: int
-    num_pending: int  # keys that open tables have announced and not sealed
     hits_total: int  # blocks that tables were opened with
     misses_total: int  # prompt blocks with a key that tables were opened without
     evictions_total: int
@@ -142,19 +141,25 @@ class KvCache:
         return self.ladder.lease(prefix.keys, owner, num, answered) if num < len(prefix.keys) else None
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
-        """The same scope, with the keys of all full blocks of `tokens`, generated ones included."""
-        return Prefix(prefix.scope, prefix_keys(tokens, self.block_tokens, prefix.scope))
+        """The same scope, with the keys of all full blocks of `tokens`, generated ones included. They begin with those that it covers."""
+        keys = prefix.keys
+        more = prefix_keys(tokens[len(keys) * self.block_tokens :], self.block_tokens, prefix.scope, keys[-1] if keys else None)
+        return Prefix(prefix.scope, (*keys, *more))
 
     def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it; holds nothing, so it is good
         until the next call that draws."""
         slots = self._pool.find(keys) if self._prefix_cache else []
-        num = len(slots)
-        pending = self._prefix_cache and num < len(keys) and self._is_coming(num, keys[num])
-        num_colder = 0
+        num, pending, num_colder = len(slots), self.is_pending(keys), 0
         if self.ladder is not None and lease is not None and not pending:
             num_colder = self.ladder.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
+
+    def is_pending(self, keys: Sequence[bytes]) -> bool:
+        """Whether the first of `keys` that the device does not have is on its way there: `match` would say so. Costs no more for a long
+        prefix that was asked for before than for a short one."""
+        num = len(self._pool.find(keys)) if self._prefix_cache else len(keys)
+        return num < len(keys) and self._is_coming(num, keys[num])
 
     def _is_coming(self, number: int, key: bytes) -> bool:
         """Whether it pays to wait for `key`: somebody computes it, or it is promoted and not late. A key covers all before it, so it has
@@ -172,7 +177,6 @@ class KvCache:
             behind={name: tier.usage().as_dict() for name, tier in self.cold_tiers.items()},
             num_tables=len(self._tables),
             num_keys=pool.num_keys,
-            num_pending=len({key for table in tuple(self._announcing) for key in table.announced}),
             hits_total=self._num_hits,
             misses_total=self._num_misses,
             evictions_total=pool.num_evicted,
@@ -218,7 +222,7 @@ class KvCache:
         hold = self._pool.hold(owner, slots)
         shared = prefix if self._prefix_cache or self.ladder is not None else None
         table = BlockTable(hold, self.block_tokens, shared, num_blocks)
-        if table.announced:
+        if table.is_announcing:
             self._announcing.add(table)
         self._num_hits += num_blocks
         self._num_misses += len(keys) - num_blocks
@@ -305,7 +309,7 @@ class KvCache:
             slots = own.hold.first(first + len(keys))[first:]
             self._pool.seal(slots, keys, range(first, first + len(keys)))
         own.advance(keys)
-        if not own.announced:
+        if not own.is_announcing:
             self._announcing.discard(own)
 
     # ------------------------------------------------------------------------------------------------------- colder tiers
@@ -379,7 +383,7 @@ class KvCache:
     def check(self) -> None:
         """Recount; raises where the books do not add up."""
         self._pool.check()
-        announcing = {table for table in self._tables if table.announced}
+        announcing = {table for table in self._tables if table.is_announcing}
         if announcing != self._announcing:
             raise InvariantBroken(f"{len(self._announcing)} tables are booked as announcing keys, and {len(announcing)} open ones do")
         if self.ladder is not None:

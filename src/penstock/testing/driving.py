@@ -66,7 +66,7 @@ class Collected:
         return next((event.source for event in self.events if event.source is not None), None)
 
     @property
-    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+    def prompt_logprobs(self) -> Sequence[TokenLogprob | None] | None:
         return next((event.prompt_logprobs for event in self.events if event.prompt_logprobs is not None), None)
 
 

@@ -295,18 +295,19 @@ def choose(seed: int) -> tuple[Shape, list[Event]]:
 
 
 @contextmanager
-def reading_ahead(num_groups: int) -> Iterator[None]:
-    before = behind._READ_AHEAD, behind._READ_AT_ONCE
-    behind._READ_AHEAD = behind._READ_AT_ONCE = num_groups
+def at_once(num_groups: int) -> Iterator[None]:
+    """So much is read ahead, handed over and taken note of in one turn."""
+    before = behind._READ_AHEAD, behind._READ_AT_ONCE, behind._WRITE_AT_ONCE, behind._GONE_AT_ONCE
+    behind._READ_AHEAD = behind._READ_AT_ONCE = behind._WRITE_AT_ONCE = behind._GONE_AT_ONCE = num_groups
     try:
         yield
     finally:
-        behind._READ_AHEAD, behind._READ_AT_ONCE = before
+        behind._READ_AHEAD, behind._READ_AT_ONCE, behind._WRITE_AT_ONCE, behind._GONE_AT_ONCE = before
 
 
 def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
     """What was met on the way, if nothing was wrong."""
-    with reading_ahead(shape.read_ahead):
+    with at_once(shape.read_ahead):
         walker = Walker(shape)
         for event in events:
             walker.do(event)

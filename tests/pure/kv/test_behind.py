@@ -11,6 +11,7 @@ from stacked_rig import Stacked
 
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
+from penstock.kv.tiers import behind as behind_module
 from penstock.kv.tiers.behind import Behind, Persisting
 from penstock.kv.tiers.breaker import State
 from penstock.kv.tiers.cold import ColdTier, Writing
@@ -265,7 +266,7 @@ def test_persist_waits_for_a_write_that_was_under_way() -> None:
     rig.run("launch save", "save")
     one = rig.cache.persist()
     rig.cache.settle()
-    assert one is not None and one.keys == rig.keys(4) and rig.tiers["ssd"].num_writing == 2, "one of them, and the sync"
+    assert one is not None and list(one.keys) == rig.keys(4) and rig.tiers["ssd"].num_writing == 2, "one of them, and the sync"
     rig.run("write ssd")
     assert one.settled and one.error is None and rig.tiers["ssd"].counts.num_written == 4, "each of them once"
     rig.end(table)
@@ -351,7 +352,94 @@ def test_the_set_of_dirty_blocks_stays_small_though_they_come_and_go() -> None:
     rig = Stacked(admission="reuse", num_host=4)
     for number in range(20):
         rig.remembered(4, chr(ord("a") + number))
-        assert len(rig.behind._dirty) <= 2 * rig.host.num_slots
+        assert len(rig.behind._dirty) <= rig.host.num_slots
+    rig.end()
+
+
+# ------------------------------------------------------------------------------------------------------------- slices of many blocks
+
+
+def count_writes(rig: Stacked, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks are handed over to the disk by each call, from now on."""
+    nums: list[int] = []
+    tier = rig.tiers["ssd"]
+    try_write = tier.try_write
+
+    def counted(keys, *rest):  # type: ignore[no-untyped-def]
+        nums.append(len(keys))
+        return try_write(keys, *rest)
+
+    monkeypatch.setattr(tier, "try_write", counted)
+    return nums
+
+
+def test_a_flush_hands_over_a_slice_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = in_host_only("evict", 600, num_device=700, num_host=800)
+    nums = count_writes(rig, monkeypatch)
+    one = rig.cache.persist()
+    assert one is not None
+    for num_before in (0, 256, 512):
+        assert rig.cache.settle() and num_before < sum(nums) <= num_before + 256
+    assert sum(nums) == 600 and one.sync is not None, "all of it, and the sync behind it"
+    rig.flow()
+    assert one.settled and one.error is None and all(rig.store_has(rig.keys(600)))
+    rig.end()
+
+
+def test_blocks_of_a_long_prefix_that_is_asked_for_again_are_written_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked(admission="reuse", num_device=700, num_host=800)
+    rig.remembered(600)
+    nums = count_writes(rig, monkeypatch)
+    table, _ = rig.promote_all(600)
+    assert nums == [256]
+    rig.cache.settle()
+    assert nums == [256, 256] and rig.cache.num_behind, "nobody goes to sleep over the rest"
+    rig.flow()
+    assert nums == [256, 256, 88] and not rig.cache.num_behind
+    rig.end(table)
+
+
+def test_what_a_flush_has_written_meanwhile_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked(admission="reuse", num_device=700, num_host=800)
+    rig.remembered(600)
+    table, _ = rig.promote_all(600)
+    assert rig.persisted().error is None and rig.tiers["ssd"].counts.num_written == 600
+    rig.end(table)
+
+
+def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind_module, "_WRITE_AT_ONCE", 2)
+    rig = in_host_only("evict", 5)
+    one = rig.cache.persist()
+    rig.cache.settle()
+    assert one is not None and rig.host.reset() == 3, "two of them are being written"
+    rig.flow()
+    assert one.settled and isinstance(one.error, StoreFailed) and "3 of 5" in str(one.error)
+    assert rig.persisted().error is None, "they are none of what is there now"
+    rig.end()
+
+
+def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sync knows of writes that are under way when it is submitted, and this one is over by then."""
+    monkeypatch.setattr(behind_module, "_WRITE_AT_ONCE", 2)
+    rig = in_host_only("evict", 6)
+    rig.stores["ssd"].fails.add(rig.keys(1)[0])
+    one = rig.persisted()
+    assert isinstance(one.error, StoreFailed) and "1 of 6" in str(one.error) and rig.store_has(rig.keys(6)) == [False] + [True] * 5
+    rig.stores["ssd"].fails.clear()
+    assert rig.persisted().error is None and rig.store_has(rig.keys(6)) == [True] * 6
+    rig.end()
+
+
+def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have left: it begins when all of them are taken note of."""
+    monkeypatch.setattr(behind_module, "_GONE_AT_ONCE", 2)
+    rig = in_host_only("evict", 9)
+    rig.remembered(1, "b")
+    assert rig.host.reset() == 10
+    rig.remembered(2, "c")
+    one = rig.persisted()
+    assert one.error is None and len(one.keys or ()) == 2 and rig.behind._dirty == {}
     rig.end()
 
 

@@ -62,7 +62,7 @@ def test_a_page_aligned_prompt_can_be_opened_from_the_cache_in_full():
     assert match(cache, tokens).num_blocks == len(prefix.keys) == 2
     table = cache.open("b", prefix, 2)
     assert table.num_slots == 2
-    assert cache.stats().num_pending == 0
+    assert not cache._announcing
     cache.seal(table, tokens, 8, None)  # the last token was computed once more; there is nothing new to seal
     assert cache.stats().duplicate_seals_total == 0
     assert cache.try_extend(table, 1)
@@ -99,7 +99,7 @@ def test_keys_of_an_unfinished_prompt_are_pending_until_sealed_or_released():
     assert match(cache, [*tokens[:4], 7, 7, 7, 7]) == Match(1, 0, pending=False)
     cache.release(table, None)
     assert match(cache, tokens) == Match(1, 1, pending=False)
-    assert cache.stats().num_pending == 0
+    assert not cache._announcing
 
 
 def test_a_key_announced_twice_stays_pending_until_the_second_gives_up():
@@ -170,7 +170,7 @@ def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
     prefix = Prefix(scope, prefix_keys(PROMPT, BLOCK, scope))
     table = cache.open("a", prefix, 0)
     cache.try_extend(table, 3)
-    assert cache.stats().num_pending == 0
+    assert not cache._announcing
     cache.seal(table, PROMPT, 10, None)
     assert cache.match(prefix.keys) == Match(0, 0, False)
     cache.release(table, None)
@@ -333,5 +333,5 @@ def test_stats_count_hits_and_misses_in_blocks():
     cache.release(run(cache, "a", PROMPT), None)
     table = cache.open("b", cache.prefix_of([*PROMPT[:8], 1, 2, 3, 4]), 2)
     stats = cache.stats()
-    assert (stats.hits_total, stats.misses_total, stats.num_tables, stats.num_keys, stats.num_pending) == (2, 3, 1, 2, 1)
+    assert (stats.hits_total, stats.misses_total, stats.num_tables, stats.num_keys) == (2, 3, 1, 2)
     cache.release(table, None)

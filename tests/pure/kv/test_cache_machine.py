@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from kv_fakes import FakeFence, FakeLane
 
-from penstock.contract import Fence, Match
+from penstock.contract import Fence, Match, Prefix
 from penstock.errors import PenstockError
 from penstock.kv import cache as cache_module
 from penstock.kv.blocks import table as table_module
@@ -72,6 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.pins: list[tuple[Pin, list[Block]]] = []
         self.asked: list[tuple[list[int], str]] = []
+        self.prefixes: dict[Content, Prefix] = {}  # one object for each that was asked for, as a waiting request has it
         self.compute = FakeLane("compute")
         self.last_use: dict[int, list[FakeFence]] = {slot: [] for slot in range(NUM_SLOTS)}
 
@@ -228,13 +229,20 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.num_tables == len(self.requests)
         assert stats.num_keys == len(self.cached)
         announced = Counter(content for request in self.requests for content in request.announced)
-        assert stats.num_pending == len(announced)
+        tables = self.cache._announcing
+        assert len({key for table in tables for key in table.prefix.keys[table.num_keyed :]}) == len(announced)
         assert len(self.cache._announcing) == sum(bool(request.announced) for request in self.requests)
 
     @invariant()
     def every_recent_prompt_matches_as_predicted(self) -> None:
         for tokens, salt in self.asked:
             assert self.cache.match(self.cache.prefix_of(tokens, salt).keys) == self.expected_match(tokens, salt)
+            prefix = self.cache.prefix_of(tokens, salt)
+            self.prefixes.setdefault((salt, tuple(tokens)), prefix)
+        for (salt, known), prefix in self.prefixes.items():
+            expected = self.expected_match(list(known), salt)
+            assert self.cache.is_pending(prefix.keys) == expected.pending
+            assert self.cache.match(prefix.keys) == expected, "what is remembered of a prefix is not what is there"
 
     def teardown(self) -> None:
         for request in self.requests:
@@ -243,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
             pin.end()
         self.cache.check()
         assert self.cache.num_available == NUM_SLOTS
-        assert self.cache.stats().num_pending == 0
+        assert not self.cache._announcing
         self.cache.close()
 
 

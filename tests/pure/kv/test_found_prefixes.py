@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 
@@ -46,3 +49,95 @@ def test_a_prefix_that_is_asked_for_again_is_found_as_it_is_now() -> None:
     pool.evict(1)
     assert len(pool.find(keys)) == 0, "the one that rested longest was the beginning"
     pool.close()
+
+
+class CountingSlots(dict[bytes, int]):
+    """Counts how often somebody looks for a key."""
+
+    num_lookups = 0
+
+    def __getitem__(self, key: bytes) -> int:
+        self.num_lookups += 1
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.num_lookups += 1
+        return super().__contains__(key)
+
+
+def sealed(pool: BlockPool, keys: tuple[bytes, ...]) -> None:
+    """They are there, and nobody uses them."""
+    reservation, hold = pool.try_reserve(len(keys), "request"), pool.hold("request")
+    assert reservation is not None
+    reservation.commit(hold)
+    pool.seal(hold.slots, keys)
+    hold.end()
+
+
+def keys_of(name: str, num: int) -> tuple[bytes, ...]:
+    return tuple(f"{name}{number}".encode() for number in range(num))
+
+
+def test_a_prefix_that_is_asked_for_again_is_not_looked_up_again() -> None:
+    """Of 5000 keys that are there and 1000 that are yet to come, each later question looks at the next one alone, though other blocks come
+    and go meanwhile."""
+    pool = BlockPool(7000, "device")
+    keys = keys_of("a", 6000)
+    sealed(pool, keys[:5000])
+    pool._index._slot_of = CountingSlots(pool._index._slot_of)
+    assert len(pool.find(keys)) == 5000
+    for turn in range(20):
+        pool._index._slot_of.num_lookups = 0
+        assert len(pool.find(keys)) == 5000 and pool._index._slot_of.num_lookups == 1
+        sealed(pool, keys_of(f"other {turn}", 10))
+        pool.forget(pool.find_each(keys_of(f"other {turn}", 10)))
+    sealed(pool, keys[5000:5010])
+    pool._index._slot_of.num_lookups = 0
+    assert len(pool.find(keys)) == 5010 and pool._index._slot_of.num_lookups <= 12, "ten that came, and the one behind"
+
+
+def test_as_many_prefixes_are_remembered_as_a_plan_looks_at() -> None:
+    pool = BlockPool(6400, "device")
+    asked = [keys_of(f"request {number} ", 100) for number in range(64)]
+    for keys in asked:
+        sealed(pool, keys[:99])
+        pool.find(keys)
+    pool._index._slot_of = CountingSlots(pool._index._slot_of)
+    for _ in range(3):
+        pool._index._slot_of.num_lookups = 0
+        assert [len(pool.find(keys)) for keys in asked] == [99] * 64
+        assert pool._index._slot_of.num_lookups == 64
+    for number in range(1000):
+        pool.find(keys_of(f"passing {number} ", 2))
+    assert len(pool._index._found) + len(pool._index._found_before) <= 256, "answers are forgotten"
+
+
+def walks(num: int) -> Iterator[random.Random]:
+    for seed in range(num):
+        yield random.Random(seed)
+
+
+def test_what_is_remembered_of_long_prefixes_is_what_is_there_whatever_comes_and_goes() -> None:
+    """Prefixes share beginnings, blocks of them are forgotten one by one and many at once, and come back in other slots."""
+    num_held = 0
+    for r in walks(40):
+        pool = BlockPool(400, "device")
+        stem = keys_of("stem", 120)
+        prefixes = [(*stem[: r.choice([0, 40, 120])], *keys_of(f"tail {number} ", 60)) for number in range(4)]
+        for _ in range(60):
+            keys = r.choice(prefixes)
+            here = pool.find_each(keys)
+            if r.random() < 0.5:
+                missing = [place for place, slot in enumerate(here) if slot < 0][: r.randint(1, 60)]
+                if missing and len(missing) <= pool.num_available:
+                    sealed(pool, tuple(keys[place] for place in missing))
+            elif r.random() < 0.5:
+                pool.evict(r.choice([3, 30, 90]))
+            else:
+                pool.forget([slot for slot in r.sample(here, r.randint(1, 3)) if slot >= 0])
+            for asked in prefixes:
+                found = pool.find_each(asked)
+                expected = found[: found.index(-1)] if -1 in found else found
+                assert list(pool.find(asked)) == expected
+                num_held += len(expected) > 32
+    assert num_held > 1000, "long ones were met"

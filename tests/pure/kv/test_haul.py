@@ -9,6 +9,7 @@ from stacked_rig import GROUP, PART, Stacked
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
+from penstock.kv.tiers.host import HostLease
 
 EIGHT = 8  # blocks: four groups, two on each lane
 
@@ -283,3 +284,20 @@ def test_a_part_that_cannot_be_sent_ends_it() -> None:
     rig.read(1)
     assert haul.settled and haul.num_landed == 2 and isinstance(haul.error(), TransferFailed)
     rig.end(table)
+
+
+def test_what_a_lease_covers_is_counted_again_when_it_has_changed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for memory asks in every plan."""
+    rig = Stacked("remote")
+    rig.remembered(EIGHT, tiers=("remote",))
+    lease = rig.cache.lease("request", rig.prefix(EIGHT))
+    assert isinstance(lease, HostLease) and lease.runs_from(0) == []
+    rig.run("ask remote")
+    counted: list[int] = []
+    count = HostLease._count_runs
+    monkeypatch.setattr(HostLease, "_count_runs", lambda self, *asked: counted.append(1) or count(self, *asked))
+    for _ in range(5):
+        assert lease.runs_from(0) == [("remote", EIGHT)] and lease.num_from(0) == EIGHT
+    assert counted == [1] and lease.runs_from(3) == [("remote", EIGHT - 3)]
+    lease.end()
+    rig.end()

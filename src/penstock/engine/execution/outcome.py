@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import Access, Chunk, Fence, Load, Sampled, StepResult, TokenLogprob
+from penstock.contract import Access, Chunk, Fence, Load, PromptLogprobs, Sampled, StepResult, TokenLogprob
 from penstock.engine.execution.sampler import packed_width
 from penstock.lanes.lane import Lane, Ticket
 from penstock.models.lora import LoraRuns
@@ -54,7 +55,11 @@ class RunningStep:
             if (error := self.last.error()) is not None:
                 return StepResult(self.number, (), error=error)
             self.outputs.lane.touch((self.outputs.access,), label="read results")
-            prompts = {request_id: tuple(_rows(room.numpy())) for request_id, room in self.outputs.prompts}
+            # A copy, since who reads them does so later, on another thread, and the buffer comes round.
+            prompts = {
+                request_id: PromptLogprobs([(len(room), partial(_rows, room.numpy().copy()))])
+                for request_id, room in self.outputs.prompts
+            }
             return StepResult(self.number, self._sampled(), prompts)
         except Exception as error:  # a device that failed says so here
             return StepResult(self.number, (), error=error)

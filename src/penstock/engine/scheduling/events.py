@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from penstock.contract import FinishReason, KvSource, Sampled, TokenEvent, TokenLogprob
+from penstock.contract import FinishReason, KvSource, PromptLogprobs, Sampled, TokenEvent
 from penstock.engine.scheduling.track import Track
 
 
@@ -55,7 +55,7 @@ class Events:
     def of_failure(self, track: Track, error: BaseException) -> TokenEvent:
         return self.of_end(track, FinishReason.ERROR)._replace(error=f"{type(error).__name__}: {error}")
 
-    def _first_news(self, track: Track) -> tuple[tuple[TokenLogprob | None, ...] | None, KvSource]:
+    def _first_news(self, track: Track) -> tuple[PromptLogprobs | None, KvSource]:
         """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's KV came from."""
         track.started = True
         tokens = Counter(device=track.num_device)
@@ -64,4 +64,4 @@ class Events:
         source = KvSource(**tokens, computed=track.num_prompt - tokens.total())
         for tier, num_tokens in asdict(source).items():
             self._counts.prompt_tokens[tier] += num_tokens
-        return None if track.prompt_logprobs is None else tuple(track.prompt_logprobs), source
+        return track.prompt_logprobs, source

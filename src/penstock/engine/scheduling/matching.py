@@ -15,12 +15,19 @@ def is_ready(track: Track) -> bool:
     return not track.num_in_flight and (track.lease is None or track.lease.ready)
 
 
-def find_match(track: Track, ledger: KvLedger) -> Match:
-    """Keeps its keys up with its tokens; its lease is ended, or taken once more, where that is of use."""
+def is_pending(track: Track, ledger: KvLedger) -> bool:
+    """Whether what it lacks comes without its doing, and it relies on that. Keeps its keys up with its tokens."""
     if track.prefix is None or not track.request.may_match:
-        return _NO_MATCH
+        return False
     if len(track.prefix.keys) < len(track.tokens) // ledger.block_tokens:  # it has generated tokens since
         track.prefix = ledger.extend_prefix(track.prefix, track.tokens)
+    return not track.computes and ledger.is_pending(track.prefix.keys)
+
+
+def find_match(track: Track, ledger: KvLedger) -> Match:
+    """Its lease is ended, or taken once more, where that is of use."""
+    if track.prefix is None or not track.request.may_match:
+        return _NO_MATCH
     if track.computes:
         track.end_lease()
         track.may_lease = False

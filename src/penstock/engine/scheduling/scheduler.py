@@ -12,23 +12,24 @@ from penstock.contract import (
     Lease,
     Load,
     Match,
+    PromptLogprobs,
     Request,
     Sampled,
     StepPlan,
     StepResult,
     TokenEvent,
-    TokenLogprob,
 )
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line
-from penstock.engine.scheduling.matching import find_match, is_ready
+from penstock.engine.scheduling.matching import find_match, is_pending, is_ready
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken, TransferFailed
 
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
+_FIRST_LOGPROB = PromptLogprobs([(1, lambda: (None,))])  # nothing says how likely the first token of a prompt is
 
 
 class Scheduler:
@@ -56,7 +57,7 @@ class Scheduler:
         self._num_orders += 1
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
         if request.sampling.prompt_logprobs is not None:
-            track.prompt_logprobs = [None]
+            track.prompt_logprobs = _FIRST_LOGPROB
         self._tracks[request.id] = track
         self._line.add(track)
 
@@ -162,10 +163,9 @@ class Scheduler:
         """None: it waits, and others may go ahead."""
         if not is_ready(track):
             return None
-        match = find_match(track, self._ledger)
-        if match.pending and not track.computes and (self._running or self._ledger.num_settling):
+        if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
             return None  # what it lacks comes without its doing: share it
-        return match
+        return find_match(track, self._ledger)
 
     def _start(self, track: Track, match: Match) -> None:
         self._line.remove(track)
@@ -240,13 +240,14 @@ class Scheduler:
         self._steps.forget(tracks)
 
     def _commit_share(
-        self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: tuple[TokenLogprob, ...] | None
+        self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: PromptLogprobs | None
     ) -> TokenEvent | None:
         track = share.track
         track.ran = True
         if track.prompt_logprobs is not None and prompt_logprobs is not None:
             # They hold in any life of the request, and a later one computes again what an earlier one had: keep only what is new.
-            track.prompt_logprobs += prompt_logprobs[len(track.prompt_logprobs) - share.start - 1 :]
+            known = track.prompt_logprobs
+            track.prompt_logprobs = known.followed_by(prompt_logprobs, len(known) - share.start - 1)
         if track.epoch == share.epoch:
             track.num_committed = share.end
             self._ledger.seal(track.held_table(), track.tokens, share.end, fence)

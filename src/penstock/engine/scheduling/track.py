@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from penstock.contract import FinishReason, Lease, Load, Match, Prefix, Request, Table, TokenLogprob
+from penstock.contract import FinishReason, Lease, Load, Match, Prefix, PromptLogprobs, Request, Table
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
@@ -56,7 +56,7 @@ class Track:
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1
     table: Table | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     started: bool = False  # its prompt has been counted and its first event sent
     finish: FinishReason | None = None
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.slots import Run, as_run
+
+_REMEMBERED = 128  # answers, at least: a plan looks at half as many waiting requests
+
+
+class _Found(NamedTuple):
+    """An answer: the run of leading `keys` that was here when so many times something had been forgotten."""
+
+    keys: tuple[bytes, ...]
+    run: Run
+    num_forgets: int
 
 
 class KeyIndex:
@@ -19,26 +31,56 @@ class KeyIndex:
         self.key_of: list[bytes | None] = [None] * num_slots  # by slot; None: not sealed
         self.sealed = bytearray(num_slots)  # by slot; 1: it has a key
         self._slot_of: dict[bytes, int] = {}
-        self._num_changes = 0
-        self._found: tuple[tuple[bytes, ...], int, Run] = (), 0, []  # what was asked last, after how many changes, and the answer
+        self._num_forgets = 0
+        self._lost_at = array("q", bytes(8 * num_slots))  # by slot: the number of the forget that last took its key
+        self._losses = np.frombuffer(self._lost_at, np.int64)  # the same memory
+        self._found: dict[int, _Found] = {}  # by the identity of the keys, which the answer keeps from being another's
+        self._found_before: dict[int, _Found] = {}
+        self._last = _Found((), [], 0)  # a crowd often comes for the same beginning
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
     def find(self, keys: Sequence[bytes]) -> Run:
-        """Slots of the longest run of leading `keys` that are here, which nobody may change. A request asks several times on its way: for
-        the same tuple nothing is looked up again until something has changed."""
-        asked, num_changes, run = self._found
-        if asked is keys and num_changes == self._num_changes:
-            return run
-        num_changes = self._num_changes
+        """Slots of the longest run of leading `keys` that are here, which nobody may change. A waiting request asks in every plan: for
+        the same tuple only what was added behind the last answer is looked up, and of that only what was forgotten since is taken back.
+        A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both."""
+        num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
+        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(self._last, keys)
+        run: Run = []
+        if known is not None:
+            run = known.run if known.num_forgets == num_forgets else self._still_here(known)
+        num = len(run)
+        if num < len(keys) and keys[num] in self._slot_of:
+            run = self._extended(run, keys[num:] if num else keys)
+        if isinstance(keys, tuple):
+            same = known is not None and known.run is run and known.num_forgets == num_forgets
+            self._remember(known if known is not None and same and known.keys is keys else _Found(keys, run, num_forgets))
+        return run
+
+    def _extended(self, run: Run, keys: Sequence[bytes]) -> Run:
         slots: list[int] = []
         with suppress(KeyError):  # the first that is not here ends it, and the list has those before
             slots.extend(map(self._slot_of.__getitem__, keys))
-        run = as_run(slots)
-        if isinstance(keys, tuple):
-            self._found = keys, num_changes, run
-        return run
+        if isinstance(run, np.ndarray):
+            return np.concatenate((run, np.array(slots, np.intp)))
+        return as_run([*run, *slots] if run else slots)
+
+    def _still_here(self, known: _Found) -> Run:
+        """Its run, up to the first slot that has lost its key since."""
+        run = known.run
+        if isinstance(run, np.ndarray):
+            lost = np.flatnonzero(self._losses[run] > known.num_forgets)
+            return as_run(run[: lost[0]]) if lost.size else run
+        lost_at = self._lost_at
+        end = next((place for place, slot in enumerate(run) if lost_at[slot] > known.num_forgets), None)
+        return run if end is None else run[:end]
+
+    def _remember(self, found: _Found) -> None:
+        """In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another thread."""
+        if len(self._found) >= _REMEMBERED and id(found.keys) not in self._found:
+            self._found, self._found_before = {}, self._found
+        self._found[id(found.keys)] = self._last = found
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key; -1 where it is not here."""
@@ -63,7 +105,6 @@ class KeyIndex:
         for slot, key in zip(taken, given, strict=True):
             key_of[slot] = key
         self._mark(as_run(taken), 1)
-        self._num_changes += 1  # behind the change: who looks meanwhile, from another thread, has seen a state that is over
         return taken
 
     def forget(self, slots: Sequence[int]) -> list[bytes]:
@@ -76,8 +117,14 @@ class KeyIndex:
             del self._slot_of[key]
             self.key_of[slot] = None
             keys.append(key)
-        self._mark(as_run(slots), 0)
-        self._num_changes += 1
+        run = as_run(slots)
+        self._mark(run, 0)
+        if isinstance(run, np.ndarray):
+            self._losses[run] = self._num_forgets + 1
+        else:
+            for slot in run:
+                self._lost_at[slot] = self._num_forgets + 1
+        self._num_forgets += 1  # behind the change: who looks meanwhile, from another thread, has seen a state that is over
         return keys
 
     def _mark(self, slots: Run, sealed: int) -> None:
@@ -94,3 +141,9 @@ class KeyIndex:
             raise InvariantBroken(f"{len(backwards)} slots have a key and {len(self._slot_of)} keys have a slot, and they disagree")
         if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed) if sealed]:
             raise InvariantBroken(f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed)} that are said to be sealed")
+
+
+def _as_far_as(found: _Found, keys: Sequence[bytes]) -> _Found | None:
+    """`found` where `keys` begin with all of it."""
+    num = len(found.run)
+    return found if isinstance(keys, tuple) and 0 < num <= len(keys) and keys[num - 1] == found.keys[num - 1] else None

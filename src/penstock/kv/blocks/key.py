@@ -72,8 +72,8 @@ def block_key(parent: bytes | None, tokens: Tokens, scope_digest: bytes) -> byte
     return blake2b(link + _token_bytes(tokens), key=scope_digest, digest_size=KEY_BYTES).digest()
 
 
-def prefix_keys(tokens: Tokens, block_tokens: int, scope_digest: bytes) -> tuple[bytes, ...]:
-    """Keys of all full blocks of `tokens`, in order; an incomplete last block has none."""
+def prefix_keys(tokens: Tokens, block_tokens: int, scope_digest: bytes, parent: bytes | None = None) -> tuple[bytes, ...]:
+    """Keys of all full blocks of `tokens`, in order; an incomplete last block has none. They follow the block `parent`, if there is one."""
     num_full = len(tokens) // block_tokens
     data = _token_bytes(tokens[: num_full * block_tokens])
     width = _TOKEN_BYTES * block_tokens
@@ -81,7 +81,7 @@ def prefix_keys(tokens: Tokens, block_tokens: int, scope_digest: bytes) -> tuple
     for start in range(0, len(data), width * _STRETCH):
         stretch = data[start : start + width * _STRETCH]
         chain = _known_chain if len(stretch) == width * _STRETCH else _chain
-        keys += chain(keys[-1] if keys else None, stretch, width, scope_digest)
+        keys += chain(keys[-1] if keys else parent, stretch, width, scope_digest)
     return tuple(keys)
 
 

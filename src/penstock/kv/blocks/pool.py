@@ -34,6 +34,7 @@ class BlockPool:
         self.num_slots = num_slots
         self.num_evicted = 0
         self.num_duplicates = 0  # seals whose key lived in another slot already
+        self.gone: list[bytes] | None = None  # keys that were evicted or forgotten; None: nobody takes them out
         self._observer = observer
         if observer is not None:
             observer.opened(name, num_slots)
@@ -218,6 +219,8 @@ class BlockPool:
         slots = self._idle.pop(num_slots)
         self._book.move(as_run(slots), SlotEvent.EVICT, SlotState.FREE, self.name)
         keys = self._index.forget(slots)
+        if self.gone is not None:
+            self.gone += keys
         self._free.extend(slots)
         self.num_evicted += len(slots)
         if self._observer is not None:
@@ -233,6 +236,8 @@ class BlockPool:
         self._idle.remove(idle)
         self._book.move(idle, SlotEvent.EVICT, SlotState.FREE, self.name)
         keys = self._index.forget(sealed)
+        if self.gone is not None:
+            self.gone += keys
         self._free.extend(as_list(idle))
         if self._observer is not None:
             for slot, key in zip(sealed, keys, strict=True):

@@ -38,9 +38,9 @@ class BlockTable:
         return len(self.sealed_keys)
 
     @property
-    def announced(self) -> Sequence[bytes]:
-        """Keys of its prompt that it is going to seal."""
-        return () if self.prefix is None else self.prefix.keys[self.num_keyed :]
+    def is_announcing(self) -> bool:
+        """Whether it is going to seal keys of its prompt."""
+        return self.prefix is not None and self.num_keyed < len(self.prefix.keys)
 
     def announces(self, number: int, key: bytes) -> bool:
         """Whether block `number` of its prompt has `key`, and is yet to be sealed."""

@@ -2,15 +2,16 @@
 themselves move on the tiers' lanes. The engine thread is its only caller, apart from `find`.
 
 Writes go down from host memory: to the first tier as its admission says, to those behind it always. A block that the first tier does not
-have is dirty; `persist` writes whatever is.
+have is dirty; `persist` writes whatever is. Many blocks are handed over in slices, one in each turn of the engine.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from penstock.config import AdmissionName
 from penstock.contract import Fence
@@ -31,6 +32,8 @@ _READ_AHEAD = 256  # groups of one haul that are being read: what a tier reads w
 _READ_AT_ONCE = 32  # that are begun in one turn: about a millisecond
 _CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where blocks are written when they are about to leave
 _CLEAN_BLOCKS = 64  # that are written together for it
+_GONE_AT_ONCE = 4096  # blocks that left host memory and are taken note of in one turn: a reset empties it
+_WRITE_AT_ONCE = 256  # blocks that are handed over in one turn, where many wait for it: about a millisecond
 
 
 def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
@@ -50,12 +53,18 @@ class Persisting:
     be."""
 
     saved: Settling | None  # what must be in host memory first
-    keys: Sequence[bytes] = ()  # that were to be written
+    keys: dict[bytes, int]  # what is to be written, with depths
+    unwritten: Iterator[bytes] = field(default_factory=lambda: iter(()))  # those of them that were not handed over
+    lost: set[bytes] = field(default_factory=set)  # those that could not be written, or left host memory before they were
     sync: Writing | None = None
-    num_emptied: int = 0  # of the first tier, when that was submitted
-    num_evicted: int = 0  # blocks that left host memory before they were written
+    num_emptied: int = -1  # of the first tier, when writing began; -1: it has not
     settled: bool = False
     error: BaseException | None = None
+
+    @property
+    def handing_over(self) -> bool:
+        """The next turn hands over some of it, or all that is left."""
+        return self.sync is None and (self.saved is None or self.saved.settled)
 
 
 @dataclass(slots=True)
@@ -98,13 +107,16 @@ class Behind:
         self._num_losses = 0  # of the first tier, seen so far
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
+        self._later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
+        host.watch_gone()
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
     @property
     def num_in_flight(self) -> int:
         """Reads and writes that are not over, and questions that are not answered."""
-        return sum(tier.num_reading + tier.num_writing + tier.num_asking for tier in self.tiers.values()) + len(self._persisting)
+        num = sum(tier.num_reading + tier.num_writing + tier.num_asking for tier in self.tiers.values())
+        return num + len(self._persisting) + len(self._later)
 
     @property
     def hauls(self) -> Sequence[Haul]:
@@ -256,17 +268,16 @@ class Behind:
         if source != self._first.name:
             self._dirty.update(zip(keys, depths, strict=True))
             if self._admission == "always":
-                self._write(self._first, keys, depths)
+                self._write_in_slices(self._first, keys, depths)
         for tier in list(self.tiers.values())[1:]:
             if tier.name != source:
-                self._write(tier, keys, depths)
-        if len(self._dirty) > 2 * self._host.num_slots:
-            self._forget_evicted()
+                self._write_in_slices(tier, keys, depths)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Blocks in host memory were asked for again."""
         if self._admission == "reuse":
-            self._write_dirty([key for key in keys if key in self._dirty])
+            dirty = [key for key in keys if key in self._dirty and key not in self._writing]
+            self._write_in_slices(self._first, dirty, [self._dirty[key] for key in dirty])
 
     def _clean(self) -> None:
         """Write what is about to leave host memory, a little at a time."""
@@ -275,6 +286,23 @@ class Behind:
         if self._host.slots.free * _CLEAN_SHARE < self._host.num_slots:
             coldest = self._host.coldest(max(_CLEAN_BLOCKS, self._host.num_slots // _CLEAN_SHARE))
             self._rests = self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS]) is None
+
+    def _write_in_slices(self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        """The first slice now, the others in later turns."""
+        for start in range(0, len(keys), _WRITE_AT_ONCE):
+            part = slice(start, start + _WRITE_AT_ONCE)
+            if start:
+                self._later.append((tier, keys[part], depths[part]))
+            else:
+                self._write(tier, keys[part], depths[part])
+
+    def _write_next_slice(self) -> None:
+        if self._later:
+            tier, keys, depths = self._later.popleft()
+            if tier is self._first:  # it may have been written meanwhile
+                self._write_dirty([key for key in keys if key in self._dirty])
+            else:
+                self._write(tier, keys, depths)
 
     def _write_dirty(self, keys: Sequence[bytes], must: bool = False) -> Writing | None:
         wanted = [key for key in keys if key not in self._writing]
@@ -302,8 +330,9 @@ class Behind:
 
     def persist(self, saved: Settling | None) -> Persisting:
         """Have everything that is in host memory once `saved` is settled written to the first tier, and made safe there."""
-        self._forget_evicted()  # what has left host memory before this call is nobody's loss
-        persisting = Persisting(saved)
+        while self._host.any_gone:
+            self._forget_gone()  # what has left host memory before this call is nobody's loss
+        persisting = Persisting(saved, self._dirty.copy())
         self._persisting.append(persisting)
         return persisting
 
@@ -322,36 +351,52 @@ class Behind:
         self._dirty = {**dict.fromkeys(self._host.keys(), 0), **self._dirty}
 
     def _advance_persisting(self, one: Persisting) -> None:
-        if one.saved is not None and not one.saved.settled:
+        if one.sync is None and not one.handing_over:
             return
+        if one.num_emptied != self._num_emptied and (one.sync is None or one.sync.settled):
+            self._begin(one)
         if one.sync is None:
-            self._forget_evicted()
-            one.keys = list(self._dirty)
-            for start in range(0, len(one.keys), _CLEAN_BLOCKS):
-                self._write_dirty(one.keys[start : start + _CLEAN_BLOCKS], must=True)
-            one.sync, one.num_emptied = self._first.persist(), self._num_emptied
-        if not one.sync.settled:
-            return
-        if one.num_emptied != self._num_emptied:  # what was written may be gone, and is dirty again
-            one.sync = None
-            return
-        num_lost = sum(key in self._dirty for key in one.keys) + one.num_evicted
-        lost = StoreFailed(f"{num_lost} of {len(one.keys) + one.num_evicted} blocks could not be written to the {self._first.name} tier")
-        one.error = one.sync.error or (lost if num_lost else None)
-        one.settled = True
+            if self._hand_over(one):
+                return
+            one.sync = self._first.persist()
+        if one.sync.settled:
+            lost = StoreFailed(f"{len(one.lost)} of {len(one.keys)} blocks could not be written to the {self._first.name} tier")
+            one.error = one.sync.error or (lost if one.lost else None)
+            one.settled = True
 
-    def _forget_evicted(self) -> None:
-        """Blocks that left host memory can no longer be written; whoever waits for that is told."""
-        here = set(self._host.keys())
-        kept = {key: depth for key, depth in self._dirty.items() if key in here or key in self._writing}
+    def _begin(self, one: Persisting) -> None:
+        """With what is dirty now: `saved` has landed, or the tier was emptied. What has left host memory unwritten meanwhile is lost."""
+        one.lost = {key for key in one.lost if key not in self._dirty}
+        one.keys = {**dict.fromkeys(one.lost, 0), **self._dirty}
+        one.unwritten = iter(one.keys)
+        one.sync, one.num_emptied = None, self._num_emptied
+
+    def _hand_over(self, one: Persisting) -> bool:
+        """The next slice of it; says whether there may be more. What is on its way already, or clean by now, is passed over."""
+        keys = list(itertools.islice(one.unwritten, _WRITE_AT_ONCE))
+        dirty = [key for key in keys if key in self._dirty and key not in self._writing]
+        for start in range(0, len(dirty), _CLEAN_BLOCKS):
+            some = dirty[start : start + _CLEAN_BLOCKS]
+            if self._write_dirty(some, must=True) is None:
+                one.lost.update(some)
+        return len(keys) == _WRITE_AT_ONCE
+
+    def _note_lost(self, keys: Sequence[bytes]) -> None:
+        """They are still dirty though they were written, or not in host memory any more though they are dirty."""
         for one in self._persisting:
-            one.num_evicted += len(self._dirty) - len(kept) if one.sync is None else 0
-        self._dirty = kept
+            one.lost.update(key for key in keys if key in one.keys)
+
+    def _forget_gone(self) -> None:
+        """What has left host memory cannot be written from there; what is being written cannot leave."""
+        gone = [key for key in self._host.take_gone(_GONE_AT_ONCE) if key in self._dirty]
+        for key in gone:
+            del self._dirty[key]
+        self._note_lost(gone)
 
     # -------------------------------------------------------------------------------------------------------------- settle
 
     def settle(self) -> bool:
-        """Take in what is over; says whether there was anything."""
+        """Take in what is over; says whether there was anything, or there is more to hand over."""
         before = self.num_in_flight
         if self._num_losses != self._first.exchanges.num_losses:
             self._num_losses = self._first.exchanges.num_losses
@@ -361,17 +406,23 @@ class Behind:
                 self._host.end_handles([writing.handle] if writing.handle is not None else [])
                 if tier is self._first:
                     self._end_write(writing)
+        self._forget_gone()
         self.advance()
         self._clean()
+        self._write_next_slice()
         for one in self._persisting:
             self._advance_persisting(one)
         self._persisting = [one for one in self._persisting if not one.settled]
-        return self.num_in_flight != before
+        return self.num_in_flight != before or any(one.handing_over for one in self._persisting)
 
     def _end_write(self, writing: Writing) -> None:
         done = writing.done_keys
+        tried = [key for group in writing.groups for key in group.keys]
         if self._emptied_before.pop(writing, self._num_emptied) == self._num_emptied:
             for key in done:
                 self._dirty.pop(key, None)
-            self._writing.difference_update(key for group in writing.groups for key in group.keys)
+            for one in self._persisting:
+                one.lost.difference_update(done)
+            self._writing.difference_update(tried)
+            self._note_lost([key for key in tried if key in self._dirty])
         self._rests |= bool(writing.keys) and not done

@@ -45,6 +45,9 @@ class Part(NamedTuple):
     finding: Finding  # how many of the first it has
 
 
+_Runs = tuple[list[int], tuple[int, ...], int, list[tuple[str, int]]]
+
+
 class HostLease:
     """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`."""
 
@@ -58,6 +61,7 @@ class HostLease:
         self.parts: Sequence[Part] = ()
         self._tier = tier
         self._run: tuple[list[int], int, int] = slots, len(slots), 0  # of these slots from that block on, how many are here
+        self._runs: _Runs = [], (), 0, []  # of these slots, with so much in each part, from that block on: the runs
 
     @property
     def ready(self) -> bool:
@@ -82,9 +86,15 @@ class HostLease:
         if not self.parts:
             num_blocks = self.num_from(block)
             return [(HOST, num_blocks)] if num_blocks else []
-        places: list[str | None] = [None if slot == ABSENT else HOST for slot in self.slots]
-        for part in self.parts:
-            for number in part.blocks[: part.finding.num if part.finding.ready else 0]:
+        asked = self.slots, tuple(part.finding.num if part.finding.ready else 0 for part in self.parts), block
+        if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:
+            self._runs = *asked, self._count_runs(*asked)
+        return list(self._runs[3])
+
+    def _count_runs(self, slots: list[int], num_found: tuple[int, ...], block: int) -> list[tuple[str, int]]:
+        places: list[str | None] = [None if slot == ABSENT else HOST for slot in slots]
+        for part, num in zip(self.parts, num_found, strict=True):
+            for number in part.blocks[:num]:
                 places[number] = part.tier
         run = itertools.takewhile(lambda place: place is not None, places[block:])
         return [(place, len(list(same))) for place, same in itertools.groupby(run) if place is not None]
@@ -285,6 +295,24 @@ class HostTier:
         """Of every block that is here."""
         with self._lock:
             return self._pool.keys()
+
+    def watch_gone(self) -> None:
+        """Somebody calls `take_gone` from now on."""
+        with self._lock:
+            self._pool.gone = []
+
+    @property
+    def any_gone(self) -> bool:
+        """Whether `take_gone` has more to say."""
+        return bool(self._pool.gone)
+
+    def take_gone(self, most: int) -> list[bytes]:
+        """Keys of blocks that have left and are not here again, in order; so many at most are looked at, and each of them once."""
+        with self._lock:
+            gone = (self._pool.gone or [])[:most]
+            if gone and self._pool.gone is not None:
+                del self._pool.gone[:most]
+            return [key for key, slot in zip(gone, self._pool.find_each(gone), strict=True) if slot == ABSENT]
 
     def _reserve(self, num_slots: int, owner: str) -> Reservation:
         reservation = self._pool.try_reserve(num_slots, owner)

@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.contract import (
     TOKEN_IN_FLIGHT,
@@ -18,6 +19,7 @@ from penstock.contract import (
     Chunk,
     FinishReason,
     Mode,
+    PromptLogprobs,
     Request,
     Sampled,
     SamplingParams,
@@ -92,7 +94,7 @@ class Device:
         for start in plan.starts:
             self._start(start)
         sampled: list[Sampled] = []
-        scored: dict[str, tuple[TokenLogprob, ...]] = {}
+        scored: dict[str, PromptLogprobs] = {}
         for chunk in plan.chunks:
             row = self._rows[chunk.row]
             assert row.request.id == chunk.request_id, "the row belongs to another request"
@@ -102,7 +104,8 @@ class Device:
                 continue
             self._compute(chunk, row)
             if row.request.sampling.prompt_logprobs is not None:
-                scored[chunk.request_id] = prompt_logprobs(row.request.prompt, chunk.start + 1, chunk.kv_len + 1)
+                entries = prompt_logprobs(row.request.prompt, chunk.start + 1, chunk.kv_len + 1)
+                scored[chunk.request_id] = PromptLogprobs([(len(entries), partial(tuple, entries))])
             if chunk.samples:
                 sampled.append(self._sample(chunk, row))
         return StepResult(plan.number, sampled, scored)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from penstock.contract import Fence, FinishReason, KvLedger, Match, Sampled, StepPlan, StepResult, TokenEvent, TokenLogprob
+from penstock.contract import Fence, FinishReason, KvLedger, Match, PromptLogprobs, Sampled, StepPlan, StepResult, TokenEvent
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.steps import Share
 from penstock.engine.scheduling.track import State, Track
 
-Logprobs = tuple[TokenLogprob, ...] | None
+Logprobs = PromptLogprobs | None
 
 
 class ForgetsThatPromisesAreDrawn(Scheduler):
@@ -148,7 +148,7 @@ class DoublesPromptLogprobs(Scheduler):
     def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
         known = share.track.prompt_logprobs
         if known is not None and prompt_logprobs is not None and share.epoch:
-            known += prompt_logprobs
+            share.track.prompt_logprobs = known.followed_by(prompt_logprobs)
         return super()._commit_share(share, fence, sampled, prompt_logprobs)
 
 

@@ -1,0 +1,401 @@
+"""What the engine thread spends on bookkeeping: each part of a turn, and each thing that can come in between, against the length of the
+context and the number of requests. Runs on the CPU without a model: scheduler, KV books and packing are the real ones, the device is not
+there. Owns the cases and the table.
+
+    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N]
+
+Times are medians, in milliseconds of processor time. On a shared machine compare runs made one after the other, not single numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
+from penstock.engine.execution.batch import Packer
+from penstock.engine.execution.outcome import Outputs, RunningStep
+from penstock.engine.execution.sampler import SampleOutput
+from penstock.engine.scheduling.budget import Budget
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.transfer.mover import Mover
+from penstock.testing.stepped import SteppedLanes
+from penstock.testing.stores import MemoryStore
+
+T = TypeVar("T")
+
+BLOCK = 16
+CHUNK = 8192  # prompt tokens per step
+SCOPE = Scope(weights=b"w", kv_dtype="bfloat16", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
+LAYOUT = BlockLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_tokens=BLOCK, dtype="float32")
+TOKENS = (1_000, 10_000, 100_000)
+REQUESTS = (1, 64, 1000)
+MOST_BLOCKS = 500_000  # that requests of one case hold between them, or share: more than any device has
+LOGPROBS = 20
+
+
+class PassedFence:
+    """Behind a step that is over."""
+
+    lane = "compute"
+
+    def passed(self) -> bool:
+        return True
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        pass
+
+
+FENCE = PassedFence()
+
+
+class NoCopy:
+    """Moves no bytes: only what it takes to have them moved is timed."""
+
+    def copy(self, source_slots: Any, dest_slots: Any, layers: Any) -> None:
+        pass
+
+
+class Rig:
+    """A scheduler over real KV books; every step is over as soon as it is launched, and samples the same token for everybody."""
+
+    def __init__(self, num_blocks: int, max_batch: int = 1, chunk: int = CHUNK, num_host: int = 0, overcommit: float = 1.0) -> None:
+        self.pool = BlockPool(num_blocks, "device")
+        self.lanes = SteppedLanes()
+        self.cache = KvCache(self.pool, SCOPE, True, self._ladder(num_host) if num_host else None)
+        self.scheduler = Scheduler(self.cache, Budget(max_batch, chunk, overcommit), ())
+        self.packer = Packer(BLOCK, num_blocks, max_batch)
+        self.staging = np.empty(4 * (chunk + max_batch) + 8 * max_batch + 8, np.int32)
+        self.num_submitted = 0
+        self.events: list[TokenEvent] = []
+
+    def _ladder(self, num_host: int) -> Ladder:
+        host = HostTier(BlockPool(num_host, "host"), BLOCK, 1e9)
+        movers = [Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}")) for ends in ENDS]
+        ladder = Ladder(self.pool, host, (movers[0], movers[1]), LAYOUT, LadderLimits(0, 1e9, load_always=True))
+        memory = memoryview(bytearray(64))
+        lanes = ColdLanes([self.lanes.lane("read")], [self.lanes.lane("write")], None)
+        limits = ColdLimits(group_bytes=64 * 64, write_bytes=64 * 64, stuck_s=1e9)
+        tier = ColdTier(MemoryStore("ssd", local=True), lanes, lambda slot: memory, ("host", 2), limits)
+        ladder.put_behind(Behind(host, [tier], LAYOUT.block_bytes, "reuse"))
+        return ladder
+
+    def submit(self, tokens: list[int], max_tokens: int = 64, **sampling: Any) -> str:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
+        request = Request(f"r{self.num_submitted}", tokens, params, self.cache.prefix_of(tokens))
+        self.num_submitted += 1
+        may_lease = request.prefix is not None and request.may_match
+        self.scheduler.add(request, self.cache.lease(request.id, request.prefix) if may_lease and request.prefix else None)
+        return request.id
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        self.scheduler.launched(FENCE)
+        return plan
+
+    def pack(self, plan: StepPlan) -> None:
+        num_ints = 4 * (plan.num_tokens + len(plan.chunks)) + 8 * len(plan.chunks) + 8 + sum(len(c.slots) for c in plan.chunks)
+        if num_ints > len(self.staging):
+            self.staging = np.empty(2 * num_ints, np.int32)
+        self.packer.pack(plan.chunks, None, self.staging)
+
+    def commit(self, plan: StepPlan) -> None:
+        sampled = [Sampled(c.request_id, (7,)) for c in plan.chunks if c.samples]
+        self.events += self.scheduler.commit(StepResult(plan.number, sampled))
+        self.cache.submit_saves()
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        self.commit(plan)
+        return plan
+
+    def flow(self) -> None:
+        """Transfers and writes end."""
+        while True:
+            self.lanes.run_all()
+            if not self.cache.settle():
+                break
+
+
+ENDS = (("host", "device"), ("device", "host"))
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 30_000, num_tokens).tolist()
+    return tokens
+
+
+def blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK)
+
+
+def timed(act: Callable[..., T], *args: Any) -> tuple[float, T]:
+    """Milliseconds of this thread on a processor, which leaves out what else runs on the machine; and what came of it."""
+    started = time.thread_time()
+    result = act(*args)
+    return (time.thread_time() - started) * 1e3, result
+
+
+# ------------------------------------------------------------------------------------------------------------------------- cases
+
+Times = Iterator[tuple[str, float]]
+
+
+def decoding(num_tokens: int, num_requests: int) -> Times:
+    """All share one prompt, and generate."""
+    rig = running(num_tokens, num_requests)
+    for _ in range(20):
+        ms, plan = timed(rig.plan)
+        yield "decode: plan", ms
+        yield "decode: pack", timed(rig.pack, plan)[0]
+        yield "decode: commit", timed(rig.commit, plan)[0]
+
+
+def running(num_tokens: int, num_requests: int) -> Rig:
+    """A rig in which all share one prompt, and have generated some."""
+    rig = Rig(blocks(num_tokens) + 8 * num_requests, num_requests)
+    tokens = prompt(num_tokens)
+    for _ in range(num_requests):
+        rig.submit([*tokens, 1])
+    while len((plan := rig.step()).chunks) < num_requests or not plan.is_decode:
+        pass
+    return rig
+
+
+def waiting(num_tokens: int, num_requests: int) -> Times:
+    """One has its last prompt tokens computed; all the others have the same prompt, and wait for it."""
+    rig = Rig(blocks(num_tokens) + 8 * num_requests + 8, num_requests + 1, chunk=max(BLOCK, num_tokens // 4))
+    tokens = prompt(num_tokens)
+    for _ in range(num_requests + 1):
+        rig.submit([*tokens, 1])
+    while rig.scheduler._tracks["r0"].num_left > num_tokens // 4 + BLOCK:
+        rig.step()
+    rig.plan()
+    yield "others wait: first plan", timed(rig.plan)[0]
+    for _ in range(5):
+        yield "others wait: plan", timed(rig.scheduler.plan)[0]
+
+
+def prefilling(num_tokens: int, num_requests: int) -> Times:
+    """Each has a table for a prompt of its own; nobody has got far."""
+    if num_requests * blocks(num_tokens) > MOST_BLOCKS:
+        return
+    rig = Rig(num_requests * 2)
+    for number in range(num_requests):
+        rig.cache.open(f"r{number}", rig.cache.prefix_of(prompt(num_tokens, number)), 0)
+    for _ in range(10):
+        yield "stats beside prefills", timed(lambda: (rig.cache.stats(), rig.scheduler.num_by_state()))[0]
+
+
+def computing(num_tokens: int, num_requests: int) -> Times:
+    """A prompt in chunks: first into free slots, then in the place of the one before."""
+    if num_requests > 1:
+        return
+    rig = Rig(blocks(num_tokens) + 8)
+    for number in range(3):
+        rig.submit(prompt(num_tokens, number), max_tokens=0)
+        while rig.scheduler.has_work():
+            ms, plan = timed(rig.plan)
+            yield "prompt chunk: plan, evicts" if number else "prompt chunk: plan", ms
+            yield "prompt chunk: pack", timed(rig.pack, plan)[0]
+            yield "prompt chunk: commit", timed(rig.commit, plan)[0]
+
+
+def coming_and_going(num_tokens: int, num_requests: int) -> Times:
+    """One more comes for a prompt that is cached, and leaves; in the end all leave at once."""
+    rig = running(num_tokens, num_requests)
+    rig.scheduler._running._free_rows.append(num_requests)
+    known = [*prompt(num_tokens), 2]
+    for number in range(10):
+        yield "caller: keys of a new prompt", timed(rig.cache.prefix_of, prompt(num_tokens, 1 + number))[0]
+        yield "caller: keys of a known prompt", timed(rig.cache.prefix_of, known)[0]
+        request_id = rig.submit(known)
+        ms, plan = timed(rig.plan)
+        yield "admit a cached prompt: plan", ms
+        rig.commit(plan)
+        yield "cancel", timed(rig.scheduler.cancel, request_id)[0]
+        rig.step()
+    yield "cancel all", timed(lambda: [rig.scheduler.cancel(request_id) for request_id in list(rig.scheduler._tracks)])[0]
+    yield "reset", timed(rig.cache.reset)[0]
+
+
+def retracting(num_tokens: int, num_requests: int) -> Times:
+    if num_requests > 1:
+        return
+    for _ in range(3):
+        rig = Rig(blocks(num_tokens) + 32, 1, num_host=2 * blocks(num_tokens) + 64)
+        rig.submit(prompt(num_tokens))
+        while not rig.step().chunks[0].samples:
+            rig.flow()
+        rig.flow()
+        track = next(iter(rig.scheduler._tracks.values()))
+        yield "retract", timed(rig.scheduler._retract, track)[0]
+        rig.lanes.run_all()
+        yield "retraction settles", timed(rig.cache.settle)[0]
+        rig.cache.reset(["device"])
+        yield "promote: plan", timed(rig.scheduler.plan)[0]
+        rig.lanes.run_all()
+        yield "promotion settles", timed(rig.cache.settle)[0]
+
+
+def persisting(num_tokens: int, num_requests: int) -> Times:
+    """The longest turn while a flush writes what was computed, and before that while it comes to host memory, all of it at once."""
+    if num_requests > 1:
+        return
+    for _ in range(3):
+        rig = Rig(blocks(num_tokens) + 8, 1, num_host=blocks(num_tokens) + 64)
+        rig.submit(prompt(num_tokens), max_tokens=0)
+        while rig.scheduler.has_work():
+            rig.step()
+        turns = []
+        while rig.cache.num_in_flight:
+            rig.lanes.run_all()
+            turns.append(timed(rig.cache.settle)[0])
+        yield "demotions settle: longest turn", max(turns)
+        ms, one = timed(rig.cache.persist)
+        turns = [ms]
+        assert one is not None
+        while not one.settled:
+            turns.append(timed(rig.cache.settle)[0])
+            rig.lanes.run_all()
+        yield "persist: longest turn", max(turns)
+
+
+def echoing(num_tokens: int, num_requests: int) -> Times:
+    """A chunk of a prompt whose logprobs are wanted."""
+    if num_requests > 1:
+        return
+    num_tokens = min(num_tokens, CHUNK)
+    tops = torch.rand(num_tokens, LOGPROBS)
+    output = SampleOutput(torch.arange(num_tokens), tops[:, 0].clone(), torch.arange(num_tokens), tops.argsort(), tops)
+    for _ in range(5):
+        rig = Rig(blocks(num_tokens) + 8)
+        rig.submit(prompt(num_tokens), 1, prompt_logprobs=LOGPROBS)
+        plan = rig.plan()
+        parts = [(plan.chunks[0].request_id, part_of(output, first)) for first in range(0, num_tokens, 128)]
+        step = RunningStep(plan.number, plan.chunks, [-1], Outputs(SampleOutput(torch.tensor([7])), parts), NoTicket(), FENCE)
+        ms, result = timed(step.wait_result)
+        yield "prompt logprobs: read", ms
+        ms, events = timed(rig.scheduler.commit, result)
+        yield "prompt logprobs: commit", ms
+        yield "reader: prompt logprobs", timed(list, events[0].prompt_logprobs)[0]
+
+
+class NoTicket:
+    def error(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+    def wait_done(self, timeout_s: float | None = None) -> None:
+        pass
+
+
+def part_of(output: SampleOutput, first: int) -> SampleOutput:
+    fields = (output.tokens, output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
+    return SampleOutput(*(field[first : first + 128] for field in fields if field is not None))
+
+
+CASES = (decoding, waiting, prefilling, computing, coming_and_going, retracting, persisting, echoing)
+
+# ------------------------------------------------------------------------------------------------------------------------- table
+
+
+class Row(NamedTuple):
+    what: str
+    num_tokens: int
+    num_requests: int
+    ms: float  # the median
+    most_ms: float
+
+
+def measure(only: str, repeat: int) -> Iterator[Row]:
+    for case in CASES:
+        if only not in case.__name__:
+            continue
+        for num_requests in REQUESTS:
+            for num_tokens in TOKENS:
+                found: dict[str, list[float]] = {}
+                for _ in range(repeat):
+                    gc.collect()
+                    gc.disable()  # a collection belongs to nobody's turn
+                    for what, ms in case(num_tokens, num_requests):
+                        found.setdefault(what, []).append(ms)
+                    gc.enable()
+                for what, times in found.items():
+                    yield Row(what, num_tokens, num_requests, statistics.median(times), max(times))
+
+
+def table(rows: list[Row]) -> str:
+    columns = [(tokens, requests) for requests in REQUESTS for tokens in TOKENS]
+    lines = [f"{'median ms; tokens x requests':34s}" + "".join(f"{f'{tokens // 1000}k x {requests}':>12s}" for tokens, requests in columns)]
+    for what in dict.fromkeys(row.what for row in rows):
+        found = {(row.num_tokens, row.num_requests): row.ms for row in rows if row.what == what}
+        lines.append(f"{what:34s}" + "".join(f"{found[c]:12.3f}" if c in found else f"{'':>12s}" for c in columns))
+    return "\n".join(lines)
+
+
+DRAWN = (
+    ("others wait: plan", 64),
+    ("stats beside prefills", 64),
+    ("prompt logprobs: read", 1),
+    ("persist: longest turn", 1),
+    ("decode: plan", 64),
+    ("decode: pack", 64),
+    ("decode: commit", 64),
+)
+
+
+def draw(axes: Any, rows: list[Row], before: list[Row]) -> None:
+    """A line for each of the parts that matter most; where there is an earlier run, its lines are dotted."""
+    for index, (what, num_requests) in enumerate(DRAWN):
+        for run, style in ((before, ":"), (rows, "o-")):
+            line = [(row.num_tokens, row.ms) for row in run if (row.what, row.num_requests) == (what, num_requests)]
+            label = f"{what}, {num_requests} request{'s' * (num_requests > 1)}" if run is rows else None
+            if line:
+                axes.plot(*zip(*line, strict=True), style, color=f"C{index}", label=label, markersize=4)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="milliseconds of the engine thread")
+    axes.legend(fontsize=7, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Host cost of one turn of the engine, without a model.")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw them into this file")
+    parser.add_argument("--before", type=Path, help="figures of an earlier run (--json), drawn beside them")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    before = [] if args.before is None else [Row(**row) for row in json.loads(args.before.read_text())]
+    rows = list(measure(args.only, args.repeat))
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+    if args.plot is not None:
+        from penstock.bench.picture import save_picture
+
+        title = "Host cost of a turn against context" + (", dotted: before" if before else "")
+        save_picture(args.plot, title, lambda axes: draw(axes, rows, before))
+
+
+if __name__ == "__main__":
+    main()

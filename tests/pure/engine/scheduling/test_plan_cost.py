@@ -1,0 +1,156 @@
+"""What planning looks at: it grows with the requests that a plan looks at, never with the length of their prompts. Counted, not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult
+from penstock.engine.scheduling.budget import Budget
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.blocks import key as key_module
+from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+
+BLOCK = 4
+SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
+NUM_WAITING = 64
+
+
+class CountingSlots(dict[bytes, int]):
+    """Counts the keys that are looked for."""
+
+    num_lookups = 0
+
+    def __getitem__(self, key: bytes) -> int:
+        self.num_lookups += 1
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.num_lookups += 1
+        return super().__contains__(key)
+
+
+class PassedFence:
+    lane = "compute"
+
+    def passed(self) -> bool:
+        return True
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        pass
+
+
+class Counted:
+    """A scheduler over the real books, whose steps are over when the test says so."""
+
+    def __init__(self, num_blocks: int, prefill_chunk: int, overcommit: float = 1.0) -> None:
+        self.pool = BlockPool(num_blocks, "device")
+        self.pool._index._slot_of = self.slots = CountingSlots()
+        self.cache = KvCache(self.pool, SCOPE)
+        self.scheduler = Scheduler(self.cache, Budget(2 * NUM_WAITING, prefill_chunk, overcommit), ())
+        self.num_submitted = 0
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = 8) -> str:
+        request = Request(f"r{self.num_submitted}", list(prompt), SamplingParams(max_tokens=max_tokens), self.cache.prefix_of(prompt))
+        self.num_submitted += 1
+        self.scheduler.add(request)
+        return request.id
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        self.scheduler.launched(PassedFence())
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        self.scheduler.commit(StepResult(plan.number, [Sampled(c.request_id, (1,)) for c in plan.chunks if c.samples]))
+
+    def num_lookups_of(self, plan: bool = True) -> int:
+        self.slots.num_lookups = 0
+        self.plan() if plan else None
+        return self.slots.num_lookups
+
+
+def waiting_for_a_prefix(num_tokens: int) -> Counted:
+    """One request has its last prompt tokens computed; the others have the same prompt, and wait for it."""
+    world = Counted(2 * num_tokens // BLOCK, prefill_chunk=num_tokens // 2)
+    for _ in range(NUM_WAITING + 1):
+        world.submit(range(num_tokens), max_tokens=100)
+    world.commit(world.plan())
+    world.plan()
+    return world
+
+
+@pytest.mark.parametrize("num_tokens", [1_000, 10_000])
+def test_a_plan_looks_at_no_more_for_long_prompts_that_wait_than_for_short_ones(num_tokens: int) -> None:
+    world = waiting_for_a_prefix(num_tokens)
+    world.slots.num_lookups = 0
+    plan = world.plan()  # nobody has looked at them before: the first of them is looked up, the others have the same
+    assert world.slots.num_lookups <= num_tokens // BLOCK + 2 * NUM_WAITING
+    assert len(plan.chunks) == 1 and world.scheduler.num_by_state() == {"waiting": 64, "loading": 0, "running": 1, "retracted": 0}
+    assert world.num_lookups_of() <= NUM_WAITING, "one key each: the one that it waits for"
+
+
+def test_blocks_that_others_lose_meanwhile_make_no_difference() -> None:
+    world = waiting_for_a_prefix(10_000)
+    other = world.cache.open("other", world.cache.prefix_of(range(20_000, 20_400)), 0)
+    assert world.cache.try_extend(other, 100)
+    world.cache.seal(other, range(20_000, 20_400), 400, None)
+    world.cache.release(other, None)
+    world.plan()
+    for _ in range(10):
+        assert world.pool.evict(10) == 10
+        assert world.num_lookups_of() <= NUM_WAITING
+
+
+def test_what_a_waiting_request_lost_is_looked_up_again() -> None:
+    """The first half of its prompt is cached, and a running request computes the second for itself; then the half is evicted from its
+    middle on: there is nothing to wait for any more, and it starts with what is left."""
+    tokens = list(range(1_000))
+    world = Counted(2_000, prefill_chunk=4_000)
+    first = world.cache.open("first", world.cache.prefix_of(tokens[:500]), 0)
+    assert world.cache.try_extend(first, 125)
+    world.cache.seal(first, tokens[:500], 500, None)
+    runs = world.cache.open("runs", world.cache.prefix_of(tokens), 0)  # does not share it: its own copies of those blocks get no key
+    assert world.cache.try_extend(runs, 250)
+    world.cache.seal(runs, tokens, 500, None)
+    world.submit(range(5_000, 5_004), max_tokens=900)
+    world.commit(world.plan())
+    waits = world.submit(tokens)
+    assert {c.request_id for c in world.plan().chunks} == {"r0"}, "it waits"
+    world.cache.release(first, None)
+    assert world.pool.evict(50) == 50
+    plan = world.plan()
+    assert [(c.request_id, c.start) for c in plan.chunks if c.request_id == waits] == [(waits, 75 * BLOCK)]
+
+
+def test_a_waiting_request_goes_on_when_the_one_that_it_waits_for_ends() -> None:
+    world = waiting_for_a_prefix(1_000)
+    world.scheduler.cancel("r64")  # no more than 64 are looked at
+    other = world.submit([2_000], max_tokens=100)
+    assert {c.request_id for c in world.plan().chunks} == {"r0", other}, "that one goes ahead"
+    world.scheduler.cancel("r0")
+    plan = world.plan()
+    assert plan.chunks[-1].request_id == "r1" and plan.chunks[-1].start == 500 // BLOCK * BLOCK
+
+
+def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Counted(600, prefill_chunk=2_000, overcommit=4.0)
+    world.submit(range(2_000), max_tokens=200)
+    plan = world.plan()
+    for _ in range(9):
+        world.commit(plan)
+        plan = world.plan()
+    world.commit(plan)
+    hashed: list[int] = []
+    token_bytes = key_module._token_bytes
+    monkeypatch.setattr(key_module, "_token_bytes", lambda tokens: hashed.append(len(tokens)) or token_bytes(tokens))
+    track = world.scheduler._tracks["r0"]
+    world.scheduler._retract(track)
+    plan = world.plan()
+    assert track.prefix is not None and track.prefix.keys == world.cache.prefix_of(track.tokens).keys
+    assert plan.chunks[0].start == 2_008, "all of its full blocks were there"
+    assert hashed[0] <= 10, "what it has generated, and not its prompt again"
