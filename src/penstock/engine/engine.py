@@ -239,7 +239,7 @@ class Engine:
         return done
 
     def _turn(self) -> bool:
-        self._inbox.run_all()
+        self._inbox.run_some()
         settled = self._settle()
         plan = self._parts.scheduler.plan()
         launched = None if plan is None else self._launch(plan)

@@ -126,3 +126,26 @@ def race_with_the_end(inbox: Inbox, start: threading.Barrier) -> None:
     for thread in threads:
         thread.join(30.0)
     assert len(told) + len(refused) == 200 and len(inbox) == 0 and len(set(told)) == len(told)
+
+
+def test_a_turn_runs_the_oldest_commands_and_leaves_the_rest_to_the_next() -> None:
+    inbox, ran = Inbox(), []
+    for number in range(150):
+        inbox.put(lambda number=number: ran.append(number))  # type: ignore[misc]
+    sizes = []
+    while inbox:
+        inbox.run_some()
+        sizes.append(len(ran))
+    assert sizes == [64, 128, 150] and ran == list(range(150))
+
+
+def test_what_commands_put_meanwhile_is_for_the_next_turn() -> None:
+    inbox, ran = Inbox(), []
+
+    def again() -> None:
+        ran.append(1)
+        inbox.put(again)
+
+    inbox.put(again)
+    inbox.run_some()
+    assert ran == [1] and len(inbox) == 1

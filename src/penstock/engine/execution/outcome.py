@@ -57,8 +57,7 @@ class RunningStep:
             self.outputs.lane.touch((self.outputs.access,), label="read results")
             # A copy, since who reads them does so later, on another thread, and the buffer comes round.
             prompts = {
-                request_id: PromptLogprobs([(len(room), partial(_rows, room.numpy().copy()))])
-                for request_id, room in self.outputs.prompts
+                request_id: PromptLogprobs([(len(room), partial(_rows, room.numpy().copy()))]) for request_id, room in self.outputs.prompts
             }
             return StepResult(self.number, self._sampled(), prompts)
         except Exception as error:  # a device that failed says so here

@@ -29,6 +29,8 @@ from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken, TransferFailed
 
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
+_SEALS_AT_ONCE = 64  # blocks filled by decoding that get their keys in one commit: where hundreds of requests fill theirs in the same step,
+# sealing and saving them all takes as long as the step
 _FIRST_LOGPROB = PromptLogprobs([(1, lambda: (None,))])  # nothing says how likely the first token of a prompt is
 
 
@@ -38,6 +40,8 @@ class Scheduler:
     def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int]) -> None:
         self._ledger = ledger
         self._budget = budget
+        self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
+        self._num_seals = 0  # of such blocks in the commit that is under way
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
         self._line = Line()
         self._running = Running(ledger, budget)
@@ -218,6 +222,8 @@ class Scheduler:
             return [self._end(track, self._events.of_failure(track, result.error)) for track in tracks]
         sampled = {s.request_id: s for s in result.sampled}
         events: list[TokenEvent] = []
+        self._num_seals = 0
+        self._seal_some(step.fence)  # what the commits before have left
         for share in step.shares:
             track = share.track
             if track.state is State.ENDED:
@@ -226,6 +232,16 @@ class Scheduler:
             if event is not None:
                 events.append(event)
         return events
+
+    def _seal_some(self, fence: Fence | None) -> None:
+        while self._unsealed and self._num_seals < _SEALS_AT_ONCE:
+            self._num_seals += 1
+            self._seal(next(iter(self._unsealed)), fence)
+
+    def _seal(self, track: Track, fence: Fence | None) -> None:
+        """Blocks that it has filled by decoding get their keys; `fence` lies behind the steps that filled them."""
+        del self._unsealed[track]
+        self._ledger.seal(track.held_table(), track.tokens, track.num_committed, fence)
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
@@ -250,7 +266,11 @@ class Scheduler:
             track.prompt_logprobs = known.followed_by(prompt_logprobs, len(known) - share.start - 1)
         if track.epoch == share.epoch:
             track.num_committed = share.end
-            self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
+            if share.end - share.start > 1:
+                self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
+            elif share.end % self._ledger.block_tokens == 0:
+                self._unsealed[track] = None
+                self._seal_some(fence)
         if not share.samples:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None
@@ -276,6 +296,8 @@ class Scheduler:
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
+        if track in self._unsealed:
+            self._seal(track, self._steps.last_fence)
         self._running.leave(track, self._steps.last_fence, saves, num_tokens)
         self._draft.drop(track)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult
+from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.blocks import key as key_module
@@ -154,3 +156,51 @@ def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(monk
     assert track.prefix is not None and track.prefix.keys == world.cache.prefix_of(track.tokens).keys
     assert plan.chunks[0].start == 2_008, "all of its full blocks were there"
     assert hashed[0] <= 10, "what it has generated, and not its prompt again"
+
+
+class Sealing:
+    """Eight requests that fill their blocks in the same steps, and who gets keys in which commit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+        self.world = Counted(64, prefill_chunk=64)
+        self.by_commit: list[list[str]] = []
+        whole = self.world.cache.seal
+
+        def seal(table: Any, tokens: Any, num_computed: int, fence: Any) -> None:
+            before = table.num_keyed
+            whole(table, tokens, num_computed, fence)
+            if table.num_keyed > before:
+                self.by_commit[-1].append(table.owner)
+
+        monkeypatch.setattr(self.world.cache, "seal", seal)
+        monkeypatch.setattr(scheduler_module, "_SEALS_AT_ONCE", 3)
+        self.ids = [self.world.submit([10 * number + 1, 10 * number + 2, 10 * number + 3], max_tokens) for number in range(8)]
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            plan = self.world.plan()
+            self.by_commit.append([])
+            self.world.commit(plan)
+
+
+def test_blocks_that_many_requests_fill_in_one_step_get_their_keys_a_few_in_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealing = Sealing(monkeypatch, max_tokens=20)
+    sealing.run(9)
+    assert max(map(len, sealing.by_commit)) == 3, "as many as a commit may"
+    assert [owner for some in sealing.by_commit for owner in some] == [*sealing.ids, *sealing.ids], "all of them twice, the oldest first"
+
+
+def test_a_request_that_ends_before_its_turn_has_its_blocks_found_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealing = Sealing(monkeypatch, max_tokens=2)
+    sealing.run(2)  # the block of four is full in the step that ends them all
+    assert sorted(sealing.by_commit[-1]) == sorted(sealing.ids) and not sealing.world.scheduler.has_work()
+    assert sealing.world.scheduler._unsealed == {}
+
+
+def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealing = Sealing(monkeypatch, max_tokens=20)
+    sealing.run(2)
+    last = sealing.ids[-1]
+    assert last not in sealing.by_commit[-1]
+    sealing.world.scheduler.cancel(last)
+    assert sealing.by_commit[-1][-1] == last
