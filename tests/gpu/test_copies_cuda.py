@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -236,3 +237,15 @@ def test_memory_that_is_pinned_already_is_a_warning_and_no_exception(caplog: Any
     finally:
         arena.close()
         torch.cuda.cudart().cudaHostUnregister(blocked.data_ptr())
+
+
+def test_an_arena_that_is_dropped_without_being_closed_leaves_nothing_registered() -> None:
+    """The next one may be mapped to the same addresses, and could not be pinned."""
+    arena = HostArena(LAYOUT, NUM_SLOTS, DEVICE)
+    prepared(arena)
+    addresses = list(arena._pinned)
+    assert addresses
+    del arena
+    gc.collect()
+    cudart = torch.cuda.cudart()
+    assert all(int(cudart.cudaHostUnregister(address)) != 0 for address in addresses), "it was still registered"

@@ -29,8 +29,9 @@ from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken, TransferFailed
 
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
-_SEALS_AT_ONCE = 64  # blocks filled by decoding that get their keys in one commit: where hundreds of requests fill theirs in the same step,
-# sealing and saving them all takes as long as the step
+# Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
+# of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
+_SEALS_AT_ONCE = 16
 _FIRST_LOGPROB = PromptLogprobs([(1, lambda: (None,))])  # nothing says how likely the first token of a prompt is
 
 
@@ -41,7 +42,7 @@ class Scheduler:
         self._ledger = ledger
         self._budget = budget
         self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
-        self._num_seals = 0  # of such blocks in the commit that is under way
+        self._seals_left = 0  # how many such blocks the commit that is under way may still seal
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
         self._line = Line()
         self._running = Running(ledger, budget)
@@ -222,7 +223,7 @@ class Scheduler:
             return [self._end(track, self._events.of_failure(track, result.error)) for track in tracks]
         sampled = {s.request_id: s for s in result.sampled}
         events: list[TokenEvent] = []
-        self._num_seals = 0
+        self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # what the commits before have left
         for share in step.shares:
             track = share.track
@@ -234,8 +235,8 @@ class Scheduler:
         return events
 
     def _seal_some(self, fence: Fence | None) -> None:
-        while self._unsealed and self._num_seals < _SEALS_AT_ONCE:
-            self._num_seals += 1
+        while self._unsealed and self._seals_left > 0:
+            self._seals_left -= 1
             self._seal(next(iter(self._unsealed)), fence)
 
     def _seal(self, track: Track, fence: Fence | None) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import mmap
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -51,6 +52,8 @@ class HostArena:
         self.tensor = torch.frombuffer(self._memory, dtype=getattr(torch, layout.dtype)).view(num_slots, *layout.shape)
         self._lock = threading.Lock()  # a piece is pinned before `close`, or not at all
         self._pinned: list[int] = []  # addresses of registered pieces
+        # One that is dropped without `close` takes its registrations along: the next one may be mapped to the same addresses.
+        weakref.finalize(self, _unregister_all, self._pinned, self._device).atexit = False
         self._closed = False
 
     @property
@@ -96,8 +99,7 @@ class HostArena:
         """Unpin; idempotent. No copy may be in flight. A `prepare` that still runs ends before its next piece."""
         with self._lock:
             self._closed = True
-            while self._pinned:
-                _unregister(self._pinned.pop(), self._device)
+            _unregister_all(self._pinned, self._device)
 
     def _pin(self, slots: range) -> bool:
         address = self.tensor.data_ptr() + slots.start * self.layout.block_bytes
@@ -147,6 +149,11 @@ def _register(address: int, num_bytes: int, device: torch.device) -> str | None:
         cudart = torch.cuda.cudart()
         code = cudart.cudaHostRegister(address, num_bytes, 0)
         return None if int(code) == 0 else str(cudart.cudaGetErrorString(code))
+
+
+def _unregister_all(addresses: list[int], device: torch.device) -> None:
+    while addresses:
+        _unregister(addresses.pop(), device)
 
 
 def _unregister(address: int, device: torch.device) -> None:
