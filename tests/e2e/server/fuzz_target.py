@@ -1,0 +1,284 @@
+"""A `penstock serve` process that is fuzzed: how it is asked, and what has to hold of it between rounds. Owns the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.client import HTTPException, HTTPResponse, IncompleteRead
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any, BinaryIO, Self
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+from fuzz_cases import ADAPTER, MAX_BODY_BYTES, MAX_CONCURRENT, MAX_MODEL_LEN, MODEL, Bytes, Case
+from fuzz_oracles import Answer, Choice, Finding, generated, judge, need
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.testing.adapters import write_random_adapter
+from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
+
+READY = "Penstock is ready on "
+DEADLINE_S = 120.0
+SILENCE_S = 0.2  # after which no more answers are waited for on a connection that a request may have left waiting
+NUM_SIDE, NUM_LOADS = 32, 8  # seats of the small routes, as the server's source has them
+GROWTH_BYTES = 192 << 20  # resident memory over what it was when first idle
+CANARY = {"model": MODEL, "prompt": "Between the two lies an order that", "max_tokens": 24, "seed": 3, "temperature": 0.8, "logprobs": 2}
+
+
+class Unsendable(Exception):
+    """The client's library refuses to say this; the cases on bare sockets say it."""
+
+
+class Target:
+    """Starts the process, and starts it anew when a request has ended it, so that a shorter request can be tried."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        write_tiny_model(folder / MODEL)
+        for number in range(2):
+            write_random_adapter(folder / "adapters" / f"a{number}", TINY_LLAMA, number)
+        self._folder = folder
+        self._log = folder / "log"
+        self._flags = flags
+        self._stack = contextlib.ExitStack()
+        self.start()
+
+    # ---- life
+
+    def start(self) -> None:
+        self._stack.close()
+        command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *self._settings(), *self._flags]
+        self._log.write_text("")
+        log = self._stack.enter_context(self._log.open("a"))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        self._stack.callback(self._end)
+        assert self._process.stdout is not None
+        line = next((line for line in self._process.stdout if line.startswith(READY)), None)
+        if line is None:
+            raise RuntimeError(f"the server did not start: {self._log.read_text()[-3000:]}")
+        self.url = line.removeprefix(READY).strip()
+        address = urlsplit(self.url)
+        self.address = (str(address.hostname), int(address.port or 0))
+        self._http = self._stack.enter_context(httpx.Client(base_url=self.url, timeout=DEADLINE_S, limits=httpx.Limits(max_connections=64)))
+        self._canary = self.canary()
+        self.wait_idle()
+        self._totals = self._blocks_by_tier()
+        self._size = psutil.Process(self._process.pid).memory_info().rss
+
+    def _settings(self) -> list[str]:
+        """Small enough that blocks are evicted and limits are met; all tiers and the sanitizer on."""
+        lora = ["--lora", f"{ADAPTER}={self._folder}/adapters/a0", "--lora-dir", f"{self._folder}/adapters"]
+        memory = ["--device-kv-blocks", "48", "--kv-offload-host-gib", "0.002", "--max-model-len", str(MAX_MODEL_LEN)]
+        disk = ["--kv-offload-ssd-dir", f"{self._folder}/ssd", "--kv-offload-ssd-gib", "0.02"]
+        limits = ["--max-concurrent", str(MAX_CONCURRENT), "--max-body-bytes", str(MAX_BODY_BYTES), "--max-batch", "16"]
+        return ["--model", str(self._folder / MODEL), "--device", "cpu", "--sanitize=strict", *lora, *memory, *disk, *limits]
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it still answers: a finding may have ended it, or the sanitizer its engine."""
+        if self._process.poll() is not None:
+            return False
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def ensure_usable(self) -> None:
+        if not self.usable:
+            self.start()
+
+    # ---- asking
+
+    def ask(self, case: Case) -> Answer:
+        """Raises Finding where there is no answer at all."""
+        headers = [(name, value.encode("latin-1")) for name, value in case.headers]
+        content = case.body if not case.pieces else _pieces(case.body or b"", case.pieces)
+        try:
+            request = self._http.build_request(case.method, self.url, content=content, headers=headers)
+            request.url = request.url.copy_with(raw_path=case.target.encode("latin-1"))
+            reply = self._http.send(request, stream=True)
+        except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
+            raise Unsendable from error
+        except httpx.HTTPError as error:
+            raise Finding(f"no answer: {error!r}") from error
+        with contextlib.closing(reply):
+            body = b""
+            try:
+                for part in reply.iter_raw():
+                    body += part
+                    if case.leave_after is not None and len(body) >= case.leave_after:
+                        return Answer(reply.status_code, reply.headers, body, whole=False)
+            except httpx.HTTPError as error:
+                raise Finding(f"the answer breaks off: {error!r} after {body[-200:]!r}") from error
+        return Answer(reply.status_code, reply.headers, body)
+
+    def judged(self, case: Case) -> Answer:
+        answer = self.ask(case)
+        judge(case, answer)
+        return answer
+
+    def write(self, raw: Bytes) -> list[int]:
+        """The statuses that a connection gets for these bytes."""
+        statuses: list[int] = []
+        with socket.create_connection(self.address, timeout=DEADLINE_S) as link, contextlib.suppress(OSError):
+            # It may hang up on garbage while we write.
+            for piece in raw.pieces:
+                link.sendall(piece)
+            if raw.end == "half":
+                link.shutdown(socket.SHUT_WR)
+            elif raw.end == "wait":
+                link.settimeout(SILENCE_S)
+            elif raw.end == "reset":
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if raw.end in ("half", "wait"):
+                read_statuses(link, statuses)
+        for status in statuses:
+            need(status < 500, f"status {status} at the level of TCP")
+        return statuses
+
+    def canary(self) -> list[Choice]:
+        case = Case("POST", "/v1/completions", httpx.Request("POST", self.url, json=CANARY).read(), fields=CANARY, legal=True)
+        return generated(case, self.judged(case))
+
+    # ---- between rounds
+
+    def check(self) -> None:
+        """Alive, idle, with everything given back, and still of the same opinion."""
+        need(self._process.poll() is None, f"the server has ended: {self._log.read_text()[-1500:]}")
+        for path in ("/health", "/live"):
+            self.judged(Case("GET", path))
+        self._check_log()
+        self.wait_idle()
+        need(self._blocks_by_tier() == self._totals, f"blocks were {self._totals} and are {self._blocks_by_tier()}")
+        self._check_seats()
+        need(self.canary() == self._canary, "the canary is answered differently")
+        self.wait_idle()
+        size = psutil.Process(self._process.pid).memory_info().rss
+        need(size - self._size < GROWTH_BYTES, f"memory has grown from {self._size >> 20} to {size >> 20} MiB")
+
+    def _check_log(self) -> None:
+        text = self._log.read_text(errors="replace")
+        bad = re.search(r"^.*( ERROR | CRITICAL |Traceback).*(\n.*){0,12}", text, re.M)
+        need(bad is None, f"the log has an error: {bad[0] if bad else ''}")
+
+    def wait_idle(self) -> None:
+        """Polled: what a hang-up has cancelled ends at the engine's next step, and saves go on by themselves."""
+        by_s = time.monotonic() + DEADLINE_S
+        while busy := self._busy():
+            need(time.monotonic() < by_s, f"not idle: {busy}")
+            time.sleep(0.01)
+
+    def _busy(self) -> dict[str, float]:
+        """What is not zero and has to be, when nobody asks for anything."""
+        found = {}
+        for name, labels, value in self._samples():
+            held = name == "penstock_kv_blocks" and not {"free", "idle", "used"} & set(labels)
+            open_now = name in ("penstock_requests", "penstock_leases_open", "penstock_transfers_inflight")
+            wrong = name in ("penstock_sanitizer_reports_total", "penstock_transfer_failures_total", "penstock_checksum_failures_total")
+            if value and (held or open_now or wrong):
+                found[f"{name} {' '.join(labels)}"] = value
+        return found
+
+    def _blocks_by_tier(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for name, labels, value in self._samples():
+            if name == "penstock_kv_blocks":
+                tier = next(label for label in labels if label in ("device", "host", "ssd"))
+                totals[tier] = totals.get(tier, 0) + value
+        return totals
+
+    def _samples(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for family in text_string_to_metric_families(self._http.get("/metrics").text):
+            for sample in family.samples:
+                yield sample.name, tuple(sample.labels.values()), sample.value
+
+    def _check_seats(self) -> None:
+        """Each gate has all of its seats: one request takes all generations, and as many bodies as a gate admits are waited for."""
+        fields = {"model": MODEL, "prompt": "x", "n": MAX_CONCURRENT, "max_tokens": 1, "seed": 1}
+        body = httpx.Request("POST", self.url, json=fields).read()
+        self._retry_busy(Case("POST", "/v1/completions", body, fields=fields, legal=True))
+        self._fill("/tokenize", NUM_SIDE, b'{"prompt":"x"}')
+        self._fill("/v1/load_lora_adapter", NUM_LOADS, b'{"lora_name":"passing","lora_path":"a1"}')
+
+    def _retry_busy(self, case: Case) -> None:
+        """A client that hung up keeps its seats until the engine has ended what it asked for."""
+        by_s = time.monotonic() + DEADLINE_S
+        while self.judged(case).status == 429:
+            need(time.monotonic() < by_s, "seats at the gate of generations are not given back")
+            time.sleep(0.01)
+
+    def _fill(self, path: str, num: int, body: bytes) -> None:
+        """`num` requests at once, each past its gate, none with its body: the next one is one too many, and then all of them are answered."""
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n".encode()
+        with contextlib.ExitStack() as stack:
+            links = [stack.enter_context(socket.create_connection(self.address, timeout=DEADLINE_S)) for _ in range(num)]
+            for link in links:
+                link.sendall(head)
+                begun = link.recv(4096)
+                need(begun.startswith(b"HTTP/1.1 100"), f"{path} has fewer than {num} seats: {begun[:60]!r}")
+            need(self.ask(Case("POST", path, body)).status == 429, f"{path} has more than {num} seats")
+            for link in links:
+                link.sendall(body)
+            for link in links:
+                read_statuses(link, statuses := [])
+                need(statuses == [200], f"{path} does not answer what it has admitted")
+
+
+def _pieces(body: bytes, size: int) -> Iterator[bytes]:
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+def read_statuses(link: socket.socket, statuses: list[int]) -> None:
+    """Adds those of the answers that come on a connection, until it ends, breaks off or is silent."""
+    with link.makefile("rb") as stream:
+        shared = SimpleNamespace(makefile=lambda mode: _Unclosed(stream))
+        while True:
+            response = HTTPResponse(shared)  # type: ignore[arg-type]
+            try:
+                if not stream.peek(1):
+                    return
+                response.begin()
+                statuses.append(response.status)
+                response.read()
+            except (IncompleteRead, TimeoutError):  # we left first: half closed is as good as gone
+                return
+            except (HTTPException, ValueError) as error:
+                raise Finding(f"an answer that is no HTTP: {error!r}") from error
+
+
+class _Unclosed:
+    """One buffer for several answers, each of which closes what it has read."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
