@@ -46,19 +46,33 @@ BY_KIND: dict[str, list[Any]] = {
     "bool": [True, False],
     "int": [0, 1, -1, 7, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, Raw(b"-0")],
     "float": [0.5, -0.5, 1e308, 5e-324, Raw(b"-0.0"), Raw(b"1e-400"), Raw(b"1E2"), Raw(b"0." + b"3" * 400)],
-    "str": ["", "x", "tiny", "\x00", "a\x00b", "\U0001f600", "naïve 東京", "<|im_end|>", "\u202e\ufeff", "x" * 300, "0", "null", "../..", "%00"],
+    "str": [
+        "",
+        "x",
+        "tiny",
+        "\x00",
+        "a\x00b",
+        "\U0001f600",
+        "naïve 東京",
+        "<|im_end|>",
+        "\u202e\ufeff",
+        "x" * 300,
+        "0",
+        "null",
+        "../..",
+        "%00",
+    ],
     "array": [[], [None], [[]], [1, "x"], [{}], [0] * 100],
     "object": [{}, {"a": 1}, {"": None}, {"type": "text"}, {"include_usage": 1}],
 }
 # Text that is not well-formed, or so deep, long or large that a parser may refuse it.
-BROKEN: list[Raw] = [
-    Raw(text)
-    for text in (
-        b"NaN Infinity -Infinity nan +1 01 1. .5 0x10 1_000 tru None 'x' \xff \x00 // /**/1 \xef\xbb\xbf1".split()
-        + [b"", b",", b"{", b"[1,]", b'{"a":1,}', b'{"a"}', b"{1:2}", b'"x', b'"\\x"', b'"\\u12"', b'"\x01"', b'"\xff\xfe"', b'"\xed\xa0\x80"']
-        + [b'"\\ud800"', b'"\\ud800\\ud800"', b'"\\udfff"', b'"a\\ud83d"', b"[" * 40, b"[" * 3000, b'{"a":' * 3000, b"[" * 3000 + b"]" * 3000]
-    )
-]
+_NO_JSON = (
+    rb"""NaN Infinity -Infinity nan +1 01 1. .5 0x10 1_000 tru None 'x' // /**/1 , { [1,] {"a":1,} {"a"} {1:2} "x "\x" "\u12" """
+    rb""""\ud800" "\ud800\ud800" "\udfff" "a\ud83d" """
+)
+_NO_TEXT = [b"", b"\x00", b"\xff", b"\xef\xbb\xbf1", b'"\x01"', b'"\xff\xfe"', b'"\xed\xa0\x80"']
+_NO_END = [b"[" * 40, b"[" * 3000, b'{"a":' * 3000, b"[" * 3000 + b"]" * 3000]
+BROKEN: list[Raw] = [Raw(text) for text in (*_NO_JSON.split(), *_NO_TEXT, *_NO_END)]
 HUGE: list[Raw] = [
     Raw(b"1e400"),
     Raw(b"-1e400"),

@@ -112,10 +112,20 @@ class Choice:
     finish: str
     tokens: tuple[str, ...]
     logprobs: tuple[float | None, ...]
+    tops: tuple[Mapping[str, float] | None, ...] = ()  # alternatives, where some were asked for; of chat without the chosen token
+    offsets: tuple[int, ...] = ()  # of completions
 
 
-def generated(case: Case, answer: Answer) -> list[Choice]:
-    """The checked choices of a 200 of a generating route, streamed or not."""
+@dataclass(frozen=True)
+class Generated:
+    """A checked answer."""
+
+    choices: list[Choice]
+    usage: Json | None  # None: a stream that was not asked for it
+
+
+def generated(case: Case, answer: Answer) -> Generated:
+    """What a 200 of a generating route says, streamed or not."""
     fields = {name: value for name, value in (case.fields or {}).items() if value is not None}
     chat = case.path == "/v1/chat/completions"
     if fields.get("stream"):
@@ -140,7 +150,7 @@ def generated(case: Case, answer: Answer) -> list[Choice]:
     choices = [read(fields, prompts, index, parts[index]) for index in range(num_choices)]
     if usage is not None:
         _check_usage(fields, None if chat else sum(map(len, prompts)), choices, usage)
-    return choices
+    return Generated(choices, usage)
 
 
 def _events(answer: Answer, with_usage: bool) -> tuple[list[Json], Json | None]:
@@ -169,8 +179,7 @@ def _read_completion(fields: Json, prompts: Sequence[list[int]], index: int, par
     text = "".join(part["text"] for part in parts)
     ids = prompts[index // (fields.get("n") or 1)]
     asked = fields.get("logprobs")
-    tokens, logprobs = [], []
-    offsets: list[int] = []
+    tokens, logprobs, alternatives, offsets = [], [], [], []
     for part in parts:
         scores = part["logprobs"]
         need((scores is None) == (asked is None), "logprobs are there where they were asked for, and nowhere else")
@@ -183,6 +192,7 @@ def _read_completion(fields: Json, prompts: Sequence[list[int]], index: int, par
             tokens += scores["tokens"]
             logprobs += scores["token_logprobs"]
             offsets += scores["text_offset"]
+            alternatives += tops or []
             for token, logprob, top in zip(scores["tokens"], scores["token_logprobs"], tops or [], strict=False):
                 _check_top(token, logprob, top, asked)
     first = bool(fields.get("echo")) and asked is not None
@@ -195,7 +205,7 @@ def _read_completion(fields: Json, prompts: Sequence[list[int]], index: int, par
         made = text[len(shown) :]
         need(asked is None or len(tokens) >= len(ids), "an echo with logprobs has those of its prompt")
     _check_stops(fields, made)
-    return Choice(text, _finish(parts), tuple(tokens), tuple(logprobs))
+    return Choice(text, _finish(parts), tuple(tokens), tuple(logprobs), tuple(alternatives), tuple(offsets))
 
 
 def _check_top(token: str, logprob: float | None, top: Any, asked: int) -> None:
@@ -213,7 +223,7 @@ def _read_chat(fields: Json, prompts: Sequence[list[int]], index: int, parts: li
     said = [part["delta" if streamed else "message"] for part in parts]
     need(said[0]["role"] == "assistant" and not any("role" in one for one in said[1:]), "the role is said once")
     text = "".join(one.get("content", "") for one in said)
-    tokens, logprobs = [], []
+    tokens, logprobs, alternatives = [], [], []
     for number, part in enumerate(parts):
         scores = part["logprobs"]
         opening = streamed and number == 0
@@ -224,11 +234,23 @@ def _read_chat(fields: Json, prompts: Sequence[list[int]], index: int, parts: li
             for one in (entry, *tops):
                 need(_is_logprob(one["logprob"]), f"logprob {one['logprob']}")
                 need(bytes(one["bytes"]).decode(errors="replace") == one["token"], f"{one['token']!r} is not {one['bytes']}")
-            need([one["logprob"] for one in tops] == sorted((one["logprob"] for one in tops), reverse=True), "alternatives, likeliest first")
-            tokens.append(entry["token"])
+            need(
+                [one["logprob"] for one in tops] == sorted((one["logprob"] for one in tops), reverse=True), "alternatives, likeliest first"
+            )
+            tokens.append(_label(entry))
             logprobs.append(entry["logprob"])
+            alternatives.append({_label(one): one["logprob"] for one in tops})
     _check_stops(fields, text)
-    return Choice(text, _finish(parts), tuple(tokens), tuple(logprobs))
+    return Choice(text, _finish(parts), tuple(tokens), tuple(logprobs), tuple(alternatives))
+
+
+def _label(entry: Json) -> str:
+    """A token of chat under the name that completions give it, which no other token has."""
+    data = bytes(entry["bytes"])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finish(parts: list[Json]) -> str:
@@ -260,7 +282,10 @@ def _check_usage(fields: Json, num_prompt: int | None, choices: Sequence[Choice]
     limit = fields.get("max_tokens")
     if limit is not None:
         need(made <= limit * len(choices), f"{made} tokens for {len(choices)} choices of {limit} at most")
-        need(any(choice.finish == "stop" for choice in choices) or made == limit * len(choices), f"{made} tokens, all ended by length {limit}")
+        need(
+            any(choice.finish == "stop" for choice in choices) or made == limit * len(choices),
+            f"{made} tokens, all ended by length {limit}",
+        )
 
 
 def same(one: Sequence[Choice], other: Sequence[Choice]) -> None:
@@ -287,7 +312,9 @@ def _plain(check: Callable[[Case, Any], object]) -> Callable[[Case, Answer], Non
 
 
 def _is_card(card: Json) -> bool:
-    return set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"} and card["max_model_len"] == MAX_MODEL_LEN
+    return (
+        set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"} and card["max_model_len"] == MAX_MODEL_LEN
+    )
 
 
 def _loaded(case: Case, reply: Json) -> bool:

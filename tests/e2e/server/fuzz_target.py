@@ -162,7 +162,7 @@ class Target:
 
     def canary(self) -> list[Choice]:
         case = Case("POST", "/v1/completions", httpx.Request("POST", self.url, json=CANARY).read(), fields=CANARY, legal=True)
-        return generated(case, self.judged(case))
+        return generated(case, self.judged(case)).choices
 
     # ---- between rounds
 
@@ -232,8 +232,10 @@ class Target:
             time.sleep(0.01)
 
     def _fill(self, path: str, num: int, body: bytes) -> None:
-        """`num` requests at once, each past its gate, none with its body: the next one is one too many, and then all of them are answered."""
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n".encode()
+        """`num` requests at once, each past its gate and without its body: one more is refused, and then all of them are answered."""
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n".encode()
+        )
         with contextlib.ExitStack() as stack:
             links = [stack.enter_context(socket.create_connection(self.address, timeout=DEADLINE_S)) for _ in range(num)]
             for link in links:

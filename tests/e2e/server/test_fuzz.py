@@ -48,7 +48,7 @@ def ask_twice(target: Target, case: Case) -> None:
     other = cases.legal_case(case.path, {**fields, "stream": not fields.get("stream")})
     first, second = target.judged(case), target.judged(other)
     if (first.status, second.status) == (200, 200):  # 429: somebody who hung up still has the seats
-        same(generated(case, first), generated(other, second))
+        same(generated(case, first).choices, generated(other, second).choices)
 
 
 def ask_together(target: Target, crowd: list[Case]) -> None:
