@@ -230,11 +230,30 @@ def test_paths_methods_and_queries_that_do_not_exist(served: Served) -> None:
         ("POST", "/cache/reset?level=1", 400),
         ("GET", "/cache/stats?x=1", 400),
         ("POST", "/v1/completions?x=1", 400),
+        ("GET", "/v1/models?x=1", 400),
+        ("GET", f"/v1/models/{MODEL}?x=1", 400),
+        ("GET", "/health?x=1", 400),
+        ("GET", "/live?x=1", 400),
+        ("GET", "/metrics?x=1", 400),
     ]:
         reply = served.http.request(method, path)
         assert reply.status_code == status, path
         assert reply.json()["error"]["message"], path
         assert ("allow" in reply.headers) == (status == 405), path
+
+
+def test_a_tier_or_level_in_a_body_is_refused_and_not_taken_for_the_default(served: Served) -> None:
+    """Somebody who writes the query's parameter into a body would reset every tier instead of one."""
+    for path, field, value in (("/cache/reset", "tier", "device"), ("/cache/flush", "level", "captured")):
+        check_refused(served, path, {field: value}, field, "not a field")
+        check_refused(served, path, b"device", None, "valid JSON")
+        for empty in (b"", b"{}"):
+            assert served.http.post(path, content=empty).status_code == 200
+
+
+def test_of_a_key_that_comes_twice_the_last_one_counts(served: Served) -> None:
+    body = b'{"model": "%b", "prompt": "x", "max_tokens": 9, "max_tokens": 3}' % MODEL.encode()
+    assert served.http.post("/v1/completions", content=body).json()["usage"]["completion_tokens"] == 3
 
 
 def test_garbage_instead_of_http_is_survived(served: Served) -> None:

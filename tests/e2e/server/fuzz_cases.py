@@ -31,6 +31,8 @@ BODIES: dict[str, type] = {
     "/detokenize": schema.DetokenizeBody,
     "/v1/load_lora_adapter": schema.LoadLoraBody,
     "/v1/unload_lora_adapter": schema.UnloadLoraBody,
+    "/cache/flush": schema.NoFields,
+    "/cache/reset": schema.NoFields,
 }
 QUERIES: dict[str, dict[str, list[str]]] = {
     "/cache/flush": {"level": ["captured", "visible", "persisted"]},
@@ -45,7 +47,10 @@ BASES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 70, 300]},
     "/v1/load_lora_adapter": {"lora_name": "passing", "lora_path": "a1"},
     "/v1/unload_lora_adapter": {"lora_name": "passing"},
+    "/cache/flush": {},
+    "/cache/reset": {},
 }
+WITH_FIELDS = sorted(path for path, fields in BASES.items() if fields)
 # A field may also be refused under the name of another one that it does not go with.
 RELATED: dict[str, set[str]] = {"max_completion_tokens": {"max_tokens"}, "messages": {"prompt"}, "prompt": {"max_tokens"}, "n": {"n"}}
 
@@ -62,6 +67,7 @@ class Case:
     fault: str | None = None  # the field that is wrong; an answer below 400, or one that names another field, is a finding
     suspect: str | None = None  # the field that may be wrong: whatever is refused must be this one
     legal: bool = False  # nothing is wrong: only 200 will do
+    odd: bool = False  # its query is none that the path knows: only a refusal will do
     pieces: int = 0  # send the body in chunks of so many bytes, without its length
     leave_after: int | None = None  # hang up after so many bytes of the answer
 
@@ -154,7 +160,7 @@ legal = st.sampled_from(GENERATING).flatmap(_drawn)
 @st.composite
 def one_field(draw: st.DrawFn) -> Case:
     """A request that is right but for one field: of a wrong type, or of the right one with any value."""
-    path = draw(st.sampled_from(sorted(BODIES)))
+    path = draw(st.sampled_from(WITH_FIELDS))
     field = draw(st.sampled_from(mi.type_info(BODIES[path]).fields))
     name = field.encode_name
     wrong = draw(st.booleans())
@@ -191,7 +197,7 @@ def known(path: str) -> set[str]:
 def wild_body(draw: st.DrawFn) -> Case:
     """Several fields at once with anything in them, keys that repeat, and bodies that are cut, spoiled or no objects at all."""
     path = draw(st.sampled_from(sorted(BODIES)))
-    names = sorted(known(path)) + ["x", "", "model"]
+    names = [*sorted(known(path)), "x", "", "model"]
     items = [*BASES[path].items(), *draw(st.lists(st.tuples(st.sampled_from(names), anything), max_size=4))]
     data = encode(Pairs(tuple(items)))
     match draw(st.sampled_from(["whole", "whole", "cut", "spoiled", "tail", "other"])):
@@ -253,13 +259,13 @@ def any_route(draw: st.DrawFn) -> Case:
     """Any method on any path, near misses included, with odd queries and headers."""
     path = draw(st.sampled_from(sorted(ROUTES))).replace("{model:path}", draw(st.sampled_from([MODEL, ADAPTER, "no", "%ed%a0%80", "a/b"])))
     method = draw(st.sampled_from(METHODS))
-    query = draw(
-        st.sampled_from([*ODD_QUERIES, *(f"?{name}={value}" for name, values in QUERIES.get(path, {}).items() for value in values)])
-    )
+    known_queries = [f"{name}={value}" for name, values in QUERIES.get(path, {}).items() for value in values]
+    query = draw(st.sampled_from([*ODD_QUERIES, *(f"?{one}" for one in known_queries)]))
     end = draw(st.sampled_from([""] * 8 + ODD_ENDS))
     headers = draw(st.lists(st.sampled_from(ODD_HEADERS), max_size=2, unique_by=lambda pair: pair[0].lower()))
     body = draw(st.sampled_from([None, None, b"", b"{}", encode(BASES.get(path, {}))]))
-    return Case(method, path + end + query, body, tuple(headers))
+    odd = query.strip("?&") != "" and query.strip("?") not in known_queries
+    return Case(method, path + end + query, body, tuple(headers), odd=odd)
 
 
 # ------------------------------------------------------------------------------------------------------------- crowds, TCP

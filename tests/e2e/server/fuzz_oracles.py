@@ -63,9 +63,11 @@ def judge(case: Case, answer: Answer) -> None:
         return
     if case.method == "HEAD":
         need(not answer.body, "an answer to HEAD has a body")
+        need(status != 200 or not case.odd, "a query that the path does not know was taken")
         return
     if status == 200:
         need(case.fault is None, f"{case.fault} is wrong, and was taken")
+        need(not case.odd, "a query that the path does not know was taken")
         (_OF_PATH.get(case.path) or _nothing)(case, answer)
         return
     error = _error(answer)

@@ -123,6 +123,6 @@ def test_every_route_and_every_body_is_fuzzed() -> None:
     from penstock.server import schema
 
     posted = {path for path, methods in cases.ROUTES.items() if "POST" in methods}
-    assert posted == set(cases.BODIES) | set(cases.QUERIES)
-    assert {kind for name, kind in vars(schema).items() if name.endswith("Body") and name != "Body"} == set(cases.BODIES.values())
+    assert posted == set(cases.BODIES)
+    assert {kind for name, kind in vars(schema).items() if name.endswith("Body") and name != "Body"} < set(cases.BODIES.values())
     assert set(cases.BASES) == set(cases.BODIES)
