@@ -68,7 +68,10 @@ def judge(case: Case, answer: Answer) -> None:
     if status == 200:
         need(case.fault is None, f"{case.fault} is wrong, and was taken")
         need(not case.odd, "a query that the path does not know was taken")
-        (_OF_PATH.get(case.path) or _nothing)(case, answer)
+        try:
+            (_OF_PATH.get(case.path) or _nothing)(case, answer)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise Finding(f"an answer of another shape ({error!r}): {answer.body[:300]!r}") from error
         return
     error = _error(answer)
     need(not case.legal or status == 429, f"a legal request is refused: {error['message']}")
@@ -305,10 +308,7 @@ def same(one: Sequence[Choice], other: Sequence[Choice]) -> None:
 def _plain(check: Callable[[Case, Any], object]) -> Callable[[Case, Answer], None]:
     def judged(case: Case, answer: Answer) -> None:
         need(answer.headers.get("content-type") == "application/json", "an answer is JSON")
-        try:
-            need(check(case, strict_json(answer.body)), f"an answer of another shape: {answer.body[:300]!r}")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise Finding(f"an answer of another shape ({error!r}): {answer.body[:300]!r}") from None
+        need(check(case, strict_json(answer.body)), f"an answer of another shape: {answer.body[:300]!r}")
 
     return judged
 

@@ -46,7 +46,7 @@ class Target:
         for number in range(2):
             write_random_adapter(folder / "adapters" / f"a{number}", TINY_LLAMA, number)
         self._folder = folder
-        self._log = folder / "log"
+        self.log = folder / "log"
         self._flags = flags
         self._stack = contextlib.ExitStack()
         self.start()
@@ -56,15 +56,15 @@ class Target:
     def start(self) -> None:
         self._stack.close()
         command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *self._settings(), *self._flags]
-        self._log.write_text("")
-        log = self._stack.enter_context(self._log.open("a"))
+        self.log.write_text("")
+        log = self._stack.enter_context(self.log.open("a"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         self._stack.callback(self._end)
         assert self._process.stdout is not None
         line = next((line for line in self._process.stdout if line.startswith(READY)), None)
         if line is None:
-            raise RuntimeError(f"the server did not start: {self._log.read_text()[-3000:]}")
+            raise RuntimeError(f"the server did not start: {self.log.read_text()[-3000:]}")
         self.url = line.removeprefix(READY).strip()
         address = urlsplit(self.url)
         self.address = (str(address.hostname), int(address.port or 0))
@@ -168,7 +168,7 @@ class Target:
 
     def check(self) -> None:
         """Alive, idle, with everything given back, and still of the same opinion."""
-        need(self._process.poll() is None, f"the server has ended: {self._log.read_text()[-1500:]}")
+        need(self._process.poll() is None, f"the server has ended: {self.log.read_text()[-1500:]}")
         for path in ("/health", "/live"):
             self.judged(Case("GET", path))
         self._check_log()
@@ -181,18 +181,18 @@ class Target:
         need(size - self._size < GROWTH_BYTES, f"memory has grown from {self._size >> 20} to {size >> 20} MiB")
 
     def _check_log(self) -> None:
-        text = self._log.read_text(errors="replace")
+        text = self.log.read_text(errors="replace")
         bad = re.search(r"^.*( ERROR | CRITICAL |Traceback).*(\n.*){0,12}", text, re.M)
         need(bad is None, f"the log has an error: {bad[0] if bad else ''}")
 
     def wait_idle(self) -> None:
         """Polled: what a hang-up has cancelled ends at the engine's next step, and saves go on by themselves."""
         by_s = time.monotonic() + DEADLINE_S
-        while busy := self._busy():
+        while busy := self.busy():
             need(time.monotonic() < by_s, f"not idle: {busy}")
             time.sleep(0.01)
 
-    def _busy(self) -> dict[str, float]:
+    def busy(self) -> dict[str, float]:
         """What is not zero and has to be, when nobody asks for anything."""
         found = {}
         for name, labels, value in self._samples():
@@ -231,17 +231,20 @@ class Target:
             need(time.monotonic() < by_s, "seats at the gate of generations are not given back")
             time.sleep(0.01)
 
+    @contextlib.contextmanager
+    def holding(self, path: str, num_bytes: int) -> Iterator[socket.socket]:
+        """A connection whose request has its seat and is waited for: the server says 100 when it begins to read the body."""
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {num_bytes}\r\nExpect: 100-continue\r\n\r\n"
+        with socket.create_connection(self.address, timeout=DEADLINE_S) as link:
+            link.sendall(head.encode())
+            begun = link.recv(4096)
+            need(begun.startswith(b"HTTP/1.1 100"), f"{path} has fewer seats than it should have: {begun[:60]!r}")
+            yield link
+
     def _fill(self, path: str, num: int, body: bytes) -> None:
         """`num` requests at once, each past its gate and without its body: one more is refused, and then all of them are answered."""
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n".encode()
-        )
         with contextlib.ExitStack() as stack:
-            links = [stack.enter_context(socket.create_connection(self.address, timeout=DEADLINE_S)) for _ in range(num)]
-            for link in links:
-                link.sendall(head)
-                begun = link.recv(4096)
-                need(begun.startswith(b"HTTP/1.1 100"), f"{path} has fewer than {num} seats: {begun[:60]!r}")
+            links = [stack.enter_context(self.holding(path, len(body))) for _ in range(num)]
             need(self.ask(Case("POST", path, body)).status == 429, f"{path} has more than {num} seats")
             for link in links:
                 link.sendall(body)
