@@ -257,11 +257,12 @@ ODD_ENDS = ["", "/", "//", "/..", "/%2e%2e", "%00", "%2f", ";x", "/%ff", "/" + "
 @st.composite
 def any_route(draw: st.DrawFn) -> Case:
     """Any method on any path, near misses included, with odd queries and headers."""
-    path = draw(st.sampled_from(sorted(ROUTES))).replace("{model:path}", draw(st.sampled_from([MODEL, ADAPTER, "no", "%ed%a0%80", "a/b"])))
-    method = draw(st.sampled_from(METHODS))
+    route = draw(st.sampled_from(sorted(ROUTES)))
+    path = route.replace("{model:path}", draw(st.sampled_from([MODEL, ADAPTER, "no", "%ed%a0%80", "a/b"])))
+    method = draw(st.sampled_from(sorted(ROUTES[route])) if draw(st.booleans()) else st.sampled_from(METHODS))
     known_queries = [f"{name}={value}" for name, values in QUERIES.get(path, {}).items() for value in values]
-    query = draw(st.sampled_from([*ODD_QUERIES, *(f"?{one}" for one in known_queries)]))
-    end = draw(st.sampled_from([""] * 8 + ODD_ENDS))
+    query = draw(st.just("") | st.sampled_from([*ODD_QUERIES, *(f"?{one}" for one in known_queries)]))
+    end = draw(st.just("") | st.sampled_from(ODD_ENDS)) if draw(st.booleans()) else ""
     headers = draw(st.lists(st.sampled_from(ODD_HEADERS), max_size=2, unique_by=lambda pair: pair[0].lower()))
     body = draw(st.sampled_from([None, None, b"", b"{}", encode(BASES.get(path, {}))]))
     odd = query.strip("?&") != "" and query.strip("?") not in known_queries

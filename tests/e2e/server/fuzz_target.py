@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
@@ -48,6 +49,7 @@ class Target:
         self._folder = folder
         self.log = folder / "log"
         self._flags = flags
+        self.seen: Counter[int] = Counter()  # statuses of answers
         self._stack = contextlib.ExitStack()
         self.start()
 
@@ -138,6 +140,7 @@ class Target:
 
     def judged(self, case: Case) -> Answer:
         answer = self.ask(case)
+        self.seen[answer.status] += 1
         judge(case, answer)
         return answer
 
@@ -156,6 +159,7 @@ class Target:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             if raw.end in ("half", "wait"):
                 read_statuses(link, statuses)
+        self.seen.update(statuses)
         for status in statuses:
             need(status < 500, f"status {status} at the level of TCP")
         return statuses
