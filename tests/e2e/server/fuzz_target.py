@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 from fuzz_cases import ADAPTER, MAX_BODY_BYTES, MAX_CONCURRENT, MAX_MODEL_LEN, MODEL, Bytes, Case
-from fuzz_oracles import Answer, Choice, Finding, generated, judge, need
+from fuzz_oracles import Answer, Choice, Finding, generated, judge, need, same
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.testing.adapters import write_random_adapter
@@ -32,6 +32,7 @@ DEADLINE_S = 120.0
 SILENCE_S = 0.2  # after which no more answers are waited for on a connection that a request may have left waiting
 NUM_SIDE, NUM_LOADS = 32, 8  # seats of the small routes, as the server's source has them
 GROWTH_BYTES = 192 << 20  # resident memory over what it was when first idle
+GROWTH_FILES = 64  # connections that are kept for a while after their last request
 CANARY = {"model": MODEL, "prompt": "Between the two lies an order that", "max_tokens": 24, "seed": 3, "temperature": 0.8, "logprobs": 2}
 
 
@@ -42,13 +43,13 @@ class Unsendable(Exception):
 class Target:
     """Starts the process, and starts it anew when a request has ended it, so that a shorter request can be tried."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, key: str | None = None) -> None:
         write_tiny_model(folder / MODEL)
         for number in range(2):
             write_random_adapter(folder / "adapters" / f"a{number}", TINY_LLAMA, number)
         self._folder = folder
         self.log = folder / "log"
-        self._flags = flags
+        self._key = key
         self.seen: Counter[int] = Counter()  # statuses of answers
         self._stack = contextlib.ExitStack()
         self.start()
@@ -57,7 +58,7 @@ class Target:
 
     def start(self) -> None:
         self._stack.close()
-        command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *self._settings(), *self._flags]
+        command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *self._settings()]
         self.log.write_text("")
         log = self._stack.enter_context(self.log.open("a"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -70,11 +71,9 @@ class Target:
         self.url = line.removeprefix(READY).strip()
         address = urlsplit(self.url)
         self.address = (str(address.hostname), int(address.port or 0))
-        self._http = self._stack.enter_context(httpx.Client(base_url=self.url, timeout=DEADLINE_S, limits=httpx.Limits(max_connections=64)))
-        self._canary = self.canary()
-        self.wait_idle()
-        self._totals = self._blocks_by_tier()
-        self._size = psutil.Process(self._process.pid).memory_info().rss
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        self._http = self._stack.enter_context(httpx.Client(base_url=self.url, timeout=DEADLINE_S, headers=headers))
+        self.rest = Rest(self)
 
     def _settings(self) -> list[str]:
         """Small enough that blocks are evicted and limits are met; all tiers and the sanitizer on."""
@@ -82,6 +81,7 @@ class Target:
         memory = ["--device-kv-blocks", "48", "--kv-offload-host-gib", "0.002", "--max-model-len", str(MAX_MODEL_LEN)]
         disk = ["--kv-offload-ssd-dir", f"{self._folder}/ssd", "--kv-offload-ssd-gib", "0.02"]
         limits = ["--max-concurrent", str(MAX_CONCURRENT), "--max-body-bytes", str(MAX_BODY_BYTES), "--max-batch", "16"]
+        limits += [] if self._key is None else ["--api-key", self._key]
         return ["--model", str(self._folder / MODEL), "--device", "cpu", "--sanitize=strict", *lora, *memory, *disk, *limits]
 
     def _end(self) -> None:
@@ -100,9 +100,13 @@ class Target:
         self.close()
 
     @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def usable(self) -> bool:
         """Whether it still answers: a finding may have ended it, or the sanitizer its engine."""
-        if self._process.poll() is not None:
+        if not self.runs:
             return False
         try:
             return self._http.get("/health").status_code == 200
@@ -164,28 +168,57 @@ class Target:
             need(status < 500, f"status {status} at the level of TCP")
         return statuses
 
-    def canary(self) -> list[Choice]:
-        case = Case("POST", "/v1/completions", httpx.Request("POST", self.url, json=CANARY).read(), fields=CANARY, legal=True)
-        return generated(case, self.judged(case)).choices
+    @contextlib.contextmanager
+    def holding(self, path: str, num_bytes: int) -> Iterator[socket.socket]:
+        """A connection whose request has its seat and is waited for: the server says 100 when it begins to read the body."""
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {num_bytes}\r\nExpect: 100-continue\r\n\r\n"
+        with socket.create_connection(self.address, timeout=DEADLINE_S) as link:
+            link.sendall(head.encode())
+            begun = link.recv(4096)
+            need(begun.startswith(b"HTTP/1.1 100"), f"{path} has fewer seats than it should have: {begun[:60]!r}")
+            yield link
 
-    # ---- between rounds
+    def samples(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for family in text_string_to_metric_families(self._http.get("/metrics").text):
+            for sample in family.samples:
+                yield sample.name, tuple(sample.labels.values()), sample.value
+
+    def size(self) -> tuple[int, int]:
+        """Resident bytes, and open files and connections."""
+        process = psutil.Process(self._process.pid)
+        return int(process.memory_info().rss), int(process.num_fds())
+
+
+class Rest:
+    """A target when nobody asks for anything: what it must be then, and how it was at first."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.first_canary = self.canary()
+        self.wait_idle()
+        self.totals = self._blocks_by_tier()
+        self.size = target.size()
+
+    def canary(self) -> list[Choice]:
+        case = Case("POST", "/v1/completions", httpx.Request("POST", self._target.url, json=CANARY).read(), fields=CANARY, legal=True)
+        return generated(case, self._target.judged(case)).choices
 
     def check(self) -> None:
         """Alive, idle, with everything given back, and still of the same opinion."""
-        need(self._process.poll() is None, f"the server has ended: {self.log.read_text()[-1500:]}")
+        need(self._target.runs, f"the server has ended: {self._target.log.read_text()[-1500:]}")
         for path in ("/health", "/live"):
-            self.judged(Case("GET", path))
+            self._target.judged(Case("GET", path))
         self._check_log()
         self.wait_idle()
-        need(self._blocks_by_tier() == self._totals, f"blocks were {self._totals} and are {self._blocks_by_tier()}")
+        need(self._blocks_by_tier() == self.totals, f"blocks were {self.totals} and are {self._blocks_by_tier()}")
         self._check_seats()
-        need(self.canary() == self._canary, "the canary is answered differently")
+        same(self.first_canary, self.canary())
         self.wait_idle()
-        size = psutil.Process(self._process.pid).memory_info().rss
-        need(size - self._size < GROWTH_BYTES, f"memory has grown from {self._size >> 20} to {size >> 20} MiB")
+        for what, now, first, limit in zip(("bytes", "files"), self._target.size(), self.size, (GROWTH_BYTES, GROWTH_FILES), strict=True):
+            need(now - first < limit, f"{what} have grown from {first} to {now}")
 
     def _check_log(self) -> None:
-        text = self.log.read_text(errors="replace")
+        text = self._target.log.read_text(errors="replace")
         bad = re.search(r"^.*( ERROR | CRITICAL |Traceback).*(\n.*){0,12}", text, re.M)
         need(bad is None, f"the log has an error: {bad[0] if bad else ''}")
 
@@ -199,7 +232,7 @@ class Target:
     def busy(self) -> dict[str, float]:
         """What is not zero and has to be, when nobody asks for anything."""
         found = {}
-        for name, labels, value in self._samples():
+        for name, labels, value in self._target.samples():
             held = name == "penstock_kv_blocks" and not {"free", "idle", "used"} & set(labels)
             open_now = name in ("penstock_requests", "penstock_leases_open", "penstock_transfers_inflight")
             wrong = name in ("penstock_sanitizer_reports_total", "penstock_transfer_failures_total", "penstock_checksum_failures_total")
@@ -209,21 +242,16 @@ class Target:
 
     def _blocks_by_tier(self) -> dict[str, float]:
         totals: dict[str, float] = {}
-        for name, labels, value in self._samples():
+        for name, labels, value in self._target.samples():
             if name == "penstock_kv_blocks":
                 tier = next(label for label in labels if label in ("device", "host", "ssd"))
                 totals[tier] = totals.get(tier, 0) + value
         return totals
 
-    def _samples(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        for family in text_string_to_metric_families(self._http.get("/metrics").text):
-            for sample in family.samples:
-                yield sample.name, tuple(sample.labels.values()), sample.value
-
     def _check_seats(self) -> None:
         """Each gate has all of its seats: one request takes all generations, and as many bodies as a gate admits are waited for."""
         fields = {"model": MODEL, "prompt": "x", "n": MAX_CONCURRENT, "max_tokens": 1, "seed": 1}
-        body = httpx.Request("POST", self.url, json=fields).read()
+        body = httpx.Request("POST", self._target.url, json=fields).read()
         self._retry_busy(Case("POST", "/v1/completions", body, fields=fields, legal=True))
         self._fill("/tokenize", NUM_SIDE, b'{"prompt":"x"}')
         self._fill("/v1/load_lora_adapter", NUM_LOADS, b'{"lora_name":"passing","lora_path":"a1"}')
@@ -231,25 +259,15 @@ class Target:
     def _retry_busy(self, case: Case) -> None:
         """A client that hung up keeps its seats until the engine has ended what it asked for."""
         by_s = time.monotonic() + DEADLINE_S
-        while self.judged(case).status == 429:
+        while self._target.judged(case).status == 429:
             need(time.monotonic() < by_s, "seats at the gate of generations are not given back")
             time.sleep(0.01)
-
-    @contextlib.contextmanager
-    def holding(self, path: str, num_bytes: int) -> Iterator[socket.socket]:
-        """A connection whose request has its seat and is waited for: the server says 100 when it begins to read the body."""
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {num_bytes}\r\nExpect: 100-continue\r\n\r\n"
-        with socket.create_connection(self.address, timeout=DEADLINE_S) as link:
-            link.sendall(head.encode())
-            begun = link.recv(4096)
-            need(begun.startswith(b"HTTP/1.1 100"), f"{path} has fewer seats than it should have: {begun[:60]!r}")
-            yield link
 
     def _fill(self, path: str, num: int, body: bytes) -> None:
         """`num` requests at once, each past its gate and without its body: one more is refused, and then all of them are answered."""
         with contextlib.ExitStack() as stack:
-            links = [stack.enter_context(self.holding(path, len(body))) for _ in range(num)]
-            need(self.ask(Case("POST", path, body)).status == 429, f"{path} has more than {num} seats")
+            links = [stack.enter_context(self._target.holding(path, len(body))) for _ in range(num)]
+            need(self._target.ask(Case("POST", path, body)).status == 429, f"{path} has more than {num} seats")
             for link in links:
                 link.sendall(body)
             for link in links:

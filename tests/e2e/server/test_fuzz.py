@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import fuzz_cases as cases
@@ -21,9 +23,12 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
+from penstock.server.routes import OPEN_PATHS
+
 SECONDS = float(os.environ.get("PENSTOCK_FUZZ_S", "0"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "0"))
 FIRST = int(os.environ.get("PENSTOCK_FUZZ_ROUND", "0"))
+PHASES = (Phase.generate, Phase.shrink)
 NUM_ROUNDS = 2  # in `make test`: half a minute
 
 
@@ -96,7 +101,7 @@ def fuzz(target: Target, kind: str, number: int) -> None:
         database=None,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
+        phases=PHASES,
     )
     @given(strategy)
     def trial(case: Any) -> None:
@@ -120,7 +125,7 @@ def test_no_request_gets_an_answer_that_it_should_not(target: Target, kind: str)
     while number < FIRST + NUM_ROUNDS if not SECONDS else time.monotonic() - began_s < SECONDS / len(KINDS):
         try:
             fuzz(target, kind, number)
-            target.check()
+            target.rest.check()
         except BaseException:
             print(f"again: make fuzz FUZZ_SEED={SEED} FUZZ_ROUND={number} ARGS='-k {kind}'")
             target.start()
@@ -128,6 +133,27 @@ def test_no_request_gets_an_answer_that_it_should_not(target: Target, kind: str)
         number += 1
     print(f"{kind}: {number - FIRST} rounds, {sum(target.seen.values())} answers: {dict(target.seen)}")
     need(SECONDS or KINDS[kind].reached <= set(target.seen), f"only {set(target.seen)} are reached")
+
+
+def test_nothing_but_the_probes_answers_without_the_key(tmp_path: Path) -> None:
+    key = "the-right-key"
+    with Target(tmp_path, key) as target:
+
+        @seeded(SEED)
+        @settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+        @given(cases.any_route() | cases.wild_body(), st.sampled_from(["", "Bearer", f"Bearer {key}x", f"Basic {key}", "Bearer \xa0", key]))
+        def trial(case: Case, said: str) -> None:
+            headers = [(name, value) for name, value in case.headers if name != "Authorization"]
+            wrong = dataclasses.replace(case, headers=(*headers, ("Authorization", said)))
+            note(wrong.curl(target.url))
+            with contextlib.suppress(Unsendable):
+                answer = target.ask(wrong)
+                need((answer.status == 401) == (case.path not in OPEN_PATHS), f"status {answer.status} without the key")
+                need(key.encode() not in answer.body, "an answer has the key")
+
+        trial()
+        need(key not in target.log.read_text(), "the log has the key")
+        target.rest.wait_idle()
 
 
 def test_every_route_and_every_body_is_fuzzed() -> None:

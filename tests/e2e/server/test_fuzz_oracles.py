@@ -182,32 +182,32 @@ def test_answers_that_differ_are_noticed(target: Target) -> None:
 
 def test_what_is_left_behind_is_noticed(target: Target) -> None:
     """Each thing that the check between rounds looks at, spoiled in what it compares with, or held for real."""
-    target.check()
-    for name, value in (("_totals", {"device": 1.0}), ("_size", -(1 << 40)), ("_canary", [])):
-        before = getattr(target, name)
-        setattr(target, name, value)
-        assert notices(target.check), f"not noticed: {name}"
-        setattr(target, name, before)
+    target.rest.check()
+    for name, value in (("totals", {"device": 1.0}), ("size", (-(1 << 40), 99)), ("size", (1 << 40, -99)), ("first_canary", [])):
+        before = getattr(target.rest, name)
+        setattr(target.rest, name, value)
+        assert notices(target.rest.check), f"not noticed: {name}"
+        setattr(target.rest, name, before)
     with target.log.open("a") as log:
         log.write("2026-01-01 00:00:00 ERROR penstock.server: a stream ended early\n")
-    assert notices(target.check)
+    assert notices(target.rest.check)
     target.log.write_text("")
-    target.check()
+    target.rest.check()
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", b'{"prompt":"x"}'), ("/v1/load_lora_adapter", b"{}")])
 def test_a_seat_that_is_not_given_back_is_noticed(target: Target, path: str, body: bytes) -> None:
     with target.holding(path, len(body)):
-        assert notices(target.check)
-    target.check()
+        assert notices(target.rest.check)
+    target.rest.check()
 
 
 def test_a_running_request_is_not_idle(target: Target) -> None:
     fields = {**BASES["/v1/completions"], "max_tokens": 140, "ignore_eos": True, "stream": True}
     case = Case("POST", "/v1/completions", encode(fields), fields=fields, leave_after=1)
     target.ask(case)
-    target.wait_idle()
-    assert target.busy() == {}
+    target.rest.wait_idle()
+    assert target.rest.busy() == {}
 
 
 def test_bytes_on_a_connection_get_their_answers(target: Target) -> None:

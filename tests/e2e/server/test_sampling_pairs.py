@@ -162,7 +162,7 @@ def test_every_two_options_together_are_answered_as_the_reference_says(
             raise AssertionError(f"case {number}, {Case('POST', path, encode(fields)).curl(target.url)}\n{error}") from error
         endings |= {(choice.finish, bool(choice.num_tokens)) for choice in wanted}
     assert endings == {("stop", True), ("length", True), ("length", False)}, "some end by a stop, some by length, some at once"
-    target.check()
+    target.rest.check()
 
 
 @pytest.mark.parametrize("options", [COMPLETIONS, CHAT], ids=["completions", "chat"])
