@@ -24,6 +24,7 @@ from fuzz_cases import ADAPTER, MAX_BODY_BYTES, MAX_CONCURRENT, MAX_MODEL_LEN, M
 from fuzz_oracles import Answer, Choice, Finding, generated, judge, need, same
 from prometheus_client.parser import text_string_to_metric_families
 
+import penstock
 from penstock.testing.adapters import write_random_adapter
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
 
@@ -61,7 +62,8 @@ class Target:
         command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *self._settings()]
         self.log.write_text("")
         log = self._stack.enter_context(self.log.open("a"))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        source = str(Path(penstock.__file__).parents[1])  # the tree that these tests are of, whatever is installed
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         self._stack.callback(self._end)
         assert self._process.stdout is not None
