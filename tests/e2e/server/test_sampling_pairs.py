@@ -32,7 +32,7 @@ SHARED: dict[str, list[Any]] = {
     "min_p": [None, 0.02, 0.3],
     "presence_penalty": [None, 1.3, -0.8],
     "frequency_penalty": [None, 0.9, -0.6],
-    "repetition_penalty": [None, 1.6, 0.7],
+    "repetition_penalty": [None, 1.6, 0.3],
     "seed": [5, -12, 2**63 - 1],
     "n": [None, 3],
     "stop": [None, "e", ["qqq", " the", "n", "on"]],
@@ -44,7 +44,13 @@ SHARED: dict[str, list[Any]] = {
 }
 COMPLETIONS = {
     **SHARED,
-    "prompt": ["When the gate opens too early", [40, 2, 300, 2, 7], ["x", "the lazy dog"], f"a {SMILE}{SMILE}b", [[200, 130, 88], [11]]],
+    "prompt": [
+        "When the gate opens too early",
+        [40, 2, 300, 2, *range(60, 90)],
+        ["x", "the lazy dog"],
+        f"a {SMILE}{SMILE}b",
+        [[200, 130, 88], [11]],
+    ],
     "logprobs": [None, 0, 4, 20],
     "echo": [None, True],
 }
