@@ -10,11 +10,14 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.app import make_app
+from penstock.server.faults import Refused, error_response
 from penstock.server.service import CLOSE_GRACE_S, Service
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -83,6 +86,22 @@ class HttpServer(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class Connection(H11Protocol):
+    """Uvicorn's connection, for clients that stop speaking HTTP within a request. Theirs is over for the application too: what it still
+    sends goes nowhere, instead of failing."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun, and only closing can tell
+            refusal = error_response(Refused(400, "what was sent is not valid HTTP"))
+            head = h11.Response(status_code=400, headers=[*refusal.raw_headers, (b"connection", b"close")], reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(refusal.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 def _bind(config: ServerConfig) -> socket.socket:

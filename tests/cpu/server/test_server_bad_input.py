@@ -267,6 +267,40 @@ def test_garbage_instead_of_http_is_survived(served: Served) -> None:
     assert served.http.get("/health").status_code == 200
 
 
+CHUNKED = b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("garbage", [b"zz\r\n", b'5\r\n{"mod\r\nzz\r\n'], ids=["at once", "behind a part of the body"])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize", b"/nowhere"])
+def test_a_client_that_stops_speaking_http_within_a_request_is_refused_once_and_fails_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture, path: bytes, garbage: bytes
+) -> None:
+    for pieces in ([CHUNKED % path + garbage], [CHUNKED % path, garbage]):
+        with served.connect() as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+            answer = connection.makefile("rb").read()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.1 404")) and answer.count(b"HTTP/1.1") == 1, answer
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    served.assert_idle()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_garbage_behind_a_refusal_ends_the_connection_and_fails_nothing(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    connection = served.connect()
+    connection.sendall(CHUNKED % b"/nowhere")
+    answer = b""
+    while not answer.endswith(b"}}"):
+        answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 404")
+    connection.sendall(b"zz\r\n")
+    assert connection.recv(4096) == b""
+    connection.close()
+    served.assert_idle()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 # ------------------------------------------------------------------------------------------------------------------- key
 
 

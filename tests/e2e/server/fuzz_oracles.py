@@ -73,14 +73,14 @@ def judge(case: Case, answer: Answer) -> None:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise Finding(f"an answer of another shape ({error!r}): {answer.body[:300]!r}") from error
         return
-    error = _error(answer)
+    error = check_error(answer)
     need(not case.legal or status == 429, f"a legal request is refused: {error['message']}")
     _check_named(case, status, error)
     need(("allow" in answer.headers) == (status == 405), "405 says which methods there are, and nothing else does")
     need(("retry-after" in answer.headers) == (status == 429), "429 says when to come back, and nothing else does")
 
 
-def _error(answer: Answer) -> Json:
+def check_error(answer: Answer) -> Json:
     need(answer.headers.get("content-type") == "application/json", f"an error of type {answer.headers.get('content-type')}")
     body = strict_json(answer.body)
     need(isinstance(body, dict) and set(body) == {"error"}, "an error is an object with one key")

@@ -107,10 +107,11 @@ def fuzz(target: Target, kind: str, number: int) -> None:
     def trial(case: Any) -> None:
         try:
             act(target, case)
+            target.rest.check_log()
         except Unsendable:
             return
         except Finding:
-            target.ensure_usable()
+            target.recover()
             raise
 
     trial()

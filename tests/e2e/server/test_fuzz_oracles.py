@@ -213,3 +213,10 @@ def test_a_running_request_is_not_idle(target: Target) -> None:
 def test_bytes_on_a_connection_get_their_answers(target: Target) -> None:
     get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     assert target.write(Bytes((get, get[:10], get[10:] + b"\x00\r\n\r\n"), "wait")) == [200, 200, 400]
+
+
+def test_a_connection_may_end_in_the_middle_of_its_request(target: Target) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"
+    for end in ("half", "close", "reset"):
+        assert target.write(Bytes((head,), end)) == []
+    target.rest.check()
