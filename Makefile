@@ -21,7 +21,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test soak crash mutants test-gpu lint format types size bench clean
+.PHONY: help setup setup-dev serve chat test soak crash fuzz mutants test-gpu lint format types size bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test       set up, then lint, types and all tests that run without a GPU"
 	@echo "make soak       random trouble, minutes long, every answer checked (options: make soak SOAK_S=600 CROWDS=1000)"
 	@echo "make crash      the SSD cache's writers killed hundreds of times, what is left checked (options: make crash KILLS=300 CRASHES=600)"
+	@echo "make fuzz       random requests to every route of a server, every answer checked (options: make fuzz FUZZ_S=600 FUZZ_SEED=7)"
 	@echo "make mutants    faults put into copies of the source, and which check finds each, minutes long (ARGS='--only replay')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
@@ -97,6 +98,14 @@ CRASHES ?= 600
 crash: setup-dev
 	$(ONE_THREAD) PENSTOCK_KILLS=$(KILLS) PENSTOCK_CRASHES=$(CRASHES) PENSTOCK_DAMAGES=$(DAMAGES) $(BIN)/python -m pytest -s \
 		-o faulthandler_timeout=0 tests/cpu/kv/ssd/test_ssd_crash.py tests/cpu/kv/ssd/test_ssd_killed.py tests/cpu/kv/ssd/test_ssd_damage.py $(ARGS)
+
+# A server, asked at random for FUZZ_S seconds. The seed is printed: the same one asks the same. FUZZ_ROUND begins at a later round.
+FUZZ_S ?= 300
+FUZZ_SEED ?= $(shell date +%s)
+FUZZ_ROUND ?= 0
+fuzz: setup-dev
+	$(ONE_THREAD) PENSTOCK_FUZZ_S=$(FUZZ_S) PENSTOCK_FUZZ_SEED=$(FUZZ_SEED) PENSTOCK_FUZZ_ROUND=$(FUZZ_ROUND) $(BIN)/python -m pytest -s \
+		-o faulthandler_timeout=0 tests/e2e/server/test_fuzz.py $(ARGS)
 
 # One fault at a time in a copy of the tree, tested there; writes docs/mutants.md.
 mutants: setup-dev

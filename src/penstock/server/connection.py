@@ -12,6 +12,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from penstock.server.faults import Refused, error_response
+
 logger = logging.getLogger("penstock.server")
 
 MIN_TAKEN = 16 << 10  # bytes of a reply that a client has to take in its time, or all that there are
@@ -61,6 +63,19 @@ class Connection(H11Protocol):
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """The client has stopped speaking HTTP. Its request is over for the application too: what that still sends goes nowhere, instead of
+        failing."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun, and only closing can tell
+            refusal = error_response(Refused(400, "what was sent is not valid HTTP"))
+            head = h11.Response(status_code=400, headers=[*refusal.raw_headers, (b"connection", b"close")], reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(refusal.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _watch_reading(self) -> None:
         """One deadline from the first to the last byte of a header. A body has one where it is read; here one behind an early reply."""

@@ -54,10 +54,12 @@ class Small:
         self._exposition = metrics.Exposition(service.engine)
 
     async def models(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
         adapters = [adapter_card(self._service, loaded) for loaded in self._service.engine.adapters.all()]
         return json_response({"object": "list", "data": [self._card(), *adapters]})
 
     async def model(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
         name = request.path_params["model"]
         loaded = self._service.engine.adapters.find(name)
         if loaded is not None:
@@ -95,6 +97,7 @@ class Small:
     async def cache_reset(self, request: Request) -> Response:
         present = self._service.engine.tiers
         schema.check_query(request.query_params, tier=(*present, "all"))
+        await self._no_fields(request)
         tier = request.query_params.get("tier", "all")
         evicted = await self._service.reset_cache(present if tier == "all" else (tier,))
         return json_response({"tier": tier, "evicted_blocks": sum(evicted.values()), "by_tier": evicted})
@@ -102,6 +105,7 @@ class Small:
     async def cache_flush(self, request: Request) -> Response:
         """Answers when what was computed before is saved as far as asked for."""
         schema.check_query(request.query_params, level=("captured", "visible", "persisted"))
+        await self._no_fields(request)
         level = request.query_params.get("level", "visible")
         if level == "persisted" and not LASTING & set(self._service.engine.tiers):
             raise InvalidRequest("no tier of this server outlives it (an ssd or a remote one would): nothing can be persisted", "level")
@@ -122,13 +126,16 @@ class Small:
         return json_response(content)
 
     async def health(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
         trouble = "the server is shutting down" if self._service.stopping else self._service.trouble()
         return _status("ready", trouble)
 
     async def live(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
         return _status("live", self._service.trouble())
 
     async def metrics(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
         return Response(self._exposition.text(), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def _body(self, request: Request, kind: type[msgspec.Struct]) -> tuple[Any, int]:
@@ -137,6 +144,11 @@ class Small:
         body: Any = schema.decode(data, kind)
         self._service.check_model(body.model)
         return body, len(data)
+
+    async def _no_fields(self, request: Request) -> None:
+        """What somebody says in a body instead of the query is refused, not ignored."""
+        if data := await read_body(request.scope, request.receive, self._service.config):
+            schema.decode(data, schema.NoFields)
 
     def _card(self) -> dict[str, Any]:
         engine = self._service.engine

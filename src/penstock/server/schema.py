@@ -224,6 +224,10 @@ class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: Label
 
 
+class NoFields(msgspec.Struct, forbid_unknown_fields=True):
+    """Of routes that take a query: a field in a body would be ignored."""
+
+
 def nth_seed(seed: int | None, i: int) -> int | None:
     """The seed of choice `i`; past the largest one it goes on from the smallest."""
     if seed is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
@@ -96,17 +95,24 @@ def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:
 
 
 def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
-    """The character of the prompt's text at which each of its tokens begins.
+    """The character of the prompt's text at which each of its tokens begins, or which it continues: as for generated tokens.
 
-    Counted in bytes that begin a character, since a token may begin in the middle of one. Where the tokenizer put special tokens
-    before the client's text, those lie at 0 and do not shift the rest.
+    Where the tokenizer put special tokens before the client's text, those lie at 0 and do not shift the rest.
     """
-    pieces = [tokenizer.token_bytes(token) for token in prompt.ids]
-    lengths = [len(piece.translate(None, CONTINUATION)) for piece in pieces]
-    starts = [0, *accumulate(lengths)]
-    total = starts.pop()
-    extra = total - len(prompt.text) if b"".join(pieces).endswith(prompt.text.encode()) else 0
-    return [max(0, start - extra) for start in starts]
+    stream = TextStream(_Shown(tokenizer.token_bytes))
+    delta = stream.push(prompt.ids)
+    text = delta.text + stream.finish()
+    extra = len(text) - len(prompt.text) if text.endswith(prompt.text) else 0
+    return [max(0, offset - extra) for offset in delta.offsets]
+
+
+class _Shown(NamedTuple):
+    """A tokenizer whose special tokens have text: in a prompt they are what the client wrote."""
+
+    token_bytes: Callable[[int], bytes]
+
+    def is_special(self, id: int) -> bool:
+        return False
 
 
 # -------------------------------------------------------------------------------------------------------------- choices

@@ -229,11 +229,30 @@ def test_paths_methods_and_queries_that_do_not_exist(served: Served) -> None:
         ("POST", "/cache/reset?level=1", 400),
         ("GET", "/cache/stats?x=1", 400),
         ("POST", "/v1/completions?x=1", 400),
+        ("GET", "/v1/models?x=1", 400),
+        ("GET", f"/v1/models/{MODEL}?x=1", 400),
+        ("GET", "/health?x=1", 400),
+        ("GET", "/live?x=1", 400),
+        ("GET", "/metrics?x=1", 400),
     ]:
         reply = served.http.request(method, path)
         assert reply.status_code == status, path
         assert reply.json()["error"]["message"], path
         assert ("allow" in reply.headers) == (status == 405), path
+
+
+def test_a_tier_or_level_in_a_body_is_refused_and_not_taken_for_the_default(served: Served) -> None:
+    """Somebody who writes the query's parameter into a body would reset every tier instead of one."""
+    for path, field, value in (("/cache/reset", "tier", "device"), ("/cache/flush", "level", "captured")):
+        check_refused(served, path, {field: value}, field, "not a field")
+        check_refused(served, path, b"device", None, "valid JSON")
+        for empty in (b"", b"{}"):
+            assert served.http.post(path, content=empty).status_code == 200
+
+
+def test_of_a_key_that_comes_twice_the_last_one_counts(served: Served) -> None:
+    body = b'{"model": "%b", "prompt": "x", "max_tokens": 9, "max_tokens": 3}' % MODEL.encode()
+    assert served.http.post("/v1/completions", content=body).json()["usage"]["completion_tokens"] == 3
 
 
 def test_garbage_instead_of_http_is_survived(served: Served) -> None:
@@ -245,6 +264,40 @@ def test_garbage_instead_of_http_is_survived(served: Served) -> None:
             pass
         connection.close()
     assert served.http.get("/health").status_code == 200
+
+
+CHUNKED = b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("garbage", [b"zz\r\n", b'5\r\n{"mod\r\nzz\r\n'], ids=["at once", "behind a part of the body"])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize", b"/nowhere"])
+def test_a_client_that_stops_speaking_http_within_a_request_is_refused_once_and_fails_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture, path: bytes, garbage: bytes
+) -> None:
+    for pieces in ([CHUNKED % path + garbage], [CHUNKED % path, garbage]):
+        with served.connect() as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+            answer = connection.makefile("rb").read()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.1 404")) and answer.count(b"HTTP/1.1") == 1, answer
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    served.assert_idle()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_garbage_behind_a_refusal_ends_the_connection_and_fails_nothing(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    connection = served.connect()
+    connection.sendall(CHUNKED % b"/nowhere")
+    answer = b""
+    while not answer.endswith(b"}}"):
+        answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 404")
+    connection.sendall(b"zz\r\n")
+    assert connection.recv(4096) == b""
+    connection.close()
+    served.assert_idle()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 # ------------------------------------------------------------------------------------------------------------------- key

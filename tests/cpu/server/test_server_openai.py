@@ -174,7 +174,7 @@ def test_echo_with_logprobs_scores_the_prompt_and_its_first_token_has_none(serve
         assert choice.logprobs.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "c", "h"][: 3 + max_tokens]
         assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5, -0.5][: 3 + max_tokens]
         assert choice.logprobs.top_logprobs[0] is None
-        assert choice.logprobs.text_offset == [0, 1, 2, 2, 3][: 3 + max_tokens]
+        assert choice.logprobs.text_offset == [0, 1, 1, 2, 3][: 3 + max_tokens]
         assert reply.usage.completion_tokens == max_tokens
         sampling = served.engine.submitted[-1][1]
         assert (sampling.logprobs, sampling.prompt_logprobs) == (1, 1)

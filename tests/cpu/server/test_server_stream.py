@@ -200,7 +200,10 @@ def test_what_came_before_a_failure_is_said_first(finish: FinishReason, kind: ty
 
 def test_special_tokens_before_a_prompt_do_not_shift_its_offsets() -> None:
     tokenizer = ScriptedTokenizer()
-    assert prompt_offsets(tokenizer, Prompt(list("aéb".encode()), "aéb")) == [0, 1, 2, 2]
+    assert prompt_offsets(tokenizer, Prompt(list("aéb".encode()), "aéb")) == [0, 1, 1, 2], (
+        "the second half of a character is where the first is"
+    )
+    assert prompt_offsets(tokenizer, Prompt([0x80, 97, 0xC3, 98], "\ufffda\ufffdb")) == [0, 1, 2, 3], "what is no character is one"
     assert prompt_offsets(tokenizer, Prompt([EOS, *b"ab"], "ab")) == [0, 0, 1]
     assert prompt_offsets(tokenizer, Prompt([97, EOS, 98], "a<256>b")) == [0, 1, 6]
 
