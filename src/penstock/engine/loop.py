@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _SWITCH_S = 0.0005
 # By generation. The youngest holds what a step or two have made, and is looked through in a tenth of a millisecond. The others hold what
 # open requests keep, and take up to a step's time: by Python's own numbers every ten steps.
-_COLLECT_AFTER = (1000, 200, 100)
+_COLLECT_AFTER = (1000, 1000, 10)
 _CLOSE_S = 20.0  # for transfers that are under way when the engine closes
 _MARGIN_S = 10.0  # for everything else that closing does
 _IDLE_S = 0.5  # an idle loop comes round this often, so that its heartbeat stays fresh

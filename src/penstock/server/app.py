@@ -39,6 +39,7 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.start()
+        await service.warm()
         watcher = asyncio.create_task(service.watch())
         try:
             yield

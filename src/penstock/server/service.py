@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason
-from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded
+from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.stream import Bridge, Reading
@@ -63,6 +63,21 @@ class Service:
     def start(self) -> None:
         self._bridge = Bridge(asyncio.get_running_loop())
         self.loop.start()
+
+    async def warm(self) -> None:
+        """What the first request would wait for otherwise: worker threads and what is imported with them, tokenizer and template."""
+        tokenizer = self.engine.tokenizer
+
+        def work() -> None:
+            tokenizer.decode(tokenizer.encode("warm"))
+            if tokenizer.has_chat_template:
+                tokenizer.encode_chat([{"role": "user", "content": "warm"}])
+
+        for num_bytes in (0, INLINE_BYTES + 1):
+            try:
+                await self.compute(work, num_bytes)
+            except InvalidRequest as error:  # a template that takes no such conversation: its users will see the same
+                logger.info("the chat template was not warmed up: %s", error)
 
     async def watch(self) -> None:
         """Runs beside the routes: a dead engine thread ends everyone's wait."""

@@ -74,7 +74,12 @@ def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[Kind]:
     batches = [num for num in _BATCHES if num < most] + [most]
     kinds += [Kind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
     kinds += [Kind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), Kind((Work(100),), _EVERYTHING)]
-    kinds += [Kind((Work(300),), SamplingParams(max_tokens=1, temperature=0.0, logprobs=num, prompt_logprobs=num)) for num in (0, 5, 20)]
+    echoes = [SamplingParams(max_tokens=1, temperature=0.0, logprobs=num, prompt_logprobs=num) for num in (0, 2, 5, 20)]
+    kinds += [Kind((Work(300),), echo) for echo in echoes]
+    # Steps that no replay serves, whatever their length: products of few rows have other kernels than those of many.
+    lengths = (8, 24, 48, 100, 200, 500, 700, 1000, 1500, 2000)
+    kinds += [Kind((Work(num),), echoes[1]) for num in lengths]
+    kinds += [Kind((Work(num),), adapter=BLANK) for num in lengths]
     lone = [*range(1024, chunk, 1024), chunk]
     kinds += [Kind((Work(num - odd),)) for num in lone for odd in (0, 7)]
     kinds += [Kind((Work(num, prefix),)) for num in (300, 3000, chunk) for prefix in (chunk, 2 * chunk)]
@@ -83,7 +88,7 @@ def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[Kind]:
     ]
     kinds += [Kind((*(Work(1, chunk),) * 7, Work(300, chunk)))]
     kinds += [Kind((*_decodes(most - 1), Work(chunk - 1)), _EVERYTHING)]
-    kinds += [Kind(work, adapter=BLANK) for work in (_decodes(1), _decodes(min(32, most)), (Work(300),), (Work(chunk),))]
+    kinds += [Kind(work, adapter=BLANK) for work in (*map(_decodes, batches), (Work(chunk),))]
     return [kind for kind in kinds if _fits(kind, sizes)]
 
 
