@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,6 +42,11 @@ class StepInputs:
     max_kv_len: int
 
 
+@functools.lru_cache(maxsize=4096)  # asked for several times in each step
+def _cuts(t: int, b: int, s: int) -> tuple[int, ...]:
+    return tuple(itertools.accumulate((t, t, t, b + 1, b, b, b, s, s)))
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a step, and with them the place of each input inside one packed int32 buffer: one buffer, one upload."""
@@ -54,12 +61,7 @@ class Shape:
 
     def cuts(self) -> tuple[int, ...]:
         """Ends of: tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows. Tables follow."""
-        t, b, s = self.num_tokens, self.num_chunks, self.num_samples
-        ends, total = [], 0
-        for width in (t, t, t, b + 1, b, b, b, s, s):
-            total += width
-            ends.append(total)
-        return tuple(ends)
+        return _cuts(self.num_tokens, self.num_chunks, self.num_samples)
 
     @property
     def fixed_ints(self) -> int:

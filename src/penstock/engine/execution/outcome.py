@@ -25,15 +25,17 @@ class Outputs:
     buffer: Tensor  # int32
     access: Access  # the host's, when it reads
     lora: LoraRuns | None = None  # only kept: the device may still read weights that everybody else has let go
-    sampled: Tensor | None = None  # [S, width]
+    sampled: Tensor | None = None  # [S, width], or [S]: tokens alone
     prompts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [tokens, width]
     num_used: int = 0
 
     def room_for(self, num_rows: int, num_top: int) -> Tensor:
-        """Int32 [num_rows, width] of the buffer for this many alternatives."""
+        """Room in the buffer for packed rows with this many alternatives each: [num_rows, width], or [num_rows] where there is but a token
+        in each."""
         width = packed_width(num_top)
         first, self.num_used = self.num_used, self.num_used + num_rows * width
-        return self.buffer[first : self.num_used].view(num_rows, width)
+        room = self.buffer[first : self.num_used]
+        return room if width == 1 else room.view(num_rows, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ class RunningStep:
         if self.outputs.sampled is None:
             return []
         output = self.outputs.sampled.numpy()
-        if output.shape[1] == packed_width(-1):
-            tokens = output[:, 0].tolist()
+        if output.ndim == 1:
+            tokens = output.tolist()
             return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, tokens, strict=False) if c.samples]
         found = zip(self.chunks, _rows(output), self.num_logprobs, strict=False)
         return [

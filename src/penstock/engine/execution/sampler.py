@@ -31,10 +31,12 @@ class SampleOutput:
     top_logprobs: Tensor | None = None  # float32 [S, n]
 
     def packed(self) -> Tensor:
-        """All of it as int32 words [S, `packed_width`]: one copy brings it to the host, where `outcome.py` takes it apart."""
-        columns = [self.tokens.to(torch.int32)[:, None]]
-        if self.logprobs is not None and self.ranks is not None:
-            columns += [self.logprobs[:, None].view(torch.int32), self.ranks[:, None]]
+        """All of it as int32 words [S, `packed_width`], or the tokens alone [S]: one copy brings it to the host, where `outcome.py` takes
+        it apart."""
+        tokens = self.tokens.to(torch.int32)
+        if self.logprobs is None or self.ranks is None:
+            return tokens
+        columns = [tokens[:, None], self.logprobs[:, None].view(torch.int32), self.ranks[:, None]]
         if self.top_ids is not None and self.top_logprobs is not None:
             columns += [self.top_ids.to(torch.int32), self.top_logprobs.contiguous().view(torch.int32)]
         return torch.cat(columns, dim=1)

@@ -236,7 +236,7 @@ def test_what_is_sampled_comes_through_one_packed_copy_unchanged() -> None:
     assert words[:, 1].view(np.float32).tolist() == output.logprobs.tolist() and output.logprobs[0] == -torch.inf
     assert words[:, 3:6].tolist() == output.top_ids.tolist()
     assert words[:, 6:].view(np.float32).tolist() == output.top_logprobs.tolist()
-    assert SampleOutput(torch.tensor([5, 6])).packed().tolist() == [[5], [6]] and packed_width(-1) == 1
+    assert SampleOutput(torch.tensor([5, 6])).packed().tolist() == [5, 6] and packed_width(-1) == 1
     assert token_logprobs(logits, torch.tensor([4, 0, 11]), 0).packed().shape == (3, packed_width(0))
 
 
