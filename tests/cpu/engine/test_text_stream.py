@@ -53,6 +53,7 @@ STOPS = [
     ("aaab", ("aab",), "a"),  # falls back to a shorter beginning of itself
     ("abababac", ("ababac",), "ab"),
     ("aabaaab", ("aaab", "abb"), "aab"),
+    ("aabaaabaaac", ("aabaaac",), "aaba"),  # and falls back twice in one place
     ("abcabd", ("abd",), "abc"),
     ("abab", ("ab",), ""),  # the first of several
     ("one\n\nUs: two\n\nUser: three", ("\n\nUser:",), "one\n\nUs: two"),  # given back once, then met
@@ -153,6 +154,14 @@ def test_what_is_emitted_never_has_to_be_taken_back(text: str, stop: list[str]) 
         for s in stop:
             for overlap in range(1, len(s)):
                 assert not text[:n].endswith(s[:overlap]) or overlap <= len(held)
+
+
+def test_how_far_a_stop_string_falls_back_is_what_comparing_every_length_finds() -> None:
+    """All strings of two letters up to nine of them: each prefix's longest end that is also its beginning."""
+    for length in range(1, 10):
+        for text in map("".join, itertools.product("ab", repeat=length)):
+            expected = [max(n for n in range(end) if text[:end].endswith(text[:n])) for end in range(1, length + 1)]
+            assert text_module._borders(text) == expected, text
 
 
 def test_holding_nothing_back_would_leak_half_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
