@@ -37,6 +37,7 @@ KINDS = {
     "accounting": "Promises and counts that do not add up",
     "identity": "Bytes under a key that is not theirs",
     "failure": "What becomes of an error",
+    "answer": "An answer, a figure or a limit that is wrong",
 }
 WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
 TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides
