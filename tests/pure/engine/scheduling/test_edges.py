@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_cases import A, B, C, planned, shape
+from scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
 from scheduler_world import World
 
+from penstock.contract import FinishReason, Match, Request, SamplingParams
 from penstock.engine.scheduling.scheduler import _LOOK_AHEAD
+from penstock.engine.scheduling.track import Track
 
 
 @pytest.mark.parametrize("num_waiting", [1, _LOOK_AHEAD - 1, _LOOK_AHEAD, _LOOK_AHEAD + 1])
@@ -59,3 +61,66 @@ def test_a_life_is_as_long_as_what_is_fed_back(max_tokens: int, fits: bool) -> N
     assert (second in started) == fits
     world.finish()
     world.close()
+
+
+def test_a_request_decodes_beside_an_older_one_whose_prompt_takes_the_whole_chunk() -> None:
+    """The older one was loading when the other began, and comes first from then on."""
+    world = remembered(A[:8], num_slots=40, overlap_tokens=100)
+    older = world.submit([*A[:8], *[4] * 20], 1)
+    younger = world.submit(B[:2], 9, ignore_eos=True)
+    assert shape(planned(world)) == [(younger, 0, 2)]
+    tiers_of(world).launch("device")
+    for lane in world.device.lanes:
+        while lane.step():
+            pass
+    world.settle()
+    assert sorted(shape(planned(world))) == sorted([(older, 8, 8), (younger, 2, 1)])
+    world.finish()
+    world.close()
+
+
+def test_nobody_is_admitted_in_the_plan_that_pushes_another_out() -> None:
+    """What is freed is for the one that needed it; and the one that was pushed out comes before those that came later."""
+    world = World(num_slots=6, overcommit=2.0)
+    for prompt in (A, B):
+        world.submit(prompt[:4], 12, ignore_eos=True)
+    while world.plan() and not world.scheduler.counts.retractions:
+        if len(world.in_flight) > 1:
+            world.commit()
+        if len(world.asked) == 2 and world.cache.num_available == 0:
+            world.submit(C[:2], 1, ignore_eos=True)
+    assert len(world.asked) == 3 and set(world.cache.tables) == {"r0"}, "the third waits, though there is room for it"
+    world.close()
+
+
+def test_a_request_waits_while_its_first_step_has_no_room_however_much_may_be_promised() -> None:
+    world = World(num_slots=4, max_batch=2, prefill_chunk=16, overcommit=8.0)
+    first = world.submit(A[:9], 2, ignore_eos=True)
+    assert shape(planned(world)) == [(first, 0, 9)]
+    second = world.submit(B[:8], 2, ignore_eos=True)
+    assert shape(world.plan()) == [(first, 9, 1)], "one block is left, and its prompt takes two"
+    world.close()
+    assert world.outcome(second)[1] is FinishReason.LENGTH
+
+
+def test_where_a_load_ends_short_what_lies_before_it_on_the_device_stays_cached() -> None:
+    prompt = list(range(20))
+    track = Track(Request("r", prompt, SamplingParams(max_tokens=3)), 1, None, tokens=list(prompt))
+    track.begin(Match(num_blocks=2, num_idle=0, pending=False, num_colder=2), block_tokens=4)
+    assert (track.num_resident, track.num_cached, track.num_planned) == (8, 16, 16)
+    for num_landed, num_cached in ((1, 12), (0, 8)):
+        track.compute_rest(num_landed, block_tokens=4)
+        assert (track.num_cached, track.num_planned, track.num_committed, track.computes) == (num_cached, num_cached, num_cached, True)
+
+
+@pytest.mark.parametrize("when", ["waiting", "running"])
+def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_nowhere(when: str) -> None:
+    world = World(num_slots=8, max_batch=1)
+    if when == "waiting":
+        world.submit(B[:4], 9, ignore_eos=True)
+        planned(world)
+    cancelled = world.submit(A[:8], 4)
+    world.plan()
+    event = world.scheduler.cancel(cancelled)
+    assert event is not None and (event.finish, event.source, event.tokens) == (FinishReason.CANCELLED, None, ())
+    assert sum(world.scheduler.counts.prompt_tokens.values()) == 0
