@@ -9,6 +9,8 @@ import pytest
 from served import MODEL, Served, completion, serving, until
 
 from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from penstock.server.replies import usage_of
+from penstock.server.text import ChoiceText, Prompt
 from penstock.testing.embedded import embedded_tokenizer
 from penstock.testing.scripted_engine import EOS, ScriptedEngine
 
@@ -190,3 +192,10 @@ def test_a_stream_says_null_usage_in_every_chunk_but_the_last_where_usage_was_as
             assert not any('"usage"' in chunk for chunk in chunks)
         else:
             assert all('"usage":null' in chunk for chunk in chunks[:-1]) and '"completion_tokens":2' in chunks[-1]
+
+
+def test_a_prompt_whose_source_nobody_told_counts_as_computed() -> None:
+    sampling = SamplingParams(max_tokens=1)
+    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, None)
+    details = usage_of([Prompt([1, 2, 3])], [untold], 1)["prompt_tokens_details"]
+    assert details == {"cached_tokens": 0, "kv_source": {}}
