@@ -6,9 +6,15 @@ import pytest
 from kv_fakes import FakeLane
 
 from penstock.contract import Arrival
+from penstock.figures import Traffic
 from penstock.kv.blocks.eviction.cost import _COSTS, _NUM_CLASSES, CostOrder
+from penstock.kv.blocks.eviction.lru import LruOrder
 from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
 from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.tally import Tally, Way
 from penstock.kv.transfer.mover import Group, Transfer
 
 
@@ -74,3 +80,29 @@ def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(num_arr
     transfer.launched(None, [Arrival((n, n + 1), lane.record()) for n in range(num_arrivals)])
     lane.num_passed = num_passed
     assert transfer.nearly_landed() is nearly
+
+
+def test_every_block_that_a_store_has_no_room_for_is_counted() -> None:
+    tally = Tally(100, lambda: 0.0)
+    tally.ended(Way.WRITE, [Outcome.FULL, Outcome.DONE, Outcome.FULL, Outcome.FULL])
+    tally.skip("queue", 2)
+    traffic = Traffic({}, {}, {}, {}, {}, 0)
+    tally.report("ssd", traffic)
+    assert traffic.skipped == {"full": 3, "queue": 2} and traffic.bytes["host", "ssd"] == 100
+
+
+def test_what_a_lease_finds_is_told_to_the_order_of_eviction() -> None:
+    """A block that is read under a pin is used as much as one that a table holds."""
+    order = LruOrder(8)
+    told: list[int] = []
+    order.hit = lambda slots: told.extend(int(slot) for slot in slots)  # type: ignore[method-assign]
+    tier = HostTier(BlockPool(8, "host", eviction=order), block_tokens=4, lease_s=9.0, clock=lambda: 0.0)
+    keys = [key(number) for number in range(3)]
+    taken = tier.take(keys, [0, 1, 2], "a save")
+    assert taken.reservation is not None
+    slots = list(taken.reservation.slots)
+    tier.land(taken)
+    told.clear()
+    lease = tier.lease([*keys, key(9)], "a request", first=1)
+    assert lease is not None and told == slots[1:]
+    lease.end()
