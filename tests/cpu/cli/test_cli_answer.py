@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.commands.answer import Answer, Figures
@@ -88,7 +90,7 @@ class _Ending:
 @pytest.mark.parametrize("tokens", [(), (65,), (65, 66)])
 def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text(tokens, monkeypatch):
     now = iter(range(100, 200))
-    monkeypatch.setattr("penstock.commands.answer.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("penstock.commands.answer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     answer = Answer(_Ending(*tokens), [1, 2], _greedy(5))
     assert "".join(answer.pieces()) == bytes(tokens).decode()
     figures = answer.figures()

@@ -130,3 +130,19 @@ def test_only_tokens_that_were_generated_count_towards_penalties(
         counts = padded._parts.executor._sampler._counts
         assert counts is not None
         assert int(counts[:-1].sum()) == len(found.tokens), "the last row is that of padding, which nobody reads"
+
+
+def test_a_token_whose_id_is_zero_is_a_token_like_any_other(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """At the beginning of a prompt, of a chunk and of a step beside others, in rows whose last request ended with another token."""
+    zeros = ([0], [0, 5, 9], [*prompts(8), 0, *prompts(7), 0], [0] * 20)
+    fresh = [make_engine(prefill_chunk=8, prefix_cache=False) for _ in zeros]
+    expected = [generate(engine, prompt).tokens for engine, prompt in zip(fresh, zeros, strict=True)]
+    used = make_engine(prefill_chunk=8, prefix_cache=False)
+    for _ in range(2):
+        for seed in range(5):
+            submit(used, prompts(9, seed), max_tokens=3, temperature=1.0, seed=seed)
+        run_all(used)
+        assert used._parts.executor._sampler.last_tokens[:5].ne(0).all()
+        found = [submit(used, prompt) for prompt in zeros]
+        run_all(used)
+        assert [one.tokens for one in found] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_time_counts_as_exposed_while_a_request_loads_and_only_then(
     def exposed_s(num_waits: int) -> float:
         now = [100.0]
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module.time, "monotonic", lambda: now[0])
+            patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
             patch.setattr(engine._inbox, "wait", lambda timeout_s: now.__setitem__(0, now[0] + 2.0))
             before = engine.stats().load_exposed_s
             for _ in range(num_waits):

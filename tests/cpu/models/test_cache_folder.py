@@ -105,3 +105,14 @@ def test_a_failed_write_leaves_the_old_contents_and_no_litter(tmp_path: Path, mo
         cache.write_durably(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(tmp_path: Path) -> None:
+    """What was read is neither the old file nor the new one; both are long settled by their times."""
+    path = settled(tmp_path / "weights", b"x" * 100)
+
+    def change(stage: str, done: int, total: int) -> None:
+        settled(path, b"y" * 90, age_s=50)
+
+    torn = cache.file_digest(path, "hashing", change)
+    assert cache.file_digest(path, "hashing", silent) != torn

@@ -130,6 +130,19 @@ def test_parameters_of_a_row_are_all_replaced_by_those_of_its_next_request() -> 
     assert (after.greedy, after.penalties, after.filters, after.num_logprobs, after.params) == (True, False, False, [-1], None)
 
 
+def test_the_row_of_padding_asks_for_nothing() -> None:
+    """A step that is padded costs no more than its own requests do, whatever they ask for."""
+    rows = Rows(2)
+    padding = np.array([2], np.int32)
+    plan = rows.sample_plan(padding, np.zeros(1, np.int32))
+    assert (plan.greedy, plan.penalties, plan.filters, plan.num_logprobs, plan.params) == (True, False, False, [-1], None)
+    rows.start(Start(0, Request("r", (1,), SamplingParams(max_tokens=1, seed=1)), ()))
+    mixed = rows.sample_plan(np.array([0, 2], np.int32), np.zeros(2, np.int32))
+    assert mixed.params is not None and mixed.num_logprobs == [-1, -1]
+    repetition = mixed.params[:6].view(np.float32)[5]
+    assert repetition.tolist() == [1.0, 1.0], "a factor of 0 would divide by it"
+
+
 def test_a_negative_top_k_is_off() -> None:
     assert drawn({"top_k": -1, "top_p": 0.999999}).tolist() == drawn({"top_k": 0, "top_p": 0.999999}).tolist()
     assert drawn({"top_k": VOCAB}).tolist() == drawn({"top_k": VOCAB + 1}).tolist() == drawn({}).tolist()
