@@ -38,7 +38,7 @@ KINDS = {
     "identity": "Bytes under a key that is not theirs",
     "failure": "What becomes of an error",
     "limits": "One client against the others",
-    "answer": "An answer that is not what was asked for, or what the API promises",
+    "answer": "An answer, a figure or a limit that is wrong",
 }
 WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
 TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides

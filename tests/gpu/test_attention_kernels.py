@@ -38,6 +38,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 DECODES = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(95, 1))
 CHUNKS = (Span(0, 11), Span(16, 3), Span(21, 17))
 MIXED = DECODES[:3] + CHUNKS
+SMALL = ragged_config(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,69 @@ def test_every_number_of_splits_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
     for splits in (2, 7, 64) if not INTERPRETED else (7,):
         with_splits(monkeypatch, splits)
         assert_agrees(make_step((Span(300, 1), Span(0, 1), Span(64, 1), Span(100, 10)), shared_blocks=3, seed=splits))
+
+
+def on_multiprocessors(num: int) -> type[TritonAttention]:
+    """The backend as on a device that has so many."""
+
+    class On(TritonAttention):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            self._num_sms = num
+
+    return On
+
+
+@pytest.mark.parametrize("shares", [33, 64] if INTERPRETED else [31, 32, 33, 63, 64])
+def test_long_keys_in_as_many_shares_as_can_be_merged_agree(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every share has keys, the last one only a few: a share that is not merged is missing from the result."""
+    assert shares <= backend.MAX_SPLITS == 64, "these shares go below, to and beyond the half and the whole of what is merged"
+    with_splits(monkeypatch, shares)
+    keys = backend.TUNING[4].decode.keys
+    assert_agrees(make_step((Span((shares - 1) * keys + 4, 1),), SMALL, seed=shares))
+
+
+@pytest.mark.parametrize("num", [4096] if INTERPRETED else [16, 4096])
+def test_a_device_of_any_size_has_no_more_shares_than_are_merged(num: int) -> None:
+    kind, keys = on_multiprocessors(num), backend.TUNING[4].decode.keys
+    step = make_step((Span(backend.MAX_SPLITS * keys - 5, 1),), SMALL)
+    attention = kind(step.arena, step.config, step.rope)
+    assert attention.num_splits(1, 1) == min(2 * num, backend.MAX_SPLITS)
+    if not INTERPRETED:  # the test above has as many shares, and the interpreter takes seconds for them
+        assert_agrees(step, kind)
+
+
+@pytest.mark.parametrize("shares", [5] if INTERPRETED else [1, 5])
+def test_chunks_around_the_edges_of_tiles_agree(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token and one key less than a tile, a tile, and one more, in both directions."""
+    with_splits(monkeypatch, shares)
+    tile, group = backend.TUNING[4].short, SMALL.num_heads // SMALL.num_kv_heads
+    tokens = tile.rows // group
+    spans = [Span(tile.keys + past, q_len) for past in (-2, -1, 0, 1) for q_len in (tokens - 1, tokens, tokens + 1)]
+    assert_agrees(make_step(tuple(spans[:: 2 if INTERPRETED else 1]), SMALL), norms=False)
+
+
+def test_the_shapes_that_are_planned_reach_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "FUSED_STEP", 64)
+    assert backend.prefill_shapes(128, 384) == [(64, 0), (128, 0), (128, 128), (128, 256)]
+    assert backend.prefill_shapes(128, 383) == [(64, 0), (128, 0), (128, 128)], "no full chunk fits behind 256 any more"
+    assert backend.prefill_shapes(128, 40) == [(64, 0)], "and a short context has no more than it can use"
+    assert backend.prefill_shapes(96, 384) == [(64, 0)], "chunks that are no multiple of a step are not planned behind a prefix"
+
+
+def test_only_a_planned_shape_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens rounded up and the prefix exactly, from half a step on, and only where the chunk is alone and its lengths are known."""
+    monkeypatch.setattr(backend, "FUSED_STEP", 64)
+
+    def fuses(*spans: Span, **known: int) -> bool:
+        step = make_step(spans, SMALL, dtype=HALF)
+        attention = TritonAttention(step.arena, step.config, step.rope)
+        attention._planned = {(64, 0), (64, 128)}
+        return attention._takes_fused(step.num_tokens, replace(step.inputs, **known))
+
+    assert [fuses(Span(0, tokens)) for tokens in (31, 32, 64, 65)] == [False, True, True, False]
+    assert [fuses(Span(prefix, 64)) for prefix in (112, 127, 128, 129)] == [False, False, True, False]
+    assert not fuses(Span(0, 64), Span(0, 64)) and not fuses(Span(0, 64), max_q_len=0, max_kv_len=0)
 
 
 def test_a_captured_step_does_not_know_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +409,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-SMALL = ragged_config(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1)
 FAULTY = (Span(60, 1), Span(35, 1), Span(7, 12))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.commands import answer as answer_module
 from penstock.commands.answer import Answer, Figures
+from penstock.commands.generate import Task, _fitting
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import running_engine
 from penstock.config import Config, KvConfig, ModelSource
@@ -69,6 +72,39 @@ class _Failing:
         listener(TokenEvent("r", tokens=(65,), source=KvSource(computed=len(prompt))))
         listener(TokenEvent("r", finish=FinishReason.ERROR, error="the step broke"))
         return "r"
+
+
+class _Ending:
+    """An engine whose first and only word is the token that ends the answer, or comes right before it."""
+
+    tokenizer = ByteTokenizer(256)
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = tokens
+
+    def submit(self, prompt, sampling, listener, adapter=None):
+        for token in self._tokens:
+            listener(TokenEvent("r", tokens=(token,)))
+        listener(TokenEvent("r", finish=FinishReason.STOP, stop_token=2))
+        return "r"
+
+
+@pytest.mark.parametrize("tokens", [(), (65,), (65, 66)])
+def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text(tokens, monkeypatch):
+    now = iter(range(100, 200))
+    monkeypatch.setattr("penstock.commands.answer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    answer = Answer(_Ending(*tokens), [1, 2], _greedy(5))
+    assert "".join(answer.pieces()) == bytes(tokens).decode()
+    figures = answer.figures()
+    assert (figures.generated_tokens, figures.finish, figures.kv_source) == (len(tokens) + 1, "stop", KvSource(computed=2))
+    assert (figures.first_token_s, figures.total_s) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(-1, 9), (0, 9), (1, 1), (8, 8), (9, 9), (10, 9)])
+def test_a_default_length_yields_to_any_room_that_is_left(room, expected):
+    """Where none is, what was asked for stays, and the engine says why it cannot be."""
+    assert _fitting(Task("x", _greedy(9), True, False, None), room).max_tokens == expected
+    assert _fitting(Task("x", _greedy(9), False, False, None), room).max_tokens == 9
 
 
 def test_a_failed_request_raises_after_the_text_it_had():

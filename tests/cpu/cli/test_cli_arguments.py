@@ -11,7 +11,7 @@ import pytest
 
 from penstock import cli
 from penstock.commands.arguments import config_of, sampling_of
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
+from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 
 WITH_ENGINE = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"))
@@ -150,7 +150,8 @@ def test_every_engine_flag_reaches_the_config():
         "serve --model m --load-format dummy --device cpu --dtype bfloat16 --seed 7 --block-tokens 32 --device-kv-gib 0.5 "
         "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --overcommit 2 --no-capture "
         "--kv-offload-host-gib 2.5 --eviction s3fifo --kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
-        "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5"
+        "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 "
+        "--sanitize strict --sanitize-json findings.json --sanitize-bytes --lora a=one --lora b=two --lora-dir adapters"
     )
     assert config_of(cli.make_parser().parse_args(argv.split())) == Config(
         ModelSource("m", "dummy", "cpu", "bfloat16", 7),
@@ -166,6 +167,8 @@ def test_every_engine_flag_reaches_the_config():
             remote="valkey://:pw@h:1/0",
             remote_timeout_s=0.5,
         ),
+        SanitizeConfig("strict", "findings.json", True),
+        LoraConfig((("a", "one"), ("b", "two")), "adapters"),
     )
     assert config_of(cli.make_parser().parse_args(["chat", "--device-kv-blocks", "9"])).kv.device_blocks == 9
 

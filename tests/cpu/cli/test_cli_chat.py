@@ -81,6 +81,20 @@ def test_a_prompt_and_its_answer_always_fit_the_context():
     assert conversation.num_turns < 12
 
 
+def test_no_more_turns_are_forgotten_than_make_room():
+    """Three turns of the same length; the question is longer by one character from step to step, and each turn goes when it must."""
+    each = len("user: q\nassistant: a\n")
+    for extra in range(3 * each + 1):
+        conversation = Conversation(ByteTokenizer(512), context=200, max_tokens=8)
+        for _ in range(3):
+            conversation.add("q", "a")
+        room = 200 - 8 - 3 * each - len("user: \nassistant: ")
+        turn = conversation.ask("x" * (room + extra))
+        expected = -(-extra // each)
+        assert (turn.num_forgotten, conversation.num_turns) == (expected, 3 - expected)
+        assert len(turn.prompt) + 8 <= 200 and turn.prompt.count(ord("q")) == 3 - expected
+
+
 def test_a_refused_question_forgets_nothing():
     conversation = Conversation(ByteTokenizer(512), context=200, max_tokens=64, system="s")
     conversation.add("hi", "ho")

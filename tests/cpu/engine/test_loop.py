@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent
+from penstock.engine import loop as loop_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.loop import EngineLoop
@@ -154,3 +155,69 @@ def test_a_loop_that_has_started_is_warm(engine: Engine, monkeypatch: pytest.Mon
     loop.start()
     loop.close(5.0)
     assert loop.failed() is None
+
+
+class Busy:
+    """An engine that is busy for some steps and then waits until it is closed, on a clock that only its turns move."""
+
+    def __init__(self, num_busy: int, has_work: bool) -> None:
+        self.now = 1000.0
+        self.num_turns = 0
+        self.ages: list[float] = []  # of the beat, at every step
+        self.loop: EngineLoop | None = None
+        self.idle, self.refused = threading.Event(), threading.Event()
+        self._num_busy = num_busy
+        self._has_work = has_work
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def warm(self, progress: object) -> None:
+        """It is."""
+
+    def step(self) -> bool:
+        assert self.loop is not None
+        self.num_turns += 1
+        self.ages.append(self.loop.beat_age_s())
+        self.now += 7.0
+        return self.num_turns < self._num_busy
+
+    def wait_work(self, timeout_s: float) -> None:
+        self.idle.set()
+        assert self.refused.wait(30), "nobody closed the loop"
+
+    def has_work(self) -> bool:
+        return self._has_work
+
+    def refuse(self, why: str) -> None:
+        self.refused.set()
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+def run_busy(engine: Busy, deadline_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over it that is closed when it waits; returns when it has ended."""
+    made: Any = engine
+    monkeypatch.setattr(loop_module, "time", engine)
+    monkeypatch.setattr(loop_module, "settle_process", lambda: None)
+    engine.loop = EngineLoop(made)
+    engine.loop.start()
+    assert engine.idle.wait(30)
+    engine.loop.close(deadline_s)
+    assert engine.loop.failed() is None
+
+
+def test_a_busy_loop_beats_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Busy(num_busy=20, has_work=False)
+    run_busy(engine, 0.0, monkeypatch)
+    assert engine.ages == [0.0] * 20, "right before each step, whether the one before has done something or not"
+
+
+@pytest.mark.parametrize(("has_work", "num_turns"), [(False, 3), (True, 3 + 100)])
+def test_a_loop_ends_when_nothing_is_left_and_at_its_deadline_otherwise(
+    has_work: bool, num_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Busy(num_busy=3, has_work=has_work)
+    run_busy(engine, 100 * 7.0, monkeypatch)
+    assert engine.num_turns == num_turns

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -38,24 +40,84 @@ def text_before_stop(text: str, stop: tuple[str, ...]) -> str | None:
     return None
 
 
+# (text, stop strings, what is left of the text; None: all of it)
+STOPS = [
+    ("xabc", ("c", "abc"), "x"),  # two end at the same place: the longer one began first
+    ("xabc", ("abc", "c"), "x"),
+    ("xabc", ("bc", "abc", "c"), "x"),
+    ("abcd", ("abcd", "bc"), "a"),  # a shorter one inside is complete sooner
+    ("abcd", ("bc", "abcd"), "a"),
+    ("say stop!", ("stop!", "stop"), "say "),  # one is the beginning of the other: the shorter is complete sooner
+    ("say stop!", ("stop", "stop!"), "say "),
+    ("say stip", ("stop", "stop!"), None),
+    ("aaab", ("aab",), "a"),  # falls back to a shorter beginning of itself
+    ("abababac", ("ababac",), "ab"),
+    ("aabaaab", ("aaab", "abb"), "aab"),
+    ("aabaaabaaac", ("aabaaac",), "aaba"),  # and falls back twice in one place
+    ("abcabd", ("abd",), "abc"),
+    ("abab", ("ab",), ""),  # the first of several
+    ("one\n\nUs: two\n\nUser: three", ("\n\nUser:",), "one\n\nUs: two"),  # given back once, then met
+    ("ends with sto", ("stop",), None),
+    ("stop", ("stop",), ""),
+    ("", ("stop",), None),
+    ("na\u00efve \U0001f642 caf\u00e9", ("\U0001f642",), "na\u00efve "),  # characters of several tokens, cut anywhere
+    ("na\u00efve \U0001f642 caf\u00e9", ("\u00e9", "caf\u00e9"), "na\u00efve \U0001f642 "),
+    ("\u00e9\u00e8", ("\u00e8",), "\u00e9"),  # two that begin with the same byte
+    ("\u00ea\u00e9", ("\u00e8",), None),
+    ("a\ufffdb", ("\ufffd",), "a"),
+]
+
+
+def also(*cases: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Every one of these is tried each time, whatever else hypothesis comes upon."""
+
+    def with_examples(test: Callable[..., None]) -> Callable[..., None]:
+        for case in cases:
+            test = example(*case)(test)
+        return test
+
+    return with_examples
+
+
+@pytest.mark.parametrize(("text", "stop", "left"), STOPS)
+@TOKENIZERS
+def test_a_stop_string_cuts_the_text_where_it_began(
+    tokenizer: Tokenizer | ByteTokenizer, text: str, stop: tuple[str, ...], left: str | None
+) -> None:
+    """At once, token by token, and in pushes of two."""
+    ids = tokenizer.encode(text)
+    for size in (max(1, len(ids)), 1, 2):
+        pushes = [ids[at : at + size] for at in range(0, len(ids), size)]
+        assert streamed(tokenizer, pushes, stop) == ((text, False) if left is None else (left, True))
+
+
 @given(st.lists(st.integers(0, REAL.vocab_size - 1), max_size=40), st.lists(st.integers(0, 100), max_size=8))
+@also(
+    ([], []), ([0, 1, 2, 0], [1]), (REAL.encode("\U0001f642\u00e9 x"), list(range(20))), ([*REAL.encode("\U0001f642")[:1], 2, 260], [1, 2])
+)
 def test_deltas_of_any_real_tokens_in_any_pushes_join_to_the_decoded_whole(ids: list[int], cuts: list[int]) -> None:
     assert streamed(REAL, cut(ids, cuts)) == (REAL.decode(ids), False)
 
 
 @given(st.text(max_size=60), st.lists(st.integers(0, 100), max_size=8))
+@also(("", []), ("a\u00e9\U0001f642\ufffd\x00", list(range(20))), ("<|im_end|> is only text", [3]))
 def test_deltas_of_encoded_text_join_to_the_text(text: str, cuts: list[int]) -> None:
     assert streamed(REAL, cut(REAL.encode(text), cuts)) == (REAL.decode(REAL.encode(text)), False)
 
 
 @given(st.lists(st.integers(0, 255), max_size=30), st.lists(st.integers(0, 100), max_size=8))
-@example([0xE2, 0x82, 0x41], [])
-@example([0xF0, 0x9F, 0xF0, 0x9F, 0x99, 0x82, 0xC0, 0x80], [1, 2, 3])
+@also(
+    ([0xE2, 0x82, 0x41], []),
+    ([0xF0, 0x9F, 0xF0, 0x9F, 0x99, 0x82, 0xC0, 0x80], [1, 2, 3]),
+    ([0x80, 0x41, 0xED, 0xA0, 0x80, 0xF4, 0x90, 0x80, 0x80], list(range(9))),
+    ([0x41, 0xE2, 0x82], [1, 2]),
+)
 def test_deltas_of_any_bytes_join_to_the_decoded_whole(ids: list[int], cuts: list[int]) -> None:
     assert streamed(BYTES, cut(ids, cuts)) == (BYTES.decode(ids), False)
 
 
 @given(st.text(max_size=30))
+@also(("",), ("\u00e9",), ("a\u20acb",), ("\U0001f642\U0001f642",), ("\ufffd",))
 def test_no_delta_holds_half_a_character(text: str) -> None:
     stream = TextStream(BYTES)
     so_far = ""
@@ -69,8 +131,7 @@ def test_no_delta_holds_half_a_character(text: str) -> None:
     st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
     st.lists(st.integers(0, 100), max_size=8),
 )
-@example("abcd", ["abcd", "bc"], [])
-@example("aaab", ["aab"], [1, 2])
+@also(*((text, list(stop), cuts) for text, stop, _ in STOPS for cuts in ([], list(range(40)))))
 def test_the_text_ends_before_the_first_stop_string_to_be_complete(text: str, stop: list[str], cuts: list[int]) -> None:
     expected = text_before_stop(text, tuple(stop))
     result, stopped = streamed(BYTES, cut(BYTES.encode(text), cuts), tuple(stop))
@@ -78,6 +139,7 @@ def test_the_text_ends_before_the_first_stop_string_to_be_complete(text: str, st
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4))
+@also(("abababac", ["ababac"]), ("aab", ["aaa", "ab"]), ("aabaab", ["aabaabb", "abb"]), ("abb", ["abba", "bba", "ba"]), ("ba", ["a", "ab"]))
 def test_what_is_emitted_never_has_to_be_taken_back(text: str, stop: list[str]) -> None:
     """Whatever comes next, the final text starts with what was emitted so far; and no more is held back than could be a stop string."""
     stream, so_far = TextStream(BYTES, stop_strings(tuple(stop))), ""
@@ -92,6 +154,14 @@ def test_what_is_emitted_never_has_to_be_taken_back(text: str, stop: list[str]) 
         for s in stop:
             for overlap in range(1, len(s)):
                 assert not text[:n].endswith(s[:overlap]) or overlap <= len(held)
+
+
+def test_how_far_a_stop_string_falls_back_is_what_comparing_every_length_finds() -> None:
+    """All strings of two letters up to nine of them: each prefix's longest end that is also its beginning."""
+    for length in range(1, 10):
+        for text in map("".join, itertools.product("ab", repeat=length)):
+            expected = [max(n for n in range(end) if text[:end].endswith(text[:n])) for end in range(1, length + 1)]
+            assert text_module._borders(text) == expected, text
 
 
 def test_holding_nothing_back_would_leak_half_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +222,7 @@ def test_offsets_point_at_the_character_that_a_token_starts_or_goes_on_with() ->
 
 
 @given(st.text(min_size=1, max_size=40), st.lists(st.integers(0, 100), max_size=5))
+@also(("\U0001f642x", [1]), ("a\u0300\u00e9 b", list(range(9))), ("\ufffd\ufffda", [1, 2]))
 def test_offsets_do_not_depend_on_pushes_and_locate_each_tokens_text(text: str, cuts: list[int]) -> None:
     ids = REAL.encode(text)
     whole = TextStream(REAL).push(ids).offsets

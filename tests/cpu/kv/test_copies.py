@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -193,6 +193,11 @@ def test_a_large_transfer_begins_with_a_small_part_and_its_later_layers_do_not(
 
 
 @given(num=st.integers(0, 300), num_bytes=st.integers(1, 100), first=st.integers(1, 300))
+@example(num=0, num_bytes=1, first=1)
+@example(num=1, num_bytes=100, first=1)  # a block that is larger than a part
+@example(num=20, num_bytes=10, first=100)  # twice the first part: what is left over is a part of its own, or not
+@example(num=19, num_bytes=10, first=100)
+@example(num=300, num_bytes=1, first=4)
 def test_parts_are_all_of_it_in_order_and_none_is_empty(num: int, num_bytes: int, first: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "_FIRST_PART_BYTES", first)

@@ -84,3 +84,13 @@ def test_llama_derives_the_head_size_and_kv_heads_that_old_configs_leave_out() -
     del raw["head_dim"], raw["num_key_value_heads"]
     config = parse_config(raw, "config.json")
     assert (config.head_dim, config.num_kv_heads) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [("num_hidden_layers", 4096), ("max_position_embeddings", 1 << 22), ("vocab_size", 1 << 24), ("intermediate_size", 1 << 24)],
+)
+def test_a_number_is_believed_up_to_what_can_be_right(field: str, most: int) -> None:
+    parse_config({**config_json(TINY_LLAMA), field: most}, "config.json")
+    with pytest.raises(ModelError, match=f"{field} is {most + 1}; more than {most} cannot be right"):
+        parse_config({**config_json(TINY_LLAMA), field: most + 1}, "config.json")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -39,12 +39,20 @@ KNOWN_BYTES = {byte for character, byte in BYTE_OF.items() if REAL._backend.toke
 
 
 @given(st.text(max_size=100).map(lambda text: "".join(c for c in text if KNOWN_BYTES.issuperset(c.encode()))))
+@example("")
+@example("  two  spaces\n\n\ttab ")
+@example("na\u00efve \U0001f642 \u65e5\u672c")
+@example("<|im_start|>user<|im_end|>")
 def test_decoding_what_was_encoded_gives_the_text_back(text: str) -> None:
     """SmolLM2's vocabulary lacks some bytes (control characters, planes above 3); what they stand for is lost, as in `transformers`."""
     assert REAL.decode(REAL.encode(text), skip_special=False) == text
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.booleans())
+@example([], True)
+@example([0, 1, 2], True)
+@example([0, 1, 2], False)
+@example([VOCABULARY - 1], True)
 def test_decoding_any_ids_equals_the_library(ids: list[int], skip_special: bool) -> None:
     assert REAL.decode(ids, skip_special) == REAL._backend.decode(ids, skip_special_tokens=skip_special)
 
@@ -209,6 +217,8 @@ def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -
 
 
 @given(st.text(max_size=50))
+@example("")
+@example("\x00\x7f\u0080\u07ff\u0800\uffff\U00010000\U0010ffff")
 def test_the_byte_tokenizer_is_utf8(text: str) -> None:
     tokenizer = ByteTokenizer(256)
     assert tokenizer.encode(text) == list(text.encode())

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.mooncake import BLOCK_TOKENS, Trace, read_trace
@@ -136,6 +136,9 @@ def by_trying_everything(blocks: list[int], capacity: int) -> int:
 
 @settings(max_examples=100, deadline=None)
 @given(blocks=st.lists(st.integers(0, 4), min_size=1, max_size=12), capacity=st.integers(1, 4))
+@example(blocks=[0], capacity=1)
+@example(blocks=[0, 1, 0, 1], capacity=1)
+@example(blocks=[0, 1, 2, 0, 1, 2, 3, 0], capacity=2)
 def test_the_optimum_is_what_trying_everything_finds(blocks, capacity):
     trace = trace_of([[block] for block in blocks])
     assert best_hits(next_uses(trace), capacity, silent).blocks == by_trying_everything(blocks, capacity)

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.contract import TOKEN_IN_FLIGHT
@@ -91,6 +91,11 @@ def test_a_parent_cannot_be_forged_from_tokens():
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.sampled_from([1, 4, 7, 16]))
+@example([], 4)
+@example([1, 2, 3], 4)
+@example([0, 0, 0, 0, 2**32 - 1, 2**31, 2**31 - 1, 1], 4)
+@example(list(range(40)), 1)
+@example(list(range(33)), 16)
 def test_prefix_keys_are_the_chain_of_block_keys_over_full_blocks(tokens, block_tokens):
     expected = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):

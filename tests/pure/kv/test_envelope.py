@@ -6,6 +6,7 @@ import pytest
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import KEY_BYTES, SCOPE_BYTES
+from penstock.kv.tiers import envelope as envelope_module
 from penstock.kv.tiers.envelope import HEADER_BYTES, Envelope, checksum, pack, unpack
 
 KEY, SPACE, PAYLOAD = b"k" * KEY_BYTES, b"s" * SCOPE_BYTES, bytes(range(256)) * 3
@@ -32,6 +33,15 @@ def test_a_header_that_was_cut_is_none(length: int) -> None:
     assert unpack(HEADER[:length]) is None
 
 
+def test_a_sound_header_of_another_format_or_maker_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FORMAT", envelope_module.FORMAT + 1), ("_MAGIC", b"somebody")):
+        with monkeypatch.context() as patch:
+            patch.setattr(envelope_module, name, value)
+            theirs = pack(KEY, SPACE, PAYLOAD)
+            assert unpack(theirs) is not None
+        assert unpack(theirs) is None
+
+
 def test_nothing_but_the_payload_that_it_was_written_for_fits() -> None:
     envelope = unpack(HEADER)
     assert envelope is not None
@@ -39,6 +49,7 @@ def test_nothing_but_the_payload_that_it_was_written_for_fits() -> None:
         damaged = bytearray(PAYLOAD)
         damaged[at] ^= 1
         assert not envelope.fits(bytes(damaged))
+    assert not envelope._replace(num_bytes=len(PAYLOAD) - 1).fits(PAYLOAD), "the length is looked at by itself"
     assert not envelope.fits(PAYLOAD[:-1]) and not envelope.fits(PAYLOAD + b"\0")
 
 

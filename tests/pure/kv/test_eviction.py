@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.config import EVICTIONS
@@ -250,6 +250,10 @@ def test_tinylfu_a_hit_in_probation_protects(crowded):
 
 @settings(max_examples=50, deadline=None)
 @given(uses=st.lists(st.integers(0, 30), max_size=200))
+@example(uses=[7] * 14)
+@example(uses=[7] * 15)
+@example(uses=[7] * 199)  # far beyond what a counter holds
+@example(uses=list(range(31)) * 6)
 def test_the_sketch_is_never_too_low_before_it_ages(uses):
     sketch = FrequencySketch(20)
     for number in uses[:199]:

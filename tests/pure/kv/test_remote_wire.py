@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import StoreFailed
@@ -84,6 +84,12 @@ def test_what_is_skipped_leaves_the_next_answer_where_it_is(values: list[Value],
 
 
 @given(data=st.binary(max_size=200), cuts=cut_lists)
+@example(data=b"", cuts=[])
+@example(data=b"$-1\r\n", cuts=[1, 2])
+@example(data=b"$5\r\nhello\r", cuts=[3])
+@example(data=b":999999999999999999999999\r\n", cuts=[])
+@example(data=b"$999999999999\r\n", cuts=[])
+@example(data=b"\r\n\r\n", cuts=[1])
 @settings(deadline=None)
 def test_no_bytes_at_all_lead_to_anything_but_an_answer_or_a_failure(data: bytes, cuts: list[int]) -> None:
     for read in (Wire.read_answer, Wire.read_value_size):

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
@@ -106,6 +106,11 @@ def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=60))
+@example("")
+@example("host:65536")
+@example("[::1]:6379/0")
+@example("host/-1?timeout=")
+@example("%zz@:@/?#")
 def test_any_text_is_understood_or_refused_as_a_mistake(text: str) -> None:
     for url in (f"valkey://{text}", f"valkey://:{text}@host", f"valkey://host?{text}"):
         try:

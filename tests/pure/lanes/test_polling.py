@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.engine.inbox import Inbox
@@ -41,6 +41,10 @@ def slack_on_a_thread(before: Callable[[], object]) -> tuple[int, int]:
 
 
 @given(waited_s=st.floats(0.0, 1e6))
+@example(waited_s=0.0)
+@example(waited_s=POLL_S * 256)
+@example(waited_s=POLL_MOST_S * 256)
+@example(waited_s=1e6)
 def test_looking_late_adds_little_and_looking_often_ends(waited_s: float) -> None:
     again_s = look_again_s(waited_s)
     assert POLL_S <= again_s <= POLL_MOST_S

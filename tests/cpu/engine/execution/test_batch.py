@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import Chunk
@@ -39,8 +39,23 @@ def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
     assert set(packed.write_slots.tolist()) == {11, PADDING_SLOT, 30, 31}
 
 
+def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() -> None:
+    """A prompt's earlier chunks are sampled all the same, but into the padding row; and what must not be written is not, in any chunk."""
+    chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9], samples=False), chunk(3, 2, [4, 5, 6], writes=False))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, Shape(9, 5, 5), np.full(200, -7, np.int32))
+    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
+    assert x.sample_rows.tolist() == [1, PADDING_ROW, 3, PADDING_ROW, PADDING_ROW]
+    assert x.sample_at.tolist() == [0, 2, 5, 5, 5]
+    assert x.q_starts.tolist() == [0, 1, 3, 6, 6, 6], "padding tokens belong to no chunk"
+    assert x.write_at.tolist() == [11 * BLOCK + 1, 20 * BLOCK, 20 * BLOCK + 1, *[PADDING_SLOT * BLOCK] * 6]
+    assert (x.tokens.tolist()[6:], x.positions.tolist()[6:]) == ([0, 0, 0], [0, 0, 0])
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=0, max_size=6), st.integers(0, 3))
+@example([], 1)
+@example([BLOCK - 1, BLOCK, 0], 0)
+@example([BLOCK - 1, BLOCK, 0], 3)
 def test_padding_touches_nothing_but_the_padding_block_and_row(starts: list[int], extra: int) -> None:
     chunks = tuple(chunk(row, start, [5]) for row, start in enumerate(starts))
     bucket = len(chunks) + extra

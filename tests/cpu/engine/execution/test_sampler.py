@@ -7,42 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.execution.rows import Rows
-from penstock.engine.execution.sampler import SampleOutput, Sampler, gumbel_noise, packed_width, token_logprobs
-from penstock.engine.execution.staging import Uploads
+from penstock.engine.execution.sampler import SampleOutput, gumbel_noise, packed_width, token_logprobs
 from penstock.errors import InvariantBroken
-from penstock.lanes.cpu import CpuLane
 
 VOCAB = 12
-
-
-class OnLane:
-    """A sampler whose calls are work of its lane, one after the other."""
-
-    def __init__(self, max_batch: int) -> None:
-        self.lane = CpuLane("compute", around=torch.inference_mode)
-        self.sampler = Sampler(max_batch, VOCAB, self.lane, Uploads(torch.device("cpu"), self.lane))
-
-    def start(self, start: Start) -> None:
-        self.lane.submit(lambda: self.sampler.start(start), label="start").wait_done(30)
-
-    def sample(self, *given: Any) -> SampleOutput:
-        found: list[SampleOutput] = []
-        self.lane.submit(lambda: found.append(self.sampler.sample(*given)), label="sample").wait_done(30)
-        return found[0]
-
-    def forget(self) -> None:
-        with torch.inference_mode():
-            self.sampler._counts.zero_()
 
 
 def sample_many(
     logits: torch.Tensor, num_draws: int, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **sampling: Any
 ) -> torch.Tensor:
     """One request's next token, drawn at `num_draws` positions with everything else equal: counts by token."""
-    rows, sampler = Rows(1), OnLane(1)
+    rows, sampler = Rows(1), OnLane(1, VOCAB)
     start = Start(0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     rows.start(start)
@@ -131,7 +110,7 @@ def test_penalties_change_logits_as_defined(logits: torch.Tensor) -> None:
 
 
 def test_generated_tokens_count_towards_penalties_at_once(logits: torch.Tensor) -> None:
-    rows, sampler = Rows(1), OnLane(1)
+    rows, sampler = Rows(1), OnLane(1, VOCAB)
     start = Start(0, Request("r", (1,), SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)), ())
     rows.start(start)
     sampler.start(start)
@@ -150,7 +129,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(4, VOCAB)
     rows = Rows(4)
     settings: list[dict[str, Any]] = [{}, {"top_k": 3}, {"temperature": 0.0}, {"presence_penalty": 1.0, "top_p": 0.5}]
-    sampler = OnLane(4)
+    sampler = OnLane(4, VOCAB)
     for row, extra in enumerate(settings):
         start = Start(row, Request(str(row), (2,), SamplingParams(max_tokens=1, seed=row, **extra)), ())
         rows.start(start)
@@ -212,7 +191,7 @@ def test_a_greedy_row_beside_random_ones_is_never_chosen_by_its_noise(filters: d
     unlikely, likely = 3, 7
     logits = torch.zeros(2, VOCAB)
     logits[:, likely] = 9.0
-    rows, sampler = Rows(2), OnLane(2)
+    rows, sampler = Rows(2), OnLane(2, VOCAB)
     for row, sampling in enumerate(({"temperature": 0.0}, {"temperature": 1.0, **filters})):
         rows.start(Start(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=1, **sampling)), ()))
     plan = rows.sample_plan(np.array([0, 1], np.int32), np.array([5, 5], np.int32))
@@ -243,7 +222,7 @@ def test_what_is_sampled_comes_through_one_packed_copy_unchanged() -> None:
 @pytest.mark.parametrize("call", ["start", "sample"])
 def test_the_state_of_rows_is_touched_by_work_of_the_lane_alone(call: str) -> None:
     """A step that is still running counts tokens of the row's last request: whoever does not come behind it on the lane is refused."""
-    rows, made = Rows(1), OnLane(1)
+    rows, made = Rows(1), OnLane(1, VOCAB)
     start = Start(0, Request("r", (1,), SamplingParams(max_tokens=1, presence_penalty=1.0)), ())
     rows.start(start)
     plan = rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32))

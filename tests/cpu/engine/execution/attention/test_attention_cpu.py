@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.execution.attention import Attention, cpu
-from penstock.engine.execution.attention.cpu import LONE_TOKENS, SHORT_TOKENS, CpuAttention
+from penstock.engine.execution.attention.cpu import LONE_GROUP, LONE_TOKENS, PAD_SHARE, PAD_TOKENS, SCORE_ALIGN, SHORT_TOKENS, CpuAttention
 from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
@@ -74,6 +74,10 @@ spans = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(spans=spans, groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (8, 2)]), block=st.sampled_from([8, 16, 32]), shared=st.integers(0, 3))
+@example([Span(0, 1)], (8, 2), 16, 0)
+@example([Span(15, 1), Span(16, 1, False), Span(0, SHORT_TOKENS), Span(0, SHORT_TOKENS + 1)], (8, 2), 16, 1)
+@example([Span(31, 1), Span(32, 1), Span(90, 1), Span(16, SHORT_TOKENS - 1), Span(17, SHORT_TOKENS + 1)], (3, 3), 8, 2)
+@example([Span(PAD_TOKENS + 40, 1), Span(39, 1), Span(40, 1), Span(41, 1)], (2, 1), 32, 0)
 def test_any_ragged_batch_agrees_with_the_reference(spans: list[Span], groups: tuple[int, int], block: int, shared: int) -> None:
     config = ragged_config(num_heads=groups[0], num_kv_heads=groups[1], head_dim=16)
     assert_agrees(ragged_step(config, spans, block_tokens=block, shared_blocks=shared, seed=len(spans)))
@@ -81,6 +85,8 @@ def test_any_ragged_batch_agrees_with_the_reference(spans: list[Span], groups: t
 
 @settings(max_examples=20, deadline=None)
 @given(spans=spans, groups=st.sampled_from([(1, 1), (2, 1), (6, 2), (8, 2)]), blocks=st.integers(1, 4), shared=st.integers(0, 3))
+@example([Span(15, 1), Span(16, 1), Span(63, 1), Span(64, 1), Span(65, 1)], (8, 2), 4, 0)
+@example([Span(0, 1), Span(47, 1, False), Span(20, 3)], (6, 2), 1, 1)
 def test_any_batch_agrees_where_every_single_token_is_computed_alone(
     spans: list[Span], groups: tuple[int, int], blocks: int, shared: int
 ) -> None:
@@ -141,6 +147,30 @@ def test_small_groups_agree_with_one_large_one(monkeypatch: pytest.MonkeyPatch) 
     assert_agrees(step)
     monkeypatch.setattr(cpu, "GROUP_BYTES", 1)
     assert_agrees(step)
+
+
+def test_lengths_that_share_a_call_and_lengths_that_do_not_agree() -> None:
+    """Below, at and beyond the padding that a call may have: in tokens where sequences are short, as a share where they are long."""
+    for longest in (PAD_TOKENS + 9, 2000):
+        allowed = int(max(PAD_TOKENS, PAD_SHARE * longest))
+        lengths = [longest - 1 - less for less in (0, 1, allowed - 1, allowed, allowed + 1, 2 * allowed) if less < longest]
+        config = ragged_config(num_heads=LONE_GROUP + 1, num_kv_heads=1, head_dim=16)  # too many heads for any to be computed alone
+        assert_agrees(ragged_step(config, [Span(length, 1) for length in lengths], seed=longest))
+
+
+@pytest.mark.parametrize("group", [LONE_GROUP - 1, LONE_GROUP, LONE_GROUP + 1])
+def test_any_number_of_heads_over_one_key_agrees(group: int) -> None:
+    """Around what is computed alone, and around where rows of scores are laid apart."""
+    config = ragged_config(num_heads=2 * group, num_kv_heads=2, head_dim=16)
+    for length in (SCORE_ALIGN - 1, SCORE_ALIGN, SCORE_ALIGN + 1, LONE_TOKENS + 1):
+        assert_agrees(ragged_step(config, [Span(length - 1, 1)], seed=length))
+
+
+def test_a_long_token_whose_keys_take_several_parts_agrees() -> None:
+    """With the size of a part as it is."""
+    config = ragged_config(num_heads=2, num_kv_heads=2, head_dim=256, num_layers=1)
+    part = cpu.KEY_BYTES // (2 * 256 * 4)
+    assert_agrees(ragged_step(config, [Span(2 * part + 5, 1), Span(part - 1, 1)], seed=17), norms=False)
 
 
 def test_a_chunk_without_keys_gives_zeros() -> None:

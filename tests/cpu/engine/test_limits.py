@@ -1,0 +1,160 @@
+"""Every limit of an engine from both sides: exactly at it a request runs, one beyond it it is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.config import GIB, Config
+from penstock.contract import Chunk, FinishReason
+from penstock.engine import build as build_module
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.engine.execution.batch import Packer
+from penstock.engine.execution.executor import StepLimits
+from penstock.engine.execution.rows import NUM_PARAMS
+from penstock.errors import ConfigError, InvalidRequest, Overloaded
+from penstock.models.dimensions import TINY_QWEN3
+from penstock.testing.driving import block_bytes, generate, run_all, submit, tiny_config
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+CONTEXT = 64
+
+
+def test_a_request_may_fill_the_context_to_its_last_token(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(max_model_len=CONTEXT)
+    for num_prompt in (1, 40, CONTEXT - 1):
+        found = generate(engine, prompts(num_prompt), max_tokens=CONTEXT - num_prompt)
+        assert (len(found.tokens), found.finish) == (CONTEXT - num_prompt, FinishReason.LENGTH)
+        with pytest.raises(InvalidRequest, match="context holds 64") as refused:
+            submit(engine, prompts(num_prompt), max_tokens=CONTEXT - num_prompt + 1)
+        assert refused.value.param == "max_tokens"
+    assert generate(engine, prompts(CONTEXT), max_tokens=0).finish is FinishReason.LENGTH
+    with pytest.raises(InvalidRequest, match="context holds 64") as refused:
+        submit(engine, prompts(CONTEXT), max_tokens=1)
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_a_request_may_fill_the_memory_to_its_last_block(make_engine: MakeEngine, prompts: Prompts, num_blocks: int) -> None:
+    engine = make_engine(blocks=num_blocks)
+    room = 16 * num_blocks
+    assert engine.max_model_len == room
+    found = generate(engine, prompts(room - 9), max_tokens=9)
+    assert len(found.tokens) == 9
+    engine.max_model_len = 2 * room
+    with pytest.raises(InvalidRequest, match="do not fit"):
+        submit(engine, prompts(room - 9), max_tokens=10)
+
+
+def test_a_life_that_ends_with_a_block_needs_no_block_more(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """The last token is never fed back: 16 of prompt and 17 behind them are 32 entries, and two such requests fit into four blocks."""
+    engine = make_engine(blocks=4, max_batch=2, prefix_cache=False)
+    pair = [submit(engine, prompts(16, seed), max_tokens=17) for seed in range(2)]
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().requests["running"] == 2
+    run_all(engine)
+    assert [len(one.tokens) for one in pair] == [17, 17]
+
+
+def test_every_token_of_the_vocabulary_is_taken_and_no_other(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    assert len(generate(engine, [0, TINY_QWEN3.vocab - 1]).tokens) == 8
+    for bad in (-1, TINY_QWEN3.vocab):
+        with pytest.raises(InvalidRequest, match=f"between 0 and {TINY_QWEN3.vocab - 1}"):
+            submit(engine, [0, bad])
+
+
+def test_as_many_requests_are_open_as_may_be_submitted_or_running(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """Those that wait in the inbox count, and those that have ended do not."""
+    engine = make_engine(max_batch=2)
+    most = engine._parts.max_open
+    assert most == 2 * build_module._WAITING_PER_ROW
+    opened = [submit(engine, prompts(4), max_tokens=1 + n) for n in range(most // 2)]
+    engine.step()
+    opened += [submit(engine, prompts(4)) for _ in range(most - len(opened))]
+    with pytest.raises(Overloaded):
+        submit(engine, prompts(4))
+    while opened[0].finish is None:
+        engine.step()
+    submit(engine, prompts(4))
+    run_all(engine)
+
+
+def test_a_prompt_that_its_owner_changes_later_stays_what_it_was(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    expected = generate(engine, prompts(40)).tokens
+    for prompt in (prompts(40), np.array(prompts(40), np.int64)):
+        found = submit(engine, prompt, salt="anew")
+        prompt[:] = prompts(40, seed=1)
+        run_all(engine)
+        assert found.tokens == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(("wanted", "blocks", "said"), [
+    (TINY_QWEN3.max_position, 256, None),
+    (TINY_QWEN3.max_position + 1, 256, "exceeds the 2048 positions"),
+    (160, 10, None),
+    (161, 10, "does not fit into 10 KV blocks"),
+])  # fmt: skip
+def test_the_context_may_be_all_that_positions_and_memory_allow(wanted: int, blocks: int, said: str | None) -> None:
+    config = tiny_config(blocks=blocks, max_model_len=wanted)
+    if said is not None:
+        with pytest.raises(ConfigError, match=said):
+            build(config)
+        return
+    engine = build(config)
+    assert engine.max_model_len == wanted
+    engine.close()
+
+
+def sized(config: Config, **offload: float | bool | None) -> dict[str, int]:
+    """Slots by tier of an engine without sizes in blocks."""
+    engine = build(replace(config, kv=replace(config.kv, device_blocks=None), offload=replace(config.offload, **offload)))
+    blocks = {tier: sum(states.values()) for tier, states in engine.stats().kv_blocks.items()}
+    engine.close(timeout_s=20.0)
+    return blocks
+
+
+def test_a_tiny_model_gets_no_more_memory_by_itself_than_it_can_use() -> None:
+    """Four times what all rows can fill, and sixteen times that in host memory; less where that is more than the default."""
+    config = tiny_config(max_batch=2, max_model_len=64)
+    assert sized(config, enabled=True, host_gib=None) == {"device": 4 * 2 * 4, "host": 16 * 32}
+    device_gib = 40.5 * block_bytes("tiny-qwen3", 16) / GIB
+    given = replace(config, kv=replace(config.kv, device_gib=device_gib, device_blocks=None))
+    assert sized(given, enabled=False)["device"] == 40, "what is asked for is given"
+
+
+@pytest.mark.parametrize(("num_blocks", "enough"), [(1.9, False), (2.0, True)])
+def test_memory_for_less_than_two_blocks_is_refused(num_blocks: float, enough: bool) -> None:
+    config = tiny_config()
+    size = num_blocks * block_bytes("tiny-qwen3", 16) / GIB
+    config = replace(config, kv=replace(config.kv, device_gib=size, device_blocks=None))
+    if enough:
+        build(config).close()
+    else:
+        with pytest.raises(ConfigError, match="raise --device-kv-gib"):
+            build(config)
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 7])
+def test_the_largest_step_of_all_fits_its_staging_buffer(max_batch: int) -> None:
+    """All rows in use at the end of the context, all but one decoding beside a full chunk of a prompt, all with parameters of their own."""
+    chunk, table = 33, 5
+    limits = StepLimits(max_batch, chunk, table, block_tokens=16, padding_slot=99, arena="device")
+    slots = np.arange(table, dtype=np.int32)
+    end = 16 * table
+    decodes = [Chunk(str(n), n, end - 1, [1], slots, True, True) for n in range(max_batch - 1)]
+    last = Chunk("last", max_batch - 1, end - chunk, [1] * chunk, slots, True, True)
+    packed = Packer(16, 99, max_batch).pack((*decodes, last), None, np.zeros(limits.staging_ints, np.int32))
+    assert packed.shape.num_tokens == chunk + max_batch - 1
+    assert len(packed.ints) == packed.shape.fixed_ints + 1 + max_batch * table, "nothing is cut off"
+    assert len(packed.ints) + NUM_PARAMS * max_batch <= limits.staging_ints

@@ -1,0 +1,112 @@
+"""Every setting reaches the part that it is for: none is read and then forgotten, and none reaches the part of another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EVICTIONS, GIB, Config, SanitizeConfig
+from penstock.engine import build as build_module
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.kv.blocks.eviction import make_order
+from penstock.kv.tiers.ladder import Ladder
+from penstock.testing.driving import generate, tiny_config
+from penstock.testing.stores import MemoryStore
+
+Built = Callable[[Config], Engine]
+
+
+@pytest.fixture
+def built() -> Iterator[Built]:
+    made: list[Engine] = []
+
+    def make(config: Config) -> Engine:
+        made.append(build(config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(timeout_s=20.0)
+
+
+def ladder_of(engine: Engine) -> Ladder:
+    assert engine.cache.ladder is not None
+    return engine.cache.ladder
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_full_tier_forgets_as_the_setting_says_and_the_device_by_recency(
+    built: Built, eviction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    open_ssd = build_module.open_ssd
+    monkeypatch.setattr(build_module, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
+    engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
+    expected = type(make_order(eviction, 8))
+    assert type(ladder_of(engine).host._pool._idle) is expected
+    assert type(engine.cache._pool._idle) is type(make_order("lru", 8))
+    ((directory, num_bytes, _, name),) = asked
+    assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
+
+
+@pytest.mark.parametrize("admission", ["always", "reuse", "evict"])
+def test_what_goes_to_the_disk_is_as_the_setting_says_and_a_store_alone_gets_everything(
+    built: Built, admission: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(build_module, "open_remote", lambda *args: asked.append(args) or MemoryStore("remote"))
+    settings: dict[str, Any] = {"host_blocks": 8, "ssd_admission": admission, "remote_timeout_s": 0.75}
+    with_disk = built(tiny_config(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25, **settings))
+    behind = ladder_of(with_disk).behind
+    assert behind is not None and behind._admission == admission and list(behind.tiers) == ["ssd"]
+    alone = built(tiny_config(remote="valkey://somewhere", **settings))
+    behind = ladder_of(alone).behind
+    assert behind is not None and behind._admission == "always" and list(behind.tiers) == ["remote"]
+    ((url, _, timeout_s),) = asked
+    assert (url, timeout_s) == ("valkey://somewhere", 0.75)
+
+
+def test_times_and_choices_of_the_host_tier_are_those_of_the_settings(built: Built) -> None:
+    ladder = ladder_of(built(tiny_config(host_blocks=8, lease_s=3.5, load_deadline_s=4.5, load_always=True)))
+    assert ladder.host._lease_s == 3.5
+    assert (ladder._limits.load_deadline_s, ladder._limits.load_always) == (4.5, True)
+    assert not ladder_of(built(tiny_config(host_blocks=8, load_always=False)))._limits.load_always
+
+
+@pytest.mark.parametrize("overcommit", [1.0, 3.0])
+def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: float) -> None:
+    engine = built(tiny_config(max_batch=5, prefill_chunk=24, overcommit=overcommit, max_model_len=100))
+    budget = engine._parts.scheduler._budget
+    assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (5, 24, overcommit, 100)
+    small = built(tiny_config(prefill_chunk=512, max_model_len=40))
+    assert small._parts.scheduler._budget.prefill_chunk == 40, "no step needs more tokens than the context has"
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
+    engine = built(tiny_config(capture=capture, max_batch=3))
+    assert [shape.num_tokens for shape in engine._parts.executor._replays.buckets] == ([1, 2, 3] if capture else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "check_bytes"), [("off", False), ("report", False), ("strict", False), ("report", True), ("strict", True)]
+)
+def test_the_sanitizer_listens_as_it_was_asked_to(built: Built, mode: str, check_bytes: bool, tmp_path: Path) -> None:
+    file = tmp_path / "findings.json"
+    sanitize = SanitizeConfig(mode, None if mode == "off" else str(file), check_bytes)  # type: ignore[arg-type]
+    engine = built(replace(tiny_config(host_blocks=8), sanitize=sanitize))
+    generate(engine, list(range(1, 40)), max_tokens=2)
+    sanitizer = engine._parts.sanitizer
+    assert (sanitizer is not None) == (mode != "off")
+    if sanitizer is not None:
+        assert sanitizer._findings._strict == (mode == "strict")
+        assert json.loads(file.read_text()) == []
+    movers = ladder_of(engine).promoter, ladder_of(engine).demoter
+    assert (engine._parts.executor.guard is not None) == check_bytes
+    assert all((mover.checks is not None) == check_bytes for mover in movers)

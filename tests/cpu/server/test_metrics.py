@@ -1,0 +1,132 @@
+"""Every figure of the engine under its own name: no two of them are equal here, so that none can stand in for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from served import Served
+
+from penstock.engine.stats import EngineStats
+from penstock.figures import Histogram, Traffic
+from penstock.server.metrics import Exposition
+
+BOUNDS = (0.5, 1.0)
+
+
+def histogram(first: int) -> Histogram:
+    """Its three counts and its sum are its own."""
+    return Histogram(BOUNDS, [first, first + 1, first + 2], first + 0.25)
+
+
+ROUTES = (("device", "host"), ("host", "device"), ("host", "ssd"))
+STATS = EngineStats(
+    requests={"waiting": 1, "loading": 2, "running": 3, "retracted": 4},
+    prompt_tokens={"device": 11, "host": 12, "ssd": 13, "remote": 14, "computed": 15},
+    generated_tokens=21,
+    kv_blocks={"device": {"free": 31, "active": 32}, "host": {"free": 33, "idle": 34}},
+    retractions=41,
+    blocked_s={"result": 51.5, "save": 52.5, "settle": 53.5},
+    ttft=histogram(100),
+    inter_token=histogram(200),
+    steps=61,
+    sanitizer={"race": 71},
+    cache={"hits": 81, "misses": 82, "evictions": 83, "duplicate_seals": 84, "promoted": 85},
+    traffic=Traffic(
+        bytes={ROUTES[0]: 1001, ROUTES[1]: 1002},
+        seconds={ROUTES[0]: histogram(400), ROUTES[1]: histogram(500)},
+        in_flight={ROUTES[1]: 1011, ROUTES[2]: 1012},
+        failures={("ssd", "read"): 1021, ("remote", "slow"): 1022},
+        skipped={"full": 1031, "late": 1032},
+        leases_open=1041,
+        checksum_failures={"ssd": 1051, "remote": 1052},
+        usable={"ssd": True, "remote": False},
+    ),
+    resume=histogram(300),
+    load_exposed_s=91.5,
+)
+
+
+class Fixed:
+    """An engine that only has figures."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+
+def scraped(stats: EngineStats) -> dict[str, float]:
+    engine: Any = Fixed(stats)
+    families = text_string_to_metric_families(Exposition(engine).text().decode())
+    return {
+        " ".join((sample.name.removeprefix("penstock_"), *(sample.labels[name] for name in sorted(sample.labels)))): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def buckets(name: str, first: int, route: str = "") -> dict[str, float]:
+    """With the labels in the order of their names: dst, le, src."""
+    dst, src = (f" {route.split()[1]}", f" {route.split()[0]}") if route else ("", "")
+    counts = {"0.5": first, "1.0": 2 * first + 1, "+Inf": 3 * first + 3}
+    found = {f"{name}_bucket{dst} {bound}{src}": float(count) for bound, count in counts.items()}
+    return {**found, f"{name}_count{dst}{src}": 3.0 * first + 3, f"{name}_sum{dst}{src}": first + 0.25}
+
+
+def test_every_figure_is_shown_under_its_own_name() -> None:
+    assert scraped(STATS) == {
+        **{f"requests {state}": num for state, num in STATS.requests.items()},
+        **{f"prompt_tokens_total {source}": num for source, num in STATS.prompt_tokens.items()},
+        "generated_tokens_total": 21,
+        "kv_blocks free device": 31,
+        "kv_blocks active device": 32,
+        "kv_blocks free host": 33,
+        "kv_blocks idle host": 34,
+        "retractions_total": 41,
+        **{f"engine_blocked_seconds_total {where}": seconds for where, seconds in STATS.blocked_s.items()},
+        "steps_total": 61,
+        "sanitizer_reports_total race": 71,
+        "load_exposed_seconds_total": 91.5,
+        "transfer_bytes_total host device": 1001,
+        "transfer_bytes_total device host": 1002,
+        "transfer_bytes_total ssd host": 0,
+        "transfers_inflight host device": 0,
+        "transfers_inflight device host": 1011,
+        "transfers_inflight ssd host": 1012,
+        "transfer_failures_total read ssd": 1021,
+        "transfer_failures_total slow remote": 1022,
+        "saves_skipped_total full": 1031,
+        "saves_skipped_total late": 1032,
+        "leases_open": 1041,
+        "checksum_failures_total ssd": 1051,
+        "checksum_failures_total remote": 1052,
+        "tier_usable ssd": 1,
+        "tier_usable remote": 0,
+        **buckets("ttft_seconds", 100),
+        **buckets("inter_token_seconds", 200),
+        **buckets("resume_seconds", 300),
+        **buckets("transfer_seconds", 400, "device host"),
+        **buckets("transfer_seconds", 500, "host device"),
+    }
+
+
+def test_the_statistics_of_the_cache_are_those_of_the_engine(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine, "stats", lambda: STATS)
+    assert served.http.get("/cache/stats").json() == {
+        "kv_blocks": {"device": {"total": 63, "free": 31, "active": 32}, "host": {"total": 67, "free": 33, "idle": 34}},
+        "cache": STATS.cache,
+        "prompt_tokens": STATS.prompt_tokens,
+        "retractions": 41,
+        "traffic": {
+            "bytes": {"device to host": 1001, "host to device": 1002},
+            "skipped_saves": {"full": 1031, "late": 1032},
+            "leases_open": 1041,
+            "failures": {"ssd: read": 1021, "remote: slow": 1022},
+            "checksum_failures": {"ssd": 1051, "remote": 1052},
+            "usable": {"ssd": True, "remote": False},
+        },
+    }

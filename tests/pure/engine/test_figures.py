@@ -1,0 +1,177 @@
+"""The figures of a running engine on a clock of the test's own: what is counted, when, and on which side of a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from penstock.contract import Arrival, Chunk, FinishReason, Load, StepPlan, TokenEvent
+from penstock.engine import outbox as outbox_module
+from penstock.engine.outbox import Outbox
+from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace
+from penstock.engine.scheduling.track import State
+from penstock.figures import Histogram
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(outbox_module, "time", made)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------------ histograms
+
+
+def test_a_value_on_a_bound_belongs_to_what_lies_below_it() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.0, 1.0, np.nextafter(1.0, 2.0), 2.0, np.nextafter(2.0, 3.0), 1e9):
+        histogram.add(float(value))
+    assert histogram.counts == [2, 2, 2]
+
+
+def test_several_at_once_count_and_weigh_as_many() -> None:
+    histogram = Histogram((1.0,))
+    histogram.add(0.5, times=4)
+    histogram.add(3.0)
+    assert (histogram.counts, histogram.total) == ([4, 1], 5.0)
+
+
+def test_a_copy_stays_as_it_was() -> None:
+    histogram = Histogram((1.0,))
+    histogram.add(0.5)
+    copy = histogram.copy()
+    histogram.add(0.5)
+    assert (copy.counts, copy.total, histogram.counts) == ([1, 0], 0.5, [2, 0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------- outbox
+
+
+def totals(outbox: Outbox) -> dict[str, tuple[int, float]]:
+    kept = {"first": outbox.ttft, "between": outbox.inter_token, "resumed": outbox.resume}
+    return {name: (sum(histogram.counts), round(histogram.total, 6)) for name, histogram in kept.items()}
+
+
+def test_the_first_token_is_timed_from_the_arrival_and_later_ones_from_the_one_before(clock: Clock) -> None:
+    outbox = Outbox()
+    outbox.open("r", lambda event: None, arrival_s=98.0)
+    for now, tokens in ((100.0, (1,)), (100.5, (2,)), (102.5, (3, 4, 5, 6))):
+        clock.now = now
+        outbox.publish([TokenEvent("r", tokens)])
+    assert totals(outbox) == {"first": (1, 2.0), "between": (5, 2.5), "resumed": (0, 0.0)}
+    assert outbox.inter_token.counts[outbox.inter_token.bounds.index(0.5)] == 5, "four tokens in two seconds are four of half a second"
+
+
+def test_events_without_tokens_are_not_timed(clock: Clock) -> None:
+    outbox = Outbox()
+    outbox.open("r", lambda event: None, arrival_s=98.0)
+    outbox.publish([None, TokenEvent("r"), TokenEvent("r", finish=FinishReason.STOP, stop_token=2)])
+    assert totals(outbox) == {"first": (0, 0.0), "between": (0, 0.0), "resumed": (0, 0.0)}
+    assert len(outbox) == 0
+
+
+def test_a_retraction_is_timed_until_the_request_runs_again(clock: Clock) -> None:
+    outbox = Outbox()
+    outbox.open("r", lambda event: None, arrival_s=98.0)
+    lives = [("r", State.RETRACTED), ("gone", State.RETRACTED)]
+    outbox.note_lives(lives)
+    assert lives == []
+    clock.now += 3.0
+    outbox.note_lives([("r", State.RUNNING), ("gone", State.RUNNING)])
+    assert totals(outbox)["resumed"] == (1, 3.0)
+
+
+def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) -> None:
+    """So that a listener may submit again under the same id."""
+    outbox = Outbox()
+    open_meanwhile: list[bool] = []
+    outbox.open("r", lambda event: open_meanwhile.append("r" in outbox), arrival_s=98.0)
+    outbox.publish([TokenEvent("r", (1,)), TokenEvent("r", finish=FinishReason.LENGTH)])
+    assert open_meanwhile == [True, False]
+
+
+# ------------------------------------------------------------------------------------------------------------------------ pace
+
+
+class NoLoad:
+    """A load that is over; it only has to be there."""
+
+    arrivals: tuple[Arrival, ...] = ()
+    settled, overdue, layered, num_landed = True, False, False, 0
+
+    def error(self) -> None:
+        return None
+
+    def nearly_landed(self) -> bool:
+        return True
+
+
+def plan(*chunks: tuple[int, int], loads: tuple[Load, ...] = ()) -> StepPlan:
+    """Of (start, tokens) each."""
+    no_slots = np.empty(0, np.int32)
+    made = tuple(Chunk(str(n), n, start, [1] * num, no_slots, True, True) for n, (start, num) in enumerate(chunks))
+    return StepPlan(1, made, loads=loads)
+
+
+def paced(*chunks: tuple[int, int], loads: tuple[Load, ...] = ()) -> tuple[int, float] | None:
+    """What a step of these chunks says about prefills: tokens, and depth."""
+    pace = Pace(Clock())
+    pace.launched(plan(*chunks, loads=loads))
+    found = pace.read()
+    return None if found is None else (found.num_tokens, found.depth)
+
+
+def test_a_step_counts_from_so_many_prompt_tokens_on() -> None:
+    assert paced((0, _MIN_TOKENS - 1)) is None
+    assert paced((0, _MIN_TOKENS)) == (_MIN_TOKENS, _MIN_TOKENS / 2)
+
+
+def test_a_step_counts_where_it_is_mostly_prefill() -> None:
+    decodes = 10
+    prefill = round(_MIN_SHARE * 100)
+    assert paced((0, prefill), *[(5, 1)] * decodes) == (prefill, prefill / 2), "nine tenths are enough"
+    assert paced((0, prefill - 1), *[(5, 1)] * decodes) is None
+
+
+def test_a_step_that_waits_for_a_load_does_not_count() -> None:
+    assert paced((0, 100), loads=(NoLoad(),)) is None
+
+
+def test_the_depth_is_what_lies_before_a_token_on_average() -> None:
+    assert paced((1000, 100)) == (100, 1050.0)
+    assert paced((0, 100), (400, 300)) == (400, (100 * 50 + 300 * 550) / 400)
+
+
+@pytest.mark.parametrize(
+    ("launch_s", "seconds"), [((0.0, 1.0), (4.0, 3.0)), ((0.0, 5.0), (4.0, 2.0))], ids=["queued behind", "after a pause"]
+)
+def test_a_step_takes_from_its_launch_or_the_end_of_the_one_before(launch_s: tuple[float, float], seconds: tuple[float, float]) -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    events: list[tuple[float, Callable[[], object]]] = [(at, lambda: pace.launched(plan((0, 64)))) for at in launch_s]
+    took: list[float] = []
+
+    def read() -> None:
+        found = pace.read()
+        assert found is not None
+        took.append(found.seconds)
+
+    events += [(4.0, read), (7.0, read)]
+    for at, happens in sorted(events, key=lambda event: event[0]):
+        clock.now = 100.0 + at
+        happens()
+    assert tuple(took) == seconds

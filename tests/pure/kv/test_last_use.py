@@ -1,0 +1,50 @@
+"""Fences that come back with slots: whatever their order, and however many slots there are, none that counts is lost."""
+
+from __future__ import annotations
+
+import pytest
+from kv_fakes import FakeLane
+
+from penstock.kv.blocks.fences import LastUse
+from penstock.kv.blocks.slots import FEW, as_run
+
+SIZES = pytest.mark.parametrize("num", [1, FEW, FEW + 1, 3 * FEW])
+
+
+@SIZES
+def test_an_older_fence_that_comes_later_hides_none_that_came_before(num: int) -> None:
+    """A table that rested is given back with the fence of a step long ago, after others have used its shared slots."""
+    lane, last_use, slots = FakeLane("compute"), LastUse(4 * FEW), as_run(range(num))
+    first, second, third = (lane.record() for _ in range(3))
+    for fence in (first, second, third, second, first):
+        last_use.note(slots, fence)
+    assert last_use.after(slots) == (first, second, third)
+    lane.num_passed = 2
+    assert last_use.after(slots) == (third,)
+    lane.pass_all()
+    assert last_use.after(slots) == ()
+
+
+@SIZES
+def test_slots_carry_their_own_fences_and_those_of_no_others(num: int) -> None:
+    lanes = FakeLane("compute"), FakeLane("load")
+    last_use = LastUse(9 * FEW)
+    mine, others = as_run(range(num)), as_run(range(num, 2 * num))
+    early, load, late = lanes[0].record(), lanes[1].record(), lanes[0].record()
+    last_use.note(mine, early)
+    last_use.note(mine, load)
+    last_use.note(others, late)
+    assert last_use.after(mine) == (early, load)
+    assert last_use.after(others) == (early, late), "on one lane those before are taken along: they are over sooner"
+    assert last_use.after(as_run(range(2 * num, 3 * num))) == ()
+    assert set(last_use.after(as_run(range(2 * num)))) == {early, load, late}
+
+
+def test_what_is_over_or_was_never_used_is_not_kept() -> None:
+    lane, last_use = FakeLane("compute"), LastUse(8)
+    over = lane.record()
+    lane.pass_all()
+    last_use.note([1, 2], over)
+    last_use.note([1, 2], None)
+    last_use.note([], lane.record())
+    assert last_use.after([1, 2]) == ()

@@ -1,0 +1,108 @@
+"""Policies of eviction and transfers at their edges: the dearest chain, a slot's next block, several arrivals."""
+
+from __future__ import annotations
+
+import pytest
+from kv_fakes import FakeLane
+
+from penstock.contract import Arrival
+from penstock.figures import Traffic
+from penstock.kv.blocks.eviction.cost import _COSTS, _NUM_CLASSES, CostOrder
+from penstock.kv.blocks.eviction.lru import LruOrder
+from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
+from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.tally import Tally, Way
+from penstock.kv.transfer.mover import Group, Transfer
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def sealed(order: CostOrder | S3FifoOrder | TinyLfuOrder, slot: int, number: int, depth: int = 0) -> None:
+    order.sealed([slot], [key(number)], [depth])
+
+
+def test_cost_several_of_one_queue_that_go_together_leave_the_floor_at_the_last() -> None:
+    """What comes next ranks above all of them."""
+    order = CostOrder(8, block_tokens=16)
+    sealed(order, 0, 0)
+    order.add([0])
+    order._floor = 5.0  # as others that went meanwhile have left it
+    sealed(order, 1, 1)
+    order.add([1])
+    assert order.pop(2) == [0, 1] and order._floor == 5.0 + _COSTS[0]
+
+
+@pytest.mark.parametrize("depth", [10**6, 10**8, 10**12])
+def test_cost_no_chain_is_too_dear_for_the_dearest_class(depth: int) -> None:
+    order = CostOrder(4, block_tokens=128)
+    sealed(order, 0, 0, depth)
+    sealed(order, 1, 1)
+    for _ in range(40):
+        order.hit([0])
+    order.add([0])
+    order.add([1])
+    assert order._class_of[0] <= _NUM_CLASSES - 1
+    assert order.pop(2) == [1, 0]
+
+
+@pytest.mark.parametrize("kind", [S3FifoOrder, TinyLfuOrder])
+def test_a_slots_next_block_inherits_no_hits(kind: type[S3FifoOrder] | type[TinyLfuOrder]) -> None:
+    """Its first block was found again and then forgotten while it was in use."""
+    order = kind(8)
+    sealed(order, 0, 0)
+    order.hit([0])
+    sealed(order, 0, 1)
+    assert not order._was_hit[0]
+
+
+def test_s3fifo_a_slots_next_block_is_as_new_as_any() -> None:
+    order = S3FifoOrder(8)
+    sealed(order, 0, 0)
+    order.hit([0])
+    for slot in range(4):
+        sealed(order, slot, 10 + slot)
+        order.add([slot])
+    assert order.pop(1) == [0], "it came first, and nobody has used it since"
+
+
+@pytest.mark.parametrize(("num_arrivals", "num_passed", "nearly"), [
+    (0, 0, True), (1, 0, True), (2, 0, False), (2, 1, True), (3, 1, False), (3, 2, True), (4, 2, False), (4, 3, True), (4, 4, True),
+])  # fmt: skip
+def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(num_arrivals: int, num_passed: int, nearly: bool) -> None:
+    lane = FakeLane("load")
+    transfer = Transfer("a load", [Group((n, n + 1)) for n in range(num_arrivals)])
+    assert not transfer.nearly_landed(), "before its fences exist nobody knows"
+    transfer.launched(None, [Arrival((n, n + 1), lane.record()) for n in range(num_arrivals)])
+    lane.num_passed = num_passed
+    assert transfer.nearly_landed() is nearly
+
+
+def test_every_block_that_a_store_has_no_room_for_is_counted() -> None:
+    tally = Tally(100, lambda: 0.0)
+    tally.ended(Way.WRITE, [Outcome.FULL, Outcome.DONE, Outcome.FULL, Outcome.FULL])
+    tally.skip("queue", 2)
+    traffic = Traffic({}, {}, {}, {}, {}, 0)
+    tally.report("ssd", traffic)
+    assert traffic.skipped == {"full": 3, "queue": 2} and traffic.bytes["host", "ssd"] == 100
+
+
+def test_what_a_lease_finds_is_told_to_the_order_of_eviction() -> None:
+    """A block that is read under a pin is used as much as one that a table holds."""
+    order = LruOrder(8)
+    told: list[int] = []
+    order.hit = lambda slots: told.extend(int(slot) for slot in slots)  # type: ignore[method-assign]
+    tier = HostTier(BlockPool(8, "host", eviction=order), block_tokens=4, lease_s=9.0, clock=lambda: 0.0)
+    keys = [key(number) for number in range(3)]
+    taken = tier.take(keys, [0, 1, 2], "a save")
+    assert taken.reservation is not None
+    slots = list(taken.reservation.slots)
+    tier.land(taken)
+    told.clear()
+    lease = tier.lease([*keys, key(9)], "a request", first=1)
+    assert lease is not None and told == slots[1:]
+    lease.end()
