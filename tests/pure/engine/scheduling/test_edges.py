@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
 from scheduler_world import World
 
-from penstock.contract import FinishReason, Match, Request, SamplingParams
+from penstock.contract import Chunk, FinishReason, Match, Request, SamplingParams
+from penstock.engine.scheduling.matching import find_match
 from penstock.engine.scheduling.scheduler import _LOOK_AHEAD
+from penstock.engine.scheduling.steps import Draft
 from penstock.engine.scheduling.track import Track
 
 
@@ -124,3 +127,25 @@ def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_now
     event = world.scheduler.cancel(cancelled)
     assert event is not None and (event.finish, event.source, event.tokens) == (FinishReason.CANCELLED, None, ())
     assert sum(world.scheduler.counts.prompt_tokens.values()) == 0
+
+
+def test_a_request_that_leaves_before_a_step_is_launched_takes_no_part_in_it() -> None:
+    draft, no_slots = Draft(), np.empty(0, np.int32)
+    chunks = {name: Chunk(name, 0, 0, [1], no_slots, True, True) for name in ("stays", "leaves")}
+    draft.decodes, draft.prefills = list(chunks.values()), list(chunks.values())
+    draft.drop(Track(Request("leaves", [1], SamplingParams(max_tokens=1)), 1, None))
+    assert draft.decodes == draft.prefills == [chunks["stays"]]
+
+
+@pytest.mark.parametrize(("num_generated", "extended"), [(0, False), (3, False), (4, True), (7, True), (8, True)])
+def test_keys_are_extended_with_every_block_that_was_generated(num_generated: int, extended: bool) -> None:
+    """A prompt of two blocks of four, and what a request had generated when it was retracted."""
+    world = World(num_slots=8)
+    prompt = A[:8]
+    prefix = world.cache.prefix_of(prompt)
+    assert prefix is not None and len(prefix.keys) == 2
+    request = Request("r", prompt, SamplingParams(max_tokens=20), prefix)
+    track = Track(request, 1, prefix, tokens=[*prompt, *[3] * num_generated])
+    find_match(track, world.cache)
+    assert track.prefix is not None and len(track.prefix.keys) == 2 + num_generated // 4
+    assert (track.prefix is not prefix) == extended and tuple(track.prefix.keys[:2]) == tuple(prefix.keys)
