@@ -1,4 +1,4 @@
-"""Closing a cache and its tiers: what ran out of time may be tried again, and what has nothing to do gets the moment that it needs to end."""
+"""Closing a cache and its tiers: what ran out of time may be tried again, and what has nothing to do gets a moment to end."""
 
 from __future__ import annotations
 

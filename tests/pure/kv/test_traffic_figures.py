@@ -61,3 +61,18 @@ def test_a_histogram_counts_each_value_at_the_first_bound_that_is_not_below_it()
     copy = histogram.copy()
     histogram.add(0.5)
     assert copy.counts == [3, 1, 1] and copy.total == 7.0 and histogram.counts == [4, 1, 1]
+
+
+def test_what_is_read_and_what_is_written_are_under_way_each_in_its_own_direction(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    rig.store.gate.hold("read", "write")
+    seen = []
+    for begin in (lambda: rig.submit_write(KEYS[2:4]), lambda: rig.submit_read(KEYS[:1]), lambda: rig.submit_read(KEYS[1:2])):
+        begin()
+        traffic = Traffic({}, {}, {}, {}, {}, 0)
+        rig.tier.report(traffic)
+        seen.append((traffic.in_flight["host", "remote"], traffic.in_flight["remote", "host"]))
+    assert seen == [(1, 0), (1, 1), (1, 2)]
+    rig.store.gate.let()
+    rig.settle()
