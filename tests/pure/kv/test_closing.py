@@ -1,4 +1,4 @@
-"""Closing a cache and its tiers: what ran out of time may be tried again, and what has nothing to do gets a moment to end."""
+"""Closing a cache and its tiers: what has nothing to do gets a moment to end, and memory is given back."""
 
 from __future__ import annotations
 
@@ -9,22 +9,7 @@ import pytest
 from ladder_rig import KEYS, Rig
 from stacked_rig import Stacked
 
-from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.memory import HostMemory
-
-
-def test_a_close_that_ran_out_of_time_is_tried_again_from_the_beginning() -> None:
-    rig = Stacked()
-    table = rig.ran(2)
-    rig.cache.release(table, None)
-    lane = rig.lane("save")
-    lane.step = lambda: False  # type: ignore[method-assign]
-    with pytest.raises(DeadlineExceeded):
-        rig.cache.close(0.0)
-    assert rig.cache.num_in_flight == 1 and not rig.first.closed
-    del lane.step
-    rig.cache.close()
-    assert rig.cache.num_in_flight == 0 and rig.first.closed
 
 
 def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,20 +59,3 @@ def test_what_others_are_reading_already_counts_in_the_time_of_a_load() -> None:
     lease.end()
     rig.flow()
     rig.end(table)
-
-
-def test_what_a_retracted_request_has_saved_is_loaded_however_fast_computing_seems() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:FOUR])
-    lease = rig.ladder.save(hold, FOUR, KEYS[:FOUR], FOUR * BLOCK, None)
-    assert lease is not None
-    hold.end()
-    rig.land()
-    measured(rig.ladder)
-    rig.ladder.link.add(1, 1e6)
-    other = leased(rig, KEYS[:FOUR])
-    assert rig.ladder.worth(other, 0) == 0, "of anybody else's blocks this is the slower way"
-    assert rig.ladder.worth(lease, 0) == FOUR
-    other.end()
-    lease.end()
-    rig.close()
