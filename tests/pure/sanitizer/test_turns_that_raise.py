@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.sanitizer.findings import Findings
 from penstock.sanitizer.report import Kind
-from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.sanitizer.turns import Turns
 
 
 def test_a_permission_to_wait_ends_with_the_error_that_ends_its_block() -> None:
-    sanitizer = Sanitizer()
-    with sanitizer.turns.turn():
-        with pytest.raises(OSError), sanitizer.turns.may_wait("result"):
+    findings = Findings(strict=False, json_file=None)
+    turns = Turns(findings, {})
+    with turns.turn():
+        with pytest.raises(OSError), turns.may_wait("result"):
             raise OSError
-        sanitizer.host_waited("load", 1, 0.25)
-    assert [report.kind for report in sanitizer.reports] == [Kind.STALL]
+        turns.blocked("load", 1, 0.25)
+    assert [report.kind for report in findings.reports] == [Kind.STALL]
 
 
 def test_a_turn_ends_with_the_error_that_ends_its_block() -> None:
-    sanitizer = Sanitizer()
-    with pytest.raises(OSError), sanitizer.turns.turn():
+    findings = Findings(strict=False, json_file=None)
+    turns = Turns(findings, {})
+    with pytest.raises(OSError), turns.turn():
         raise OSError
-    sanitizer.host_waited("load", 1, 0.25)
-    assert sanitizer.reports == []
+    turns.blocked("load", 1, 0.25)
+    assert findings.reports == []
