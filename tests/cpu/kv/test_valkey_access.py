@@ -32,7 +32,6 @@ from valkey_rig import (
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.remote import open_store, valkey_links
 from penstock.kv.tiers.remote.valkey_url import PASSWORD_VARIABLE, Node
-from penstock.kv.tiers.store import Outcome
 from penstock.testing.servers import LOOPBACK, SlotRange, Valkey, free_port
 from store_servers import valkey_or_skip
 
@@ -202,18 +201,6 @@ def test_a_cluster_with_a_dead_node_fails_until_it_answers(two_nodes: list[Valke
             node.wait_cluster()
         store.probe()
         assert read(store, keys_of(40)) == [DONE] * 40
-        store.reset()
-
-
-def test_a_probe_asks_for_the_map_of_a_cluster_anew(two_nodes: list[Valkey]) -> None:
-    """One with holes in it is handed out while a node takes over from another: blocks in them fail, and no connection does."""
-    keys = keys_of(4)
-    with contextlib.closing(opened(two_nodes[0].url())) as store:
-        store.probe()
-        store._links._slots = [None] * 16384
-        assert write(store, keys) == [Outcome.FAILED] * 4 and store.find(keys) == 0
-        store.probe()
-        assert write(store, keys) == [DONE] * 4 and read(store, keys) == [DONE] * 4
         store.reset()
 
 

@@ -76,3 +76,10 @@ def test_what_is_read_and_what_is_written_are_under_way_each_in_its_own_directio
     assert seen == [(1, 0), (1, 1), (1, 2)]
     rig.store.gate.let()
     rig.settle()
+
+
+def test_blocks_that_a_store_has_already_are_not_skipped_ones(make: Make) -> None:
+    rig = make()
+    rig.write(KEYS[:2])
+    assert rig.write(KEYS[:4]).done_keys == KEYS[:4]
+    assert not rig.tier.counts.skipped
