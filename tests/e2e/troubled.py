@@ -126,7 +126,7 @@ def troubled(**settings: Any) -> Iterator[Troubled]:
 def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
     """A real file system of that size."""
     path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(path)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(path)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False) if shutil.which("mount") else None
     if mounted is None or mounted.returncode:
         pytest.skip(f"NO FULL DISK: no file system can be mounted here: {mounted.stderr.strip() if mounted else 'no mount'}")

@@ -195,6 +195,7 @@ class Segments:
                     log.warning("the SSD cache in %s stays at %d files: %s", self.files.directory.path, num_made, error)
                 self._grow_again_s = time.monotonic() + _GROW_AGAIN_S
                 return None
+            self._grow_again_s = 0.0  # there is room again: for the others, too, as far as anybody knows
             self.unsynced.note(segment, names=True)
             return segment
 

@@ -1,0 +1,51 @@
+"""A place is given up for failures that follow one another, and not for so many in a long life: what goes well between them, or a probe
+that is answered, starts the count again."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from ssd_rig import FailingDisk, open_at, read, write
+
+from penstock.errors import StoreFailed
+from penstock.kv.tiers.ssd.blocks import _STRIKES
+from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.store import Outcome
+
+GOOD = 0  # a block that is always there
+
+
+def one_failure(store: SsdStore, disk: FailingDisk, name: str, number: int) -> Outcome:
+    disk.errors, disk.num_left = {name: errno.EIO}, 1
+    try:
+        return (read if name == "preadv" else write)(store, number)[0]
+    finally:
+        disk.errors = {}
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_failures_with_a_success_between_them_never_add_up(tmp_path: Path, name: str) -> None:
+    disk = FailingDisk()
+    store = open_at(tmp_path, 512, io=disk)  # its first file has room for all of it
+    numbers = range(1, _STRIKES + 3)
+    write(store, GOOD, *(numbers if name == "preadv" else ()))
+    for number in numbers:
+        assert one_failure(store, disk, name, number) is Outcome.FAILED
+        assert (read(store, GOOD) if name == "preadv" else write(store, 100 + number)) == [Outcome.DONE]
+    store.close()
+
+
+def test_a_probe_that_is_answered_starts_the_count_again(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    store = open_at(tmp_path, 512, io=disk)  # its first file has room for all of it
+    numbers = range(1, _STRIKES + 1)
+    write(store, *numbers, 100)
+    for number in numbers[:-1]:
+        assert one_failure(store, disk, "preadv", number) is Outcome.FAILED
+    with pytest.raises(StoreFailed):
+        one_failure(store, disk, "preadv", numbers[-1])
+    store.probe()
+    assert one_failure(store, disk, "preadv", 100) is Outcome.FAILED
+    store.close()

@@ -1,0 +1,36 @@
+"""Two copies of one block in the files of an earlier life: the newer one counts, unless somebody has used the other since the start."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpu.kv.ssd.ssd_rig import key_of
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.tiers.envelope import Envelope
+from penstock.kv.tiers.ssd.format import SlotHead
+from penstock.kv.tiers.ssd.index import SlotIndex
+
+GENERATION = b"g" * 16
+KEY = key_of(1)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("newer_first", [False, True])
+def test_the_newer_copy_counts_unless_the_other_was_used_since_the_start(used: bool, newer_first: bool) -> None:
+    pool = BlockPool(2, "ssd")
+    index = SlotIndex(pool, lambda slot: GENERATION)
+    withheld = [index.withhold(1) for _ in range(2)]
+    index.earlier.begin_scan()
+    found: dict[bytes, int] = {}
+    for slot, sequence in enumerate((20, 10) if newer_first else (10, 20)):
+        head = SlotHead(Envelope(KEY, b"s" * 32, 100, sequence, b"c" * 16), GENERATION, 0, slot, 0)
+        index.earlier.publish(withheld[slot], {slot: head}, found)
+        if used and slot == 0:
+            _, pin = index.pin_each([KEY])
+            assert pin is not None
+            index.unpin(pin)
+    index.earlier.end_scan(found)
+    assert pool.find_each([KEY]) == [0 if used or newer_first else 1]
+    assert pool.counts.free == 1 and pool.counts.idle == 1
+    pool.check()
+    index.close()

@@ -1,0 +1,62 @@
+"""Connections to Valkey that are kept: each call has its own deadline, none outlives its store, and a probe asks anew who has what."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from valkey_rig import PATIENT_S, num_idle, opened
+
+from penstock.testing.servers import LOOPBACK
+
+
+@pytest.fixture
+def answering() -> Iterator[str]:
+    """Somebody who says that he is a whole cluster, and answers a ping."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        slots = f"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n${len(LOOPBACK)}\r\n{LOOPBACK}\r\n:{port}\r\n".encode()
+
+        def answer(peer: socket.socket) -> None:
+            with contextlib.suppress(OSError), peer:
+                while asked := peer.recv(4096):
+                    peer.sendall(slots if b"SLOTS" in asked else b"+PONG\r\n")
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"valkey://{LOOPBACK}:{port}?cluster=1"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_probe_asks_anew_who_has_what(answering: str) -> None:
+    """While a node takes over from another, maps with holes are handed out: blocks in a hole fail, and no connection does."""
+    with contextlib.closing(opened(answering)) as store:
+        store._links._slots = [None] * 16384
+        assert store._links.locator(time.monotonic() + PATIENT_S)(b"name") is None
+        store.probe()
+        assert store._links.locator(time.monotonic() + PATIENT_S)(b"name") == store._address.nodes[0]
+
+
+def test_a_link_that_is_used_again_has_the_deadline_of_its_new_call(answering: str) -> None:
+    with contextlib.closing(opened(answering)) as store:
+        links, node, until = store._links, store._address.nodes[0], time.monotonic() + PATIENT_S
+        with links.link(node, until) as one:
+            assert one.wire.deadline == until
+        with links.link(node, until + 1.0) as again:
+            assert again is one and again.wire.deadline == until + 1.0
+
+
+def test_a_link_that_is_in_use_when_its_store_is_closed_is_not_kept(answering: str) -> None:
+    store = opened(answering)
+    with store._links.link(store._address.nodes[0], time.monotonic() + PATIENT_S) as link:
+        store.close()
+        assert link._sock is not None, "whoever has it may go on"
+    assert link._sock is None and num_idle(store) == 0

@@ -1,0 +1,46 @@
+"""Closing a cache and its tiers: what has nothing to do gets a moment to end, and memory is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from ladder_rig import KEYS, Rig
+from stacked_rig import Stacked
+
+from penstock.kv.tiers.memory import HostMemory
+
+
+def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("ssd", "remote")
+    given: dict[str, float | None] = {}
+    for lane in rig.lanes:
+        close = lane.close
+        monkeypatch.setattr(
+            lane, "close", lambda timeout_s, lane=lane, close=close: given.update({lane.name: timeout_s}) or close(timeout_s)
+        )
+    rig.cache.close(0.0)
+    assert {lane.name for lane in rig.lanes} - set(given) == {"compute"}
+    assert all(timeout_s is None or timeout_s > 0.1 for timeout_s in given.values()), given
+
+
+class Memory:
+    """An arena that is ready at once, and knows whether it is closed."""
+
+    closed = False
+
+    def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+        ready(range(16))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_host_memory_is_given_back_with_the_ladder_over_it() -> None:
+    rig, arena = Rig(), Memory()
+    rig.ladder._limits = replace(rig.ladder._limits, memory=HostMemory(arena, rig.host.ready))
+    rig.save(KEYS[:2]).end()
+    assert not arena.closed
+    rig.close()
+    assert arena.closed
