@@ -44,15 +44,17 @@ def test_only_a_wait_for_a_load_is_exposed(make_engine: MakeEngine, prompts: Pro
     engine = make_engine(host_blocks=64)
     _, save = gates(engine)
     save.hold()
-    generate(engine, prompts(40), max_tokens=1)
-    assert engine.is_transferring()
-    engine.wait_work(0.001)
-    assert engine.stats().load_exposed_s == 0.0
-    with monkeypatch.context() as patched:  # a load that somebody waits for is over before a test could be sure of it
-        patched.setattr(engine._parts.scheduler, "num_by_state", lambda: {"loading": 1})
+    try:
+        generate(engine, prompts(40), max_tokens=1)
+        assert engine.is_transferring()
         engine.wait_work(0.001)
-    assert engine.stats().load_exposed_s > 0.0
-    save.let()
+        assert engine.stats().load_exposed_s == 0.0
+        with monkeypatch.context() as patched:  # a load that somebody waits for is over before a test could be sure of it
+            patched.setattr(engine._parts.scheduler, "num_by_state", lambda: {"loading": 1})
+            engine.wait_work(0.001)
+        assert engine.stats().load_exposed_s > 0.0
+    finally:
+        save.let()
     settle_all(engine)
 
 

@@ -48,7 +48,7 @@ def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
     server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0))
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
-    with contextlib.closing(server._listener), pytest.raises(ZeroDivisionError), server.capture_signals():
+    with contextlib.closing(server._listener), contextlib.suppress(ZeroDivisionError), server.capture_signals():
         assert [signal.getsignal(number) for number in numbers] == [server.handle_exit] * 2
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in numbers] == before
