@@ -32,6 +32,7 @@ def test_a_request_without_a_token_has_no_time_to_its_first(make_engine: MakeEng
     cancelled = submit(engine, prompts(20))
     engine.cancel(cancelled.request_id)
     run_all(engine)
+    assert cancelled.source is None and sum(engine.stats().prompt_tokens.values()) == 0, "nothing of its prompt was found or computed"
     scored = generate(engine, prompts(20), max_tokens=0, prompt_logprobs=0)
     assert (cancelled.finish, scored.finish) == (FinishReason.CANCELLED, FinishReason.LENGTH)
     assert sum(engine.stats().ttft.counts) == 0

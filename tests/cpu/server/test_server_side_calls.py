@@ -9,7 +9,7 @@ import socket
 import warnings
 
 import pytest
-from served import Served
+from served import Served, until
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
@@ -52,3 +52,14 @@ def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
         assert [signal.getsignal(number) for number in numbers] == [server.handle_exit] * 2
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -> None:
+    """Whoever sends it requests is told to send no more; whoever restarts dead processes has no reason to."""
+    assert served.http.get("/health").json() == {"status": "ready"}
+    assert served.service._bridge is not None
+    served.service._bridge._loop.call_soon_threadsafe(served.service.stop)
+    until(lambda: served.service.stopping, "the server stops")
+    health, live = served.http.get("/health"), served.http.get("/live")
+    assert (health.status_code, live.status_code) == (503, 200)
+    assert health.json() == {"status": "unavailable", "reason": "the server is shutting down"}
