@@ -11,7 +11,7 @@ import pytest
 
 from penstock import cli
 from penstock.commands.arguments import config_of, sampling_of
-from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig
+from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig, ServerConfig
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 
 WITH_ENGINE = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"))
@@ -287,3 +287,15 @@ def test_serving_without_its_packages_says_what_to_install():
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "uvicorn" in done.stderr and "pip install 'penstock[server]'" in done.stderr
+
+
+def test_every_server_flag_reaches_the_config(monkeypatch):
+    """Each with a number of its own: two that are swapped would both be taken."""
+    seen = []
+    monkeypatch.setattr("penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0)
+    given = (
+        "serve --host 127.0.0.9 --port 81 --api-key k --max-body-bytes 2048 --max-concurrent 3 --shutdown-s 4 --read-timeout-s 5 "
+        "--write-timeout-s 6 --allow-special-tokens-in-text --log-level error"
+    )
+    assert cli.main(given.split()) == 0
+    assert seen == [(ServerConfig("127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True), "error")]

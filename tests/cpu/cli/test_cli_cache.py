@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from penstock.commands import cache
 from penstock.kv.tiers.ssd.directory import make_directory
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.ssd.survey import inspect
@@ -234,3 +235,19 @@ def test_looking_into_a_directory_needs_no_torch(cached: Path) -> None:
     argv = [sys.executable, "-c", script, "cache", "verify", "--kv-offload-ssd-dir", str(cached)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False 0"
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "said"),
+    [(0, "1970-01-01 00:00"), (1_700_000_000 * 10**9, "2023-11-14 22:13"), (2**63, "2262-04-11 23:47"), (2**80, "?")],
+)
+def test_times_are_those_of_the_clock_that_wrote_them(nanoseconds: int, said: str) -> None:
+    assert cache._time(nanoseconds) == said
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [(1023, "1023 bytes"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), ((1 << 30) - 1, "1024.0 MiB"), (3 << 29, "1.5 GiB")],
+)
+def test_sizes_have_the_largest_unit_that_they_reach(num_bytes: int, said: str) -> None:
+    assert cache._size(num_bytes) == said

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.commands import doctor
+from penstock.config import GIB
 
 
 def _checks(file) -> dict[str, dict[str, str]]:
@@ -61,3 +63,12 @@ def test_cuda_that_is_not_there_is_a_failure(penstock, tmp_path, monkeypatch):
 def test_a_cache_that_never_matches_is_found_by_the_generation(monkeypatch):
     monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys: [])
     assert doctor._tiny_generation("cpu").status is doctor.Status.FAIL
+
+
+@pytest.mark.parametrize(("available_gib", "status"), [(1.9, "warn"), (2.0, "ok"), (200.0, "ok")])
+def test_little_memory_is_a_warning_that_says_what_to_do(monkeypatch, available_gib, status):
+    memory = SimpleNamespace(available=int(available_gib * GIB), total=256 * GIB)
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: memory)
+    check = doctor._memory()
+    assert check.status == status and bool(check.hint) == (status == "warn")
+    assert check.detail == f"{available_gib:.1f} of 256.0 GiB available"

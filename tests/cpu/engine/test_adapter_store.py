@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,3 +153,53 @@ def test_a_hold_ends_exactly_once(tmp_path: Path) -> None:
     with pytest.raises(HandleEnded):
         hold.end()
     assert store._num_holds.total() == 0
+
+
+class _Guarded(dict):
+    """Books that may be changed, and looked through, by whoever has the lock."""
+
+    def __init__(self, store: AdapterStore, kept: dict) -> None:
+        super().__init__(kept)
+        self._store = store
+
+    def _check(self) -> None:
+        assert self._store._lock.locked(), "another thread may be at it"
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+    def __setitem__(self, key: str, value: object) -> None:
+        self._check()
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self._check()
+        if key in self:
+            super().__delitem__(key)
+
+    def values(self) -> Any:
+        self._check()
+        return super().values()
+
+    def pop(self, *args: Any) -> Any:
+        self._check()
+        return super().pop(*args)
+
+    def get(self, *args: Any) -> Any:
+        self._check()
+        return super().get(*args)
+
+
+def test_the_books_are_touched_by_whoever_has_the_lock_only(tmp_path: Path) -> None:
+    """Holds end on the engine's thread, while others load, unload and look up names on theirs."""
+    store = store_in(None)
+    for books in ("_named", "_num_holds"):
+        setattr(store, books, _Guarded(store, getattr(store, books)))
+    first = store.load("a", folder(tmp_path / "one")).adapter
+    holds = [store.hold(first), store.try_hold("a")]
+    store.load("a", folder(tmp_path / "two", "y"))
+    assert store.find("a") in store.all()
+    for hold in holds:
+        assert hold is not None
+        hold.end()
+    assert store.unload("a") and not store._weights and not store._num_holds

@@ -126,9 +126,10 @@ def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it
     first = submit(engine, prompts(30, seed=1), max_tokens=8, frequency_penalty=2.0)
     for _ in range(4):
         engine.step()
-    gate = threading.Event()
+    began, gate = threading.Event(), threading.Event()
     lane, scheduler, sampler = engine._parts.lanes[0], engine._parts.scheduler, engine._parts.executor._sampler
-    lane.submit(lambda: gate.wait(30), label="a step that takes long")
+    lane.submit(lambda: (began.set(), gate.wait(30)), label="a step that takes long")
+    assert began.wait(30), "the step before it has not counted its token"
     try:
         running = engine._running
         assert running is not None

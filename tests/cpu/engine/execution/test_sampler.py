@@ -231,3 +231,15 @@ def test_the_state_of_rows_is_touched_by_work_of_the_lane_alone(call: str) -> No
     with pytest.raises(InvariantBroken, match="no work of lane compute"):
         getattr(made.sampler, call)(*given)
     getattr(made, call)(*given)
+
+
+def test_every_bit_of_a_seed_counts() -> None:
+    """Seeds that the engine draws have 63 bits, and clients give negative ones too."""
+    drawn = {}
+    for seed in (0, 1, -1, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 32), -((1 << 63) - 1)):
+        rows = Rows(1)
+        rows.start(Start(0, Request("r", [1], SamplingParams(max_tokens=4, seed=seed)), ()))
+        params = rows.sample_plan(np.array([0], np.int32), np.array([7], np.int32)).params
+        assert params is not None
+        drawn[seed] = params[-2:].tobytes()
+    assert len(set(drawn.values())) == len(drawn)

@@ -1,0 +1,60 @@
+"""What the configuration says reaches the part that it is for: each setting has a number of its own, so that no two can be mixed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import GIB, OffloadConfig
+from penstock.engine import build as building
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError
+from penstock.models.dimensions import TINY_QWEN3
+
+MakeEngine = Callable[..., Engine]
+
+
+def test_the_settings_of_colder_tiers_reach_them(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Any, ...]] = []
+
+    def recorded(name: str) -> None:
+        opens = getattr(building, name)
+        monkeypatch.setattr(building, name, lambda place, *args: opened.append((place, *args)) or opens(place, *args))
+
+    recorded("open_ssd")
+    recorded("open_remote")
+    engine = make_engine(
+        host_blocks=16,
+        eviction="s3fifo",
+        lease_s=77.0,
+        load_deadline_s=11.0,
+        ssd_dir=str(tmp_path / "kv"),
+        ssd_gib=0.5,
+        remote="valkey://127.0.0.1:1",
+        remote_timeout_s=3.0,
+    )
+    ladder = engine.cache.ladder
+    assert ladder is not None
+    assert (ladder.host._lease_s, ladder._limits.load_deadline_s) == (77.0, 11.0)
+    (place, num_bytes, _, eviction), (url, _, timeout_s) = opened
+    assert (place, num_bytes, eviction) == (str(tmp_path / "kv"), GIB // 2, "s3fifo")
+    assert (url, timeout_s) == ("valkey://127.0.0.1:1", 3.0)
+
+
+def test_by_default_a_lease_outlasts_a_load_and_a_load_an_exchange_with_a_store() -> None:
+    """A lease is a backstop: one that ends before its load could end would take the prefix away under it."""
+    defaults = OffloadConfig()
+    assert defaults.lease_s > defaults.load_deadline_s > defaults.remote_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("blocks", "most", "why"), [(256, TINY_QWEN3.max_position, "positions of the model"), (8, 128, "does not fit into 8 KV blocks")]
+)
+def test_a_context_of_exactly_what_there_is_is_taken_and_one_more_is_not(make_engine: MakeEngine, blocks: int, most: int, why: str) -> None:
+    assert make_engine(blocks=blocks, max_model_len=most).max_model_len == most
+    assert make_engine(blocks=blocks).max_model_len == most, "where none is given it is that"
+    with pytest.raises(ConfigError, match=why):
+        make_engine(blocks=blocks, max_model_len=most + 1)

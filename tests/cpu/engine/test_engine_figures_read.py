@@ -1,0 +1,73 @@
+"""What the engine's figures count: no more than happened, and nothing that happens after they were read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from penstock.contract import FinishReason
+from penstock.engine.engine import Engine
+from penstock.errors import DeadlineExceeded
+from penstock.testing.driving import generate, run_all, settle_all, submit
+from penstock.testing.gates import gates
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+
+def test_figures_that_were_read_stay_as_they_were(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """Whoever reports reads them on another thread, while the engine's counts on."""
+    engine = make_engine()
+    generate(engine, prompts(20))
+    figures = engine.stats()
+    before = repr(figures)
+    generate(engine, prompts(40, seed=1))
+    assert repr(figures) == before and repr(engine.stats()) != before
+
+
+def test_a_request_without_a_token_has_no_time_to_its_first(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    cancelled = submit(engine, prompts(20))
+    engine.cancel(cancelled.request_id)
+    run_all(engine)
+    assert cancelled.source is None and sum(engine.stats().prompt_tokens.values()) == 0, "nothing of its prompt was found or computed"
+    scored = generate(engine, prompts(20), max_tokens=0, prompt_logprobs=0)
+    assert (cancelled.finish, scored.finish) == (FinishReason.CANCELLED, FinishReason.LENGTH)
+    assert sum(engine.stats().ttft.counts) == 0
+    generate(engine, prompts(20))
+    assert sum(engine.stats().ttft.counts) == 1
+
+
+def test_only_a_wait_for_a_load_is_exposed(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has nothing to do but to see a save end keeps nobody waiting."""
+    engine = make_engine(host_blocks=64)
+    _, save = gates(engine)
+    save.hold()
+    try:
+        generate(engine, prompts(40), max_tokens=1)
+        assert engine.is_transferring()
+        engine.wait_work(0.001)
+        assert engine.stats().load_exposed_s == 0.0
+        with monkeypatch.context() as patched:  # a load that somebody waits for is over before a test could be sure of it
+            patched.setattr(engine._parts.scheduler, "num_by_state", lambda: {"loading": 1})
+            engine.wait_work(0.001)
+        assert engine.stats().load_exposed_s > 0.0
+    finally:
+        save.let()
+    settle_all(engine)
+
+
+def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """Its cache has nothing under way: only the compute lane does not end."""
+    engine = make_engine()
+    generate(engine, prompts(20))
+    gate = threading.Event()
+    engine._parts.lanes[0].submit(lambda: gate.wait(30), label="a step that takes for ever")
+    try:
+        with pytest.raises(DeadlineExceeded):
+            engine.close(timeout_s=0.01)
+        assert not gate.is_set()
+    finally:
+        gate.set()

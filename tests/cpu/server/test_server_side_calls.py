@@ -1,0 +1,65 @@
+"""What the server does beside generating: how long a text of a tokenize call may be, and what is left behind where it cannot listen."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import socket
+import warnings
+
+import pytest
+from served import Served, until
+
+from penstock.config import ServerConfig
+from penstock.errors import ConfigError
+from penstock.server import service
+from penstock.server.run import HttpServer
+from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+
+
+@pytest.mark.parametrize(("context", "side", "most"), [(10, 50, 50), (50, 10, 50)], ids=["longer than a prompt", "as long as a prompt"])
+def test_a_text_may_be_longer_than_a_prompt_and_is_bounded_all_the_same(
+    served: Served, monkeypatch: pytest.MonkeyPatch, context: int, side: int, most: int
+) -> None:
+    monkeypatch.setattr(served.engine, "max_model_len", context)
+    monkeypatch.setattr(service, "SIDE_TOKENS", side)
+    for path, name, item in (("/tokenize", "prompt", "x"), ("/detokenize", "tokens", [120])):
+        assert served.http.post(path, json={name: item * most}).status_code == 200
+        refused = served.http.post(path, json={name: item * (most + 1)})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+
+
+def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
+    engine = ScriptedEngine()
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gc.collect()
+        said.clear()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=taken.getsockname()[1]))
+        gc.collect()
+        assert [str(warning.message) for warning in said if issubclass(warning.category, ResourceWarning)] == []
+
+
+def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
+    """Whoever ran it cleans up afterwards, and a second signal must reach that."""
+    engine = ScriptedEngine()
+    server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0))
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    with contextlib.closing(server._listener), contextlib.suppress(ZeroDivisionError), server.capture_signals():
+        assert [signal.getsignal(number) for number in numbers] == [server.handle_exit] * 2
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -> None:
+    """Whoever sends it requests is told to send no more; whoever restarts dead processes has no reason to."""
+    assert served.http.get("/health").json() == {"status": "ready"}
+    assert served.service._bridge is not None
+    served.service._bridge._loop.call_soon_threadsafe(served.service.stop)
+    until(lambda: served.service.stopping, "the server stops")
+    health, live = served.http.get("/health"), served.http.get("/live")
+    assert (health.status_code, live.status_code) == (503, 200)
+    assert health.json() == {"status": "unavailable", "reason": "the server is shutting down"}
