@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
+from penstock.contract import Access, Mode, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
 from penstock.engine.execution.batch import Packer
 from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.sampler import SampleOutput
@@ -285,13 +285,15 @@ def echoing(num_tokens: int, num_requests: int) -> Times:
         return
     num_tokens = min(num_tokens, CHUNK)
     tops = torch.rand(num_tokens, LOGPROBS)
-    output = SampleOutput(torch.arange(num_tokens), tops[:, 0].clone(), torch.arange(num_tokens), tops.argsort(), tops)
+    ranks = torch.arange(num_tokens, dtype=torch.int32)
+    packed = SampleOutput(ranks, tops[:, 0].clone(), ranks, tops.argsort(), tops).packed()
     for _ in range(5):
         rig = Rig(blocks(num_tokens) + 8)
         rig.submit(prompt(num_tokens), 1, prompt_logprobs=LOGPROBS)
         plan = rig.plan()
-        parts = [(plan.chunks[0].request_id, part_of(output, first)) for first in range(0, num_tokens, 128)]
-        step = RunningStep(plan.number, plan.chunks, [-1], Outputs(SampleOutput(torch.tensor([7])), parts), NoTicket(), FENCE)
+        outputs = Outputs(rig.lanes.lane("compute"), torch.empty(0), Access("staged results", (0,), (0, 1), Mode.READ))
+        outputs.sampled, outputs.prompts = torch.tensor([7], dtype=torch.int32), [(plan.chunks[0].request_id, packed)]
+        step = RunningStep(plan.number, plan.chunks, [-1], outputs, NoTicket(), FENCE)
         ms, result = timed(step.wait_result)
         yield "prompt logprobs: read", ms
         ms, events = timed(rig.scheduler.commit, result)
@@ -308,11 +310,6 @@ class NoTicket:
 
     def wait_done(self, timeout_s: float | None = None) -> None:
         pass
-
-
-def part_of(output: SampleOutput, first: int) -> SampleOutput:
-    fields = (output.tokens, output.logprobs, output.ranks, output.top_ids, output.top_logprobs)
-    return SampleOutput(*(field[first : first + 128] for field in fields if field is not None))
 
 
 CASES = (decoding, waiting, prefilling, computing, coming_and_going, retracting, persisting, echoing)

@@ -263,7 +263,7 @@ class ByteTokenizer:
         return list(data)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False) -> list[int]:
-        return self.encode(self.apply_chat(messages), most=most)
+        return self.encode(self.apply_chat(messages), add_special=False, most=most)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")

@@ -58,7 +58,7 @@ def test_a_cache_that_serves_nothing_is_not_reported_as_served(engine, config, m
 
 
 def test_a_host_that_has_nothing_is_not_reported_as_served(tiered_engine, tiered_config, monkeypatch):
-    monkeypatch.setattr("penstock.kv.cache.KvCache.lease", lambda self, owner, prefix: None)
+    monkeypatch.setattr("penstock.kv.cache.KvCache.lease", lambda *_: None)
     with pytest.raises(InvariantBroken, match="expected 63 from the host"):
         TtftBench((64,), repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
 

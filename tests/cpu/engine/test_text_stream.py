@@ -161,7 +161,8 @@ def test_how_far_a_stop_string_falls_back_is_what_comparing_every_length_finds()
     for length in range(1, 10):
         for text in map("".join, itertools.product("ab", repeat=length)):
             expected = [max(n for n in range(end) if text[:end].endswith(text[:n])) for end in range(1, length + 1)]
-            assert text_module._borders(text) == expected, text
+            stop = text_module.StopString(text)
+            assert [stop._border(end) for end in range(length, 0, -1)] == expected[::-1], text
 
 
 def test_holding_nothing_back_would_leak_half_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,7 +308,8 @@ def test_memory_is_found_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(host_module, "_register", look)
     monkeypatch.setattr(host_module.ctypes, "memset", lambda address, byte, num_bytes: touched.update({address: num_bytes}))
-    prepared(HostArena(LAYOUT, 500, CUDA))
+    arena = HostArena(LAYOUT, 500, CUDA)
+    prepared(arena)
     assert touched == driver.pieces
 
 

@@ -145,7 +145,7 @@ def test_an_echoed_prompt_of_several_bytes_a_character_shifts_offsets_by_charact
     body = completion("\u00e9\u00e9", echo=True, logprobs=0, max_tokens=3, seed=7)
     choice = served.http.post("/v1/completions", json=body).json()["choices"][0]
     assert choice["text"] == "\u00e9\u00e9cho"
-    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 3, 4]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 3, 4]
 
 
 def test_special_tokens_are_text_where_tokens_are_turned_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +196,6 @@ def test_a_stream_says_null_usage_in_every_chunk_but_the_last_where_usage_was_as
 
 def test_a_prompt_whose_source_nobody_told_counts_as_computed() -> None:
     sampling = SamplingParams(max_tokens=1)
-    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, None)
+    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, (), None)
     details = usage_of([Prompt([1, 2, 3])], [untold], 1)["prompt_tokens_details"]
     assert details == {"cached_tokens": 0, "kv_source": {}}

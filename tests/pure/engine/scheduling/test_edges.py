@@ -8,7 +8,7 @@ from scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
 from scheduler_world import World
 
 from penstock.contract import Chunk, FinishReason, Match, Request, SamplingParams
-from penstock.engine.scheduling.matching import find_match
+from penstock.engine.scheduling.matching import is_pending
 from penstock.engine.scheduling.scheduler import _LOOK_AHEAD
 from penstock.engine.scheduling.steps import Draft
 from penstock.engine.scheduling.track import Track
@@ -146,6 +146,6 @@ def test_keys_are_extended_with_every_block_that_was_generated(num_generated: in
     assert prefix is not None and len(prefix.keys) == 2
     request = Request("r", prompt, SamplingParams(max_tokens=20), prefix)
     track = Track(request, 1, prefix, tokens=[*prompt, *[3] * num_generated])
-    find_match(track, world.cache)
+    is_pending(track, world.cache)
     assert track.prefix is not None and len(track.prefix.keys) == 2 + num_generated // 4
     assert (track.prefix is not prefix) == extended and tuple(track.prefix.keys[:2]) == tuple(prefix.keys)
