@@ -86,7 +86,7 @@ class WeightFile:
         return ModelError(f"{self.path} cannot be read: {error.strerror or error}")
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A stretch of a file that has a digest of its own."""
 
     file: WeightFile
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-def read_pieces(pieces: Iterable[Piece]) -> Generator[tuple[memoryview, bytes]]:
+def read_pieces(pieces: Iterable[FilePiece]) -> Generator[tuple[memoryview, bytes]]:
     """Each piece's bytes and their digest, in order. Threads read and hash ahead; the bytes stay until the next piece is asked for."""
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     coming = iter(pieces)
@@ -107,7 +107,7 @@ def read_pieces(pieces: Iterable[Piece]) -> Generator[tuple[memoryview, bytes]]:
                 ahead.append(pool.submit(_read, piece, room))
 
 
-def _read(piece: Piece, room: bytearray) -> tuple[bytearray, int, bytes]:
+def _read(piece: FilePiece, room: bytearray) -> tuple[bytearray, int, bytes]:
     if len(room) < piece.num_bytes:
         room = bytearray(piece.num_bytes)
     with memoryview(room) as whole, whole[: piece.num_bytes] as data:
@@ -125,7 +125,7 @@ class HashedFile(WeightFile):
         self._digests: list[bytes] = []
         try:
             starts = range(0, self.num_bytes, PIECE_BYTES)
-            pieces = [Piece(self, start, min(PIECE_BYTES, self.num_bytes - start)) for start in starts]
+            pieces = [FilePiece(self, start, min(PIECE_BYTES, self.num_bytes - start)) for start in starts]
             for piece, (_, digest) in zip(pieces, read_pieces(pieces), strict=True):
                 self._digests.append(digest)
                 progress(f"hashing {path.name}", piece.start + piece.num_bytes, self.num_bytes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.models.hashed_file import Piece, WeightFile, piece_rows, read_pieces
+from penstock.models.hashed_file import FilePiece, WeightFile, piece_rows, read_pieces
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.safetensors_file import StoredTensor, read_header
@@ -104,12 +104,12 @@ def _stored(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
     return stored
 
 
-def _pieces(source: StoredTensor) -> Iterator[tuple[slice, Piece]]:
+def _pieces(source: StoredTensor) -> Iterator[tuple[slice, FilePiece]]:
     """The pieces of a matrix with the rows that each has; a vector is a matrix of one row."""
     num_rows = source.shape[0] if len(source.shape) > 1 else 1
     row_bytes = source.num_bytes // num_rows
     for rows in piece_rows(num_rows, row_bytes):
-        yield rows, Piece(source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+        yield rows, FilePiece(source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
 
 
 def _fill(room: Tensor, source: StoredTensor, reading: Iterator[tuple[memoryview, bytes]]) -> Iterator[bytes]:

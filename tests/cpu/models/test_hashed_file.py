@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError
 from penstock.models import hashed_file
-from penstock.models.hashed_file import DIGEST_BYTES, HashedFile, Piece, WeightFile, piece_rows, read_pieces
+from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, HashedFile, WeightFile, piece_rows, read_pieces
 from penstock.models.progress import silent
 
 
@@ -58,14 +58,14 @@ def test_each_piece_comes_with_its_own_bytes_and_their_digest(noise: Path, at_on
         for start, num_bytes in zip(random.integers(0, 50_000, 200), random.integers(1, 50_000, 200), strict=True)
     ]
     with WeightFile(noise) as file:
-        found = [(bytes(view), digest) for view, digest in read_pieces(Piece(file, *place) for place in places)]
+        found = [(bytes(view), digest) for view, digest in read_pieces(FilePiece(file, *place) for place in places)]
     expected = [data[start : start + num_bytes] for start, num_bytes in places]
     assert found == [(piece, hashlib.sha256(piece).digest()) for piece in expected]
 
 
 def test_a_user_who_stops_early_leaves_no_thread_behind(noise: Path) -> None:
     with WeightFile(noise) as file:
-        reading = read_pieces(Piece(file, 0, 1000) for _ in range(1000))
+        reading = read_pieces(FilePiece(file, 0, 1000) for _ in range(1000))
         next(reading)
         assert any(thread.name.startswith("weights") for thread in threading.enumerate())
         reading.close()
@@ -74,7 +74,7 @@ def test_a_user_who_stops_early_leaves_no_thread_behind(noise: Path) -> None:
 
 def test_what_goes_wrong_on_a_reading_thread_reaches_the_user(noise: Path) -> None:
     with WeightFile(noise) as file, pytest.raises(ModelError, match="noise ends at byte 100000: it was cut short"):
-        list(read_pieces([Piece(file, 0, 1000), Piece(file, 99_500, 1000)]))
+        list(read_pieces([FilePiece(file, 0, 1000), FilePiece(file, 99_500, 1000)]))
     with pytest.raises(ModelError, match="nothing cannot be read: No such file"):
         WeightFile(noise.parent / "nothing")
 

@@ -37,7 +37,7 @@ class Work(NamedTuple):
     prefix: int = 0
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """What one step is like."""
 
     chunks: tuple[Work, ...]
@@ -58,47 +58,46 @@ def _decodes(num: int) -> tuple[Work, ...]:
     return (Work(1, 1),) * num
 
 
-def few_kinds(sizes: Sizes) -> list[Kind]:
+def few_kinds(sizes: Sizes) -> list[StepKind]:
     """Where nothing is compiled: libraries find their threads and memory."""
     short = min(16, sizes.prefill_chunk)
-    return [Kind((Work(short),)), Kind(_decodes(1)), Kind(_decodes(1), _EVERYTHING)]
+    return [StepKind((Work(short),)), StepKind(_decodes(1)), StepKind(_decodes(1), _EVERYTHING)]
 
 
-def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[Kind]:
+def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
     """What a GPU can meet: every replay, every way to sample, every option, prompts of all lengths alone and beside others."""
     most, chunk = sizes.max_batch, sizes.prefill_chunk
     kinds = [
-        Kind(_decodes(b.num_chunks) if b.is_decode else (*_decodes(b.num_chunks - 1), Work(b.num_tokens - b.num_chunks + 1)))
+        StepKind(_decodes(b.num_chunks) if b.is_decode else (*_decodes(b.num_chunks - 1), Work(b.num_tokens - b.num_chunks + 1)))
         for b in buckets
     ]
     batches = [num for num in _BATCHES if num < most] + [most]
-    kinds += [Kind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
-    kinds += [Kind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), Kind((Work(100),), _EVERYTHING)]
+    kinds += [StepKind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
+    kinds += [StepKind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), StepKind((Work(100),), _EVERYTHING)]
     echoes = [SamplingParams(max_tokens=1, temperature=0.0, logprobs=num, prompt_logprobs=num) for num in (0, 2, 5, 20)]
-    kinds += [Kind((Work(300),), echo) for echo in echoes]
+    kinds += [StepKind((Work(300),), echo) for echo in echoes]
     # Steps that no replay serves, whatever their length: products of few rows have other kernels than those of many.
     lengths = (8, 24, 48, 100, 200, 500, 700, 1000, 1500, 2000)
-    kinds += [Kind((Work(num),), echoes[1]) for num in lengths]
-    kinds += [Kind((Work(num),), adapter=BLANK) for num in lengths]
+    kinds += [StepKind((Work(num),), echoes[1]) for num in lengths]
+    kinds += [StepKind((Work(num),), adapter=BLANK) for num in lengths]
     lone = [*range(1024, chunk, 1024), chunk]
-    kinds += [Kind((Work(num - odd),)) for num in lone for odd in (0, 7)]
-    kinds += [Kind((Work(num, prefix),)) for num in (300, 3000, chunk) for prefix in (chunk, 2 * chunk)]
-    kinds += [
-        Kind((*_decodes(num), *others)) for num in (1, 7, min(40, most - 3)) for others in ((Work(300),), (Work(3000),), (Work(600),) * 2)
-    ]
-    kinds += [Kind((*(Work(1, chunk),) * 7, Work(300, chunk)))]
-    kinds += [Kind((*_decodes(most - 1), Work(chunk - 1)), _EVERYTHING)]
-    kinds += [Kind(work, adapter=BLANK) for work in (*map(_decodes, batches), (Work(chunk),))]
+    kinds += [StepKind((Work(num - odd),)) for num in lone for odd in (0, 7)]
+    kinds += [StepKind((Work(num, prefix),)) for num in (300, 3000, chunk) for prefix in (chunk, 2 * chunk)]
+    beside = ((Work(300),), (Work(3000),), (Work(600),) * 2)
+    kinds += [StepKind((*_decodes(num), *others)) for num in (1, 7, min(40, most - 3)) for others in beside]
+    kinds += [StepKind((*(Work(1, chunk),) * 7, Work(300, chunk)))]
+    kinds += [StepKind((*_decodes(most - 1), Work(chunk - 1)), _EVERYTHING)]
+    kinds += [StepKind(work, adapter=BLANK) for work in (*map(_decodes, batches), (Work(chunk),))]
     return [kind for kind in kinds if _fits(kind, sizes)]
 
 
-def _fits(kind: Kind, sizes: Sizes) -> bool:
+def _fits(kind: StepKind, sizes: Sizes) -> bool:
     tokens = sum(work.num_tokens for work in kind.chunks if work.num_tokens > 1)
     longest = max(work.num_tokens + work.prefix for work in kind.chunks)
     return len(kind.chunks) <= sizes.max_batch and tokens <= sizes.prefill_chunk and longest <= sizes.max_tokens
 
 
-def plans(kinds: Sequence[Kind], slot: int, block_tokens: int) -> Iterator[StepPlan]:
+def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[StepPlan]:
     """Steps of these kinds. All their tables name one slot over and over: nobody looks at what is in it."""
     for number, kind in enumerate(kinds):
         starts, chunks = [], []
