@@ -3,6 +3,7 @@
     PYTHONPATH=src python3 benchmarks/first_requests.py [--model qwen3-4b --load-format dummy --device cuda ...] [--json FILE]
 
 Every request has a prompt of its own, so that nothing is reused but what the kind is about. The time is that from submit to the last token.
+With --overcommit above 1 there is one kind more, a retraction: its time is the longest between two tokens of the request that stays.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Asker:
         self.seed += 1
         return [int(x) for x in np.random.default_rng(self.seed).integers(0, self.vocab, num_tokens)]
 
-    def send(self, prompt: list[int], adapter: Adapter | None = None, **sampling: Any) -> Future[None]:
+    def send(self, prompt: list[int], adapter: Adapter | None = None, times: list[float] | None = None, **sampling: Any) -> Future[None]:
         done: Future[None] = Future()
 
         def listen(event: TokenEvent) -> None:
+            if times is not None:
+                times.append(time.perf_counter())
             if event.finish is FinishReason.LENGTH:
                 done.set_result(None)
             elif event.finish is not None:
@@ -68,9 +71,22 @@ class Asker:
         self.engine.reset_cache(("device",))
         return lambda: self.send(prompt).result(LIMIT_S)
 
+    def retract(self) -> float:
+        """Two requests that fit until they have written a little; returns the longest pause of the one that stays, in milliseconds."""
+        num_tokens = self.engine.cache.num_blocks * self.engine.cache.block_tokens
+        before = self.engine.stats().retractions
+        times: list[float] = []
+        writes = {"max_tokens": num_tokens // 32}
+        both = [self.send(self.prompt(num_tokens * 31 // 64), times=some, **writes) for some in (times, None)]
+        for done in both:
+            done.result(LIMIT_S)
+        if self.engine.stats().retractions == before:
+            raise RuntimeError("nothing was retracted")
+        return float(np.diff(times).max() * 1e3)
 
-def kinds(asker: Asker, adapter: Adapter | None) -> dict[str, Callable[[], Callable[[], None]]]:
-    """By name: what sets one up, which returns what is timed."""
+
+def kinds(asker: Asker, adapter: Adapter | None, retracts: bool) -> dict[str, Callable[[], Callable[[], float | None]]]:
+    """By name: what sets one up, which returns what is timed, unless that names its own time."""
 
     def plain(*lengths: int, **sampling: Any) -> Callable[[], Callable[[], None]]:
         return lambda: lambda: asker.ask_many(*lengths, **sampling)
@@ -95,6 +111,8 @@ def kinds(asker: Asker, adapter: Adapter | None) -> dict[str, Callable[[], Calla
         "promotion of 9,000": lambda: asker.promote(9000),
         "flush": lambda: lambda: asker.engine.wait_flushed("visible", LIMIT_S),
     }
+    if retracts:
+        found["retraction"] = lambda: asker.retract
     if adapter is not None:
         found["adapter"] = plain(100, adapter=adapter)
     return found
@@ -116,17 +134,17 @@ def main() -> None:
     asker.prompt(1)  # what this script itself does for the first time is not the engine's
     rows = []
     try:
-        for name, make in kinds(asker, adapters[0].adapter if adapters else None).items():
+        for name, make in kinds(asker, adapters[0].adapter if adapters else None, config.engine.overcommit > 1).items():
             times = []
             for _ in range(args.rounds):
-                run = make()
-                begun = time.perf_counter()
                 try:
-                    run()
+                    run = make()
+                    begun = time.perf_counter()
+                    own_ms = run()
                 except Exception as error:
                     print(f"{name}: skipped, {error}")
                     break
-                times.append((time.perf_counter() - begun) * 1e3)
+                times.append((time.perf_counter() - begun) * 1e3 if own_ms is None else own_ms)
             if len(times) == args.rounds:
                 rows.append({"kind": name, "first_ms": times[0], "later_ms": float(np.median(times[1:]))})
     finally:
