@@ -15,6 +15,8 @@ LoadFormat = Literal["auto", "dummy"]
 SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["lru", "s3fifo", "tinylfu", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = ("lru", "s3fifo", "tinylfu", "cost")
+SchedulingName = Literal["cost", "fifo"]
+SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
 AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -114,6 +116,8 @@ class EngineConfig:
     max_batch: int = 256  # requests that run at once; one row of device state each
     prefill_chunk: int = 0  # prompt tokens computed in one step at most; 0: 512 on CPU, 8192 on CUDA
     overcommit: float = 1.0  # 1: a request is admitted only if its whole lifetime fits; 2: lifetimes may sum to twice the memory
+    scheduling: SchedulingName = "cost"  # who in line runs next: whoever is cheapest to start, within a bound; or whoever came first
+    max_overtaken_s: float = 60.0  # with "cost": nobody is overtaken by a request that arrived so much later
     capture: bool = True  # run decode steps as captured replays
     seed: int = 0  # from which requests without a seed get theirs
 
@@ -121,6 +125,8 @@ class EngineConfig:
         _need(self.max_model_len is None or self.max_model_len >= 2, f"--max-model-len must be at least 2, got {self.max_model_len}")
         _need(1 <= self.max_batch <= 4096, f"--max-batch must be between 1 and 4096, got {self.max_batch}")
         _need(self.prefill_chunk >= 0, f"--prefill-chunk must not be negative, got {self.prefill_chunk}")
+        _need(self.scheduling in SCHEDULINGS, f"--scheduling must be one of {', '.join(SCHEDULINGS)}, got {self.scheduling!r}")
+        _need(0 < self.max_overtaken_s <= 3600, f"--max-overtaken-s must be above 0 and at most 3600, got {self.max_overtaken_s}")
         _need(1.0 <= self.overcommit <= 64.0, f"--overcommit must be between 1 and 64, got {self.overcommit}")
 
 

@@ -138,6 +138,8 @@ class Request:
     arrival_s: float = 0.0  # time.monotonic()
     adapter: Adapter | None = None  # None: the model as it is
     distinct_prompt: NDArray[np.int32] | None = field(default=None, compare=False)  # set ahead of `distinct`, which says what it is
+    priority: int = 0  # lower ones run first, whatever else is in line
+    session: str = ""  # whose conversation it belongs to, as its client says; empty: it does not say
 
     def distinct(self) -> NDArray[np.int32]:
         """The prompt's tokens, each once. The caller of `submit` works it out where a penalty needs it: long prompts take milliseconds."""
@@ -271,8 +273,8 @@ class Load(Protocol):
 
 
 class Lease(Protocol):
-    """Copies of a request's blocks in colder tiers, protected until it ends: it is promoted from, or given up. Ends exactly once;
-    its time-to-live is a backstop, after which it covers nothing."""
+    """Copies of a request's blocks in colder tiers. They are wanted until it ends, that is forgotten last, and stay from `KvLedger.claim`
+    on. It is promoted from, or given up: it ends exactly once; its time-to-live is a backstop, after which it covers nothing."""
 
     @property
     def ready(self) -> bool:
@@ -291,6 +293,9 @@ class Lease(Protocol):
 
     def runs_from(self, block: int) -> Sequence[tuple[str, int]]:
         """The same by tier: whose they are, and how many, in order."""
+
+    def set_rank(self, rank: float) -> None:
+        """How late its request is going to run: where room is short, the blocks of whoever runs last are forgotten first."""
 
     def end(self) -> None:
         """Give it up."""
@@ -393,6 +398,15 @@ class Match(NamedTuple):
     num_colder: int = 0  # blocks behind those that are worth promoting from colder tiers
 
 
+class Want(Protocol):
+    """That a request in line will use blocks of the device, which are forgotten last for it."""
+
+    rank: float  # among wanted blocks those of the greatest rank go first
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
 class KvLedger(Protocol):
     """What the scheduler asks of KV storage. All calls are from the engine thread and never block."""
 
@@ -411,14 +425,33 @@ class KvLedger(Protocol):
     def num_settling(self) -> int:
         """Slots that nobody but a transfer holds: they become available when it is over."""
 
-    def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
-        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it."""
+    def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: Want | None = None) -> Match:
+        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it. With a `want` of the same
+        keys only what has changed since it was made is looked up."""
+
+    def want(self, keys: Sequence[bytes], rank: float, earlier: Want | None = None) -> Want | None:
+        """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`. None: nothing is
+        kept for others here."""
+
+    def end_want(self, want: Want) -> None:
+        """Idempotent."""
+
+    def start_s(self, num_tokens: int, match: Match) -> float | None:
+        """How long a prompt of `num_tokens` takes to its first token when nothing else runs, by what was measured: loading what is
+        colder, computing the rest. None: nothing was measured."""
+
+    def claim(self, lease: Lease, first: int, num_blocks: int) -> bool:
+        """What `lease` has of these blocks stays from now on. False: some of it has gone since the last match."""
+
+    def make_room(self, num_blocks: int, floor: int) -> bool:
+        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to a colder tier, and
+        `floor` slots stay available meanwhile."""
 
     def is_pending(self, keys: Sequence[bytes]) -> bool:
         """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""
 
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
-        """Protect what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an `earlier`
+        """Find, and want, what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an `earlier`
         lease of the same request, which has ended, it is not asked again. The caller may be any thread."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:

@@ -36,5 +36,6 @@ class Traffic:
     failures: dict[tuple[str, str], int]  # by (tier, reason)
     skipped: dict[str, int]  # saves that were not made, by reason
     leases_open: int
+    postponed: int = 0  # saves of blocks that only the device has, while host memory is full
     checksum_failures: dict[str, int] = field(default_factory=dict)  # by tier
     usable: dict[str, bool] = field(default_factory=dict)  # by cold tier: False while it is fenced off

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from penstock.config import (
     ADMISSIONS,
     EVICTIONS,
+    SCHEDULINGS,
     Config,
     EngineConfig,
     KvConfig,
@@ -145,6 +146,19 @@ def _step_flags(group: Any) -> None:
         metavar="X",
         help="admit lifetimes of X times the KV memory; over 1 may retract requests",
     )
+    group.add_argument(
+        "--scheduling",
+        choices=SCHEDULINGS,
+        default=engine.scheduling,
+        help="who in line runs next: cost: whoever is cheapest to start, within a bound; fifo: whoever came first",
+    )
+    group.add_argument(
+        "--max-overtaken-s",
+        type=float,
+        default=engine.max_overtaken_s,
+        metavar="S",
+        help="with --scheduling cost: nobody is overtaken by a request that arrived more than S seconds later",
+    )
     group.add_argument("--no-capture", action="store_true", help="run decode steps eagerly instead of as captured replays")
 
 
@@ -190,7 +204,16 @@ def config_of(args: argparse.Namespace) -> Config:
     return Config(
         source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
-        engine=EngineConfig(args.max_model_len, args.max_batch, args.prefill_chunk, args.overcommit, not args.no_capture, args.seed),
+        engine=EngineConfig(
+            args.max_model_len,
+            args.max_batch,
+            args.prefill_chunk,
+            args.overcommit,
+            args.scheduling,
+            args.max_overtaken_s,
+            capture=not args.no_capture,
+            seed=args.seed,
+        ),
         offload=_offload_of(args),
         sanitize=SanitizeConfig(args.sanitize, args.sanitize_json, args.sanitize_bytes),
         lora=LoraConfig(tuple(getattr(args, "lora", ())), getattr(args, "lora_dir", None)),

@@ -106,7 +106,12 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     if ladder is not None and host_arena is not None:
         _put_behind(ladder, config, host_arena, scope, sanitizer)
     cache = KvCache(pool, scope, config.kv.prefix_cache, ladder)
-    budget = Budget(config.engine.max_batch, min(_prefill_chunk(config, device), max_model_len), config.engine.overcommit)
+    budget = Budget(
+        config.engine.max_batch,
+        min(_prefill_chunk(config, device), max_model_len),
+        config.engine.overcommit,
+        max_overtaken_s=config.engine.max_overtaken_s if config.engine.scheduling == "cost" else 0.0,
+    )
     limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
@@ -245,7 +250,9 @@ def _ladder(
 
     movers = mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
     overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
-    limits = LadderLimits(overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, memory)
+    limits = LadderLimits(
+        overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, postpones=config.kv.prefix_cache, memory=memory
+    )
     return Ladder(pool, host, movers, layout, limits)
 
 

@@ -98,6 +98,8 @@ class Engine:
         cache_salt: str = "",
         request_id: str | None = None,
         adapter: Adapter | None = None,
+        priority: int = 0,
+        session: str = "",
     ) -> str:
         """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most."""
         self._inbox.check_open()
@@ -110,7 +112,7 @@ class Engine:
         cache = self._parts.cache
         prefix = cache.prefix_of(known, cache_salt, adapter)
         distinct = np.unique(known).astype(np.int32) if sampling.repetition_penalty != 1.0 else None
-        request = Request(request_id or uuid.uuid4().hex, tokens, sampling, prefix, arrival_s, adapter, distinct)
+        request = Request(request_id or uuid.uuid4().hex, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:
                 hold = self.adapters.hold(adapter)

@@ -13,9 +13,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock import contract
 from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table
 from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.figures import Traffic
+from penstock.kv.blocks.eviction import Want
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
@@ -132,8 +134,8 @@ class KvCache:
         return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
 
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
-        """Protect what colder tiers have of `prefix` behind what the device has; None where that is nothing. For any thread: what the
-        device has is only looked at, and may be gone when the request is planned."""
+        """Find, and want, what colder tiers have of `prefix` behind what the device has; None where that is nothing. For any thread: what
+        the device has is only looked at, and may be gone when the request is planned."""
         if self.ladder is None:
             return None
         num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
@@ -146,14 +148,48 @@ class KvCache:
         more = prefix_keys(tokens[len(keys) * self.block_tokens :], self.block_tokens, prefix.scope, keys[-1] if keys else None)
         return Prefix(prefix.scope, (*keys, *more))
 
-    def match(self, keys: Sequence[bytes], lease: Lease | None = None) -> Match:
+    def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None) -> Match:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it; holds nothing, so it is good
-        until the next call that draws."""
-        slots = self._pool.find(keys) if self._prefix_cache else []
+        until the next call that draws. What `lease` has may go at any time, until it is claimed."""
+        slots = self._pool.find(keys, want if isinstance(want, Want) else None) if self._prefix_cache else []
         num, pending, num_colder = len(slots), self.is_pending(keys), 0
         if self.ladder is not None and lease is not None and not pending:
+            if isinstance(lease, HostLease):
+                self.ladder.host.refresh(lease)
             num_colder = self.ladder.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
+
+    def want(self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None) -> Want | None:
+        """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`."""
+        if not self._prefix_cache:
+            return None
+        return self._pool.want_found(tuple(keys), rank, earlier if isinstance(earlier, Want) else None)
+
+    def end_want(self, want: contract.Want) -> None:
+        """Idempotent."""
+        if isinstance(want, Want):
+            self._pool.end_want(want)
+
+    def start_s(self, num_tokens: int, match: Match) -> float | None:
+        """How long a prompt of `num_tokens` takes to its first token when nothing else runs; None where nothing was measured."""
+        if self.ladder is None:
+            return None
+        num_found = (match.num_blocks + match.num_colder) * self.block_tokens
+        num_left = max(1, num_tokens - num_found)
+        compute_s = self.ladder.prefill.seconds(num_left, num_tokens - num_left / 2)
+        load_s = self.ladder.link.seconds(match.num_colder * self.ladder.block_bytes) if match.num_colder else 0.0
+        return None if compute_s is None else compute_s + (load_s or 0.0)
+
+    def claim(self, lease: Lease, first: int, num_blocks: int) -> bool:
+        """What `lease` has of these blocks stays from now on. False: some of it has gone since the last match."""
+        return self.ladder is not None and isinstance(lease, HostLease) and self.ladder.host.claim(lease, first, num_blocks)
+
+    def make_room(self, num_blocks: int, floor: int) -> bool:
+        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to host memory, and
+        `floor` slots stay available meanwhile."""
+        if self.ladder is None or not self._prefix_cache:
+            return True
+        return self.ladder.make_room(num_blocks, floor, self._tables)
 
     def is_pending(self, keys: Sequence[bytes]) -> bool:
         """Whether the first of `keys` that the device does not have is on its way there: `match` would say so. Costs no more for a long

@@ -12,6 +12,7 @@ class Budget:
     max_batch: int  # requests that run at once
     prefill_chunk: int  # prompt tokens per step
     overcommit: float = 1.0  # how many times available blocks may be promised
+    max_overtaken_s: float = 0.0  # how much later a request may arrive and still start first; 0: first come, first served
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:

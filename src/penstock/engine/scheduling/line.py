@@ -1,30 +1,103 @@
-"""The requests that wait to run, in order of arrival. Owns that order and nothing else of them."""
+"""The requests that wait to run, and who of them is next. Owns their order and nothing else of them.
+
+A request's rank is its arrival plus what it may be overtaken for: as long as its start is dear, by `_PATIENCE` seconds for every second of
+work, and never by more than a bound. Whoever runs next is of the highest priority, and of these of the least rank. So nobody is overtaken
+by a request of its priority that has arrived more than the bound later, whatever the figures say, and whether they change or not.
+
+Those that find nothing cached are a queue of their own, in order of arrival, of which only the first competes: among each other they do
+not overtake.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
 
 from penstock.engine.scheduling.track import State, Track
 
+_PATIENCE = 60.0  # seconds of waiting that a second of work is worth
+# Of the bound, for those that find all of their prompt: somebody who is in the middle of a conversation is not kept waiting as long as
+# somebody who begins one.
+_KNOWN_SHARE = 0.25
+
 
 class Line:
-    """First come, first served; a retracted request comes back to its old place."""
+    """`bound_s`: how much later a request may arrive and still go first; 0: first come, first served."""
 
-    def __init__(self) -> None:
-        self.tracks: list[Track] = []
+    def __init__(self, bound_s: float = 0.0) -> None:
         self.num_retracted = 0
+        self._bound_s = bound_s
+        self._queued: list[Track] = []  # those that find nothing, by arrival
+        self._ranked: list[Track] = []  # the others, by rank
+        self._to_look_at: deque[Track] = deque()  # all of them, and some that have left
 
     def __len__(self) -> int:
-        return len(self.tracks)
+        return len(self._queued) + len(self._ranked)
+
+    def __iter__(self) -> Iterator[Track]:
+        """Whoever is next first. It may not be changed meanwhile."""
+        queued, ranked = 0, 0
+        while queued < len(self._queued) and ranked < len(self._ranked):
+            first = _by_rank(self._queued[queued]) < _by_rank(self._ranked[ranked])
+            yield self._queued[queued] if first else self._ranked[ranked]
+            queued, ranked = queued + first, ranked + (not first)
+        yield from self._queued[queued:]
+        yield from self._ranked[ranked:]
 
     def add(self, track: Track) -> None:
-        insort(self.tracks, track, key=arrival)
+        """By its arrival, until more is known: `rank` says so."""
+        track.rank = track.request.arrival_s
+        track.is_ranked = True
+        insort(self._ranked, track, key=_by_rank)
         self.num_retracted += track.state is State.RETRACTED
+        if self._bound_s:
+            self._to_look_at.append(track)
 
     def remove(self, track: Track) -> None:
         """Before its state changes."""
-        del self.tracks[bisect_left(self.tracks, track.order, key=arrival)]
+        self._take_out(track)
         self.num_retracted -= track.state is State.RETRACTED
+
+    def rank(self, track: Track, start_s: float | None, found_share: float) -> bool:
+        """`track` starts within `start_s` once it is admitted, None where that is not known, and finds so much of its prompt. Says whether
+        its place in line may have changed. One that ran before, and one whose cost nobody knows, keeps the place of its arrival."""
+        known = self._bound_s > 0 and start_s is not None and track.state is not State.RETRACTED
+        offset_s = 0.0
+        if known and start_s is not None:
+            most_s = self._bound_s * (1.0 - (1.0 - _KNOWN_SHARE) * found_share)
+            offset_s = min(most_s, _PATIENCE * start_s)
+        rank, is_ranked = track.request.arrival_s + offset_s, found_share > 0 or not known
+        if rank == track.rank and is_ranked == track.is_ranked:
+            return False
+        self._take_out(track)
+        track.rank, track.is_ranked = rank, is_ranked
+        if is_ranked:
+            insort(self._ranked, track, key=_by_rank)
+        else:
+            insort(self._queued, track, key=_by_arrival)
+        return True
+
+    def look_again(self, most: int) -> Iterator[Track]:
+        """Some of those in line, others each time."""
+        for _ in range(min(most, len(self._to_look_at))):
+            track = self._to_look_at.popleft()
+            if track.state in (State.WAITING, State.RETRACTED):
+                self._to_look_at.append(track)
+                yield track
+
+    def _take_out(self, track: Track) -> None:
+        line, key = (self._ranked, _by_rank) if track.is_ranked else (self._queued, _by_arrival)
+        place = bisect_left(line, key(track), key=key)
+        del line[place]
+
+
+def _by_rank(track: Track) -> tuple[int, float, int]:
+    return track.request.priority, track.rank, track.order
+
+
+def _by_arrival(track: Track) -> tuple[int, float, int]:
+    return track.request.priority, float(track.order), track.order
 
 
 def arrival(track: Track) -> int:

@@ -3,7 +3,7 @@ another one is asked for; holds nothing itself."""
 
 from __future__ import annotations
 
-from penstock.contract import KvLedger, Lease, Match
+from penstock.contract import KvLedger, Match
 from penstock.engine.scheduling.track import Track
 
 _NO_MATCH = Match(0, 0, False)
@@ -30,17 +30,25 @@ def find_match(track: Track, ledger: KvLedger) -> Match:
         return _NO_MATCH
     if track.computes:
         track.end_lease()
-        track.may_lease = False
-    match = ledger.match(track.prefix.keys, track.lease)
-    if track.may_lease and not match.pending and match.num_blocks < len(track.prefix.keys) and not _covers(track.lease, match.num_blocks):
+    match = ledger.match(track.prefix.keys, track.lease, track.want)
+    if not track.computes and not match.pending and _may_lease(track, match):
         # There was no lease, or the device has lost what came before it, or it has expired: look once more.
-        track.may_lease = False
+        track.leased_at = match.num_blocks
         earlier = track.lease
         track.end_lease()
         track.lease = ledger.lease(track.request.id, track.prefix, earlier)
-        match = ledger.match(track.prefix.keys, track.lease)
+        match = ledger.match(track.prefix.keys, track.lease, track.want)
     return match
 
 
-def _covers(lease: Lease | None, block: int) -> bool:
-    return lease is not None and lease.num_from(block) > 0
+def _may_lease(track: Track, match: Match) -> bool:
+    """Whether colder tiers may have what the device lacks and the lease does not cover. They are asked once for each length of what the
+    device has, so that a request that waits does not ask in every plan."""
+    if track.prefix is None or match.num_blocks == len(track.prefix.keys) or match.num_blocks == track.leased_at:
+        return False
+    return track.lease is None or track.lease.num_from(match.num_blocks) == 0
+
+
+def found_share(track: Track, match: Match, block_tokens: int) -> float:
+    """Of what it has to have computed before it can go on, how much is there already."""
+    return min(1.0, (match.num_blocks + match.num_colder) * block_tokens / len(track.tokens))

@@ -34,12 +34,22 @@ class Running:
         """Whether its whole life can be promised on top of what is promised already. Matched idle blocks stop being evictable,
         so they count as taken; matched blocks that others hold cost nothing. Nothing may happen between this and `enter`."""
         available = self._ledger.num_available - match.num_idle
-        lifetime = blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - match.num_blocks
+        lifetime = self._needs(track, match)
         matched = (match.num_blocks + match.num_colder) * self._ledger.block_tokens
         first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED else self._budget.overcommit
         return self._num_promised + lifetime <= available * overcommit and first_step <= available
+
+    def has_room(self, track: Track, match: Match) -> bool:
+        """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what others were promised can be
+        drawn meanwhile."""
+        floor = self._num_promised + match.num_idle
+        return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
+
+    def _needs(self, track: Track, match: Match) -> int:
+        """Blocks of its life that are not on the device."""
+        return blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - match.num_blocks
 
     def enter(self, track: Track, match: Match) -> None:
         """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading where some of it has to come;
@@ -56,6 +66,9 @@ class Running:
             self.num_loading += 1
         else:
             track.end_lease()
+        if track.want is not None:  # the table has its blocks
+            self._ledger.end_want(track.want)
+            track.want = None
         self._num_promised += self._may_draw(track)
 
     def set_off(self, track: Track) -> None:

@@ -22,13 +22,14 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line
-from penstock.engine.scheduling.matching import find_match, is_pending, is_ready
+from penstock.engine.scheduling.matching import find_match, found_share, is_pending, is_ready
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken, TransferFailed
 
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
+_LOOK_AGAIN = 8  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -36,7 +37,7 @@ _FIRST_LOGPROB = PromptLogprobs([(1, lambda: (None,))])  # nothing says how like
 
 
 class Scheduler:
-    """Continuous batching: decodes first, then prompts in chunks, all in one step; first come, first served."""
+    """Continuous batching: decodes first, then prompts in chunks, all in one step; who is admitted next is the line's business."""
 
     def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int]) -> None:
         self._ledger = ledger
@@ -44,7 +45,7 @@ class Scheduler:
         self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
-        self._line = Line()
+        self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget)
         self._draft = Draft()
         self._steps = Steps()
@@ -146,23 +147,50 @@ class Scheduler:
         self._line.add(track)
 
     def _admit(self, room: int) -> None:
-        index = 0
-        while index < min(len(self._line), _LOOK_AHEAD) and room > 0 and self._running.has_row:
-            track = self._line.tracks[index]
+        for track in tuple(self._line.look_again(_LOOK_AGAIN)):
+            if is_ready(track):
+                self._rank(track, find_match(track, self._ledger))
+        passed: set[Track] = set()  # those that wait, and let others go ahead
+        waiting = iter(self._line)
+        for _ in range(2 * _LOOK_AHEAD):
+            track = next((track for track in waiting if track not in passed), None)
+            if track is None or len(passed) >= _LOOK_AHEAD or room <= 0 or not self._running.has_row:
+                return
             match = self._try_match(track)
             if match is None:
-                index += 1
+                passed.add(track)
                 continue
-            if not self._running.fits(track, match):
-                break  # nobody overtakes: what is freed goes to the first in line
-            self._start(track, match)
-            if track.state is State.LOADING:
-                continue
-            num_tokens = min(track.num_left, room)
-            if not self._draw(track, num_tokens):
-                raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
-            self._draft.add(track, num_tokens)
-            room -= num_tokens
+            if not self._rank(track, match):  # it is next indeed
+                if not self._running.fits(track, match) or not self._running.has_room(track, match):
+                    return  # nobody overtakes: what is freed goes to the first in line
+                if self._claim(track, match):
+                    self._start(track, match)
+                    room -= self._take_first_tokens(track, room)
+            waiting = iter(self._line)
+
+    def _claim(self, track: Track, match: Match) -> bool:
+        """What it was matched with in colder tiers stays; False where some of it has gone since."""
+        return not match.num_colder or track.lease is None or self._ledger.claim(track.lease, match.num_blocks, match.num_colder)
+
+    def _take_first_tokens(self, track: Track, room: int) -> int:
+        """The step being made computes some of it, unless something has to come first; returns how many tokens."""
+        if track.state is State.LOADING:
+            return 0
+        num_tokens = min(track.num_left, room)
+        if not self._draw(track, num_tokens):
+            raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
+        self._draft.add(track, num_tokens)
+        return num_tokens
+
+    def _rank(self, track: Track, match: Match) -> bool:
+        """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""
+        start_s = self._ledger.start_s(len(track.tokens), match)
+        changed = self._line.rank(track, start_s, found_share(track, match, self._ledger.block_tokens))
+        if track.prefix is not None and track.request.may_match:
+            track.want = self._ledger.want(track.prefix.keys, track.rank, track.want)
+        if track.lease is not None:
+            track.lease.set_rank(track.rank)
+        return changed
 
     def _try_match(self, track: Track) -> Match | None:
         """None: it waits, and others may go ahead."""
@@ -204,7 +232,7 @@ class Scheduler:
         track.move(State.RETRACTED)
         track.start_over()
         track.epoch += 1
-        track.may_lease = True
+        track.leased_at = -1
         track.num_in_flight = sum(share.samples for share in shares)  # its chunk of the plan being made is dropped with it
         self._line.add(track)
         self.counts.retractions += 1
@@ -290,6 +318,9 @@ class Scheduler:
         else:
             self._line.remove(track)
         track.end_lease()
+        if track.want is not None:
+            self._ledger.end_want(track.want)
+            track.want = None
         track.move(State.ENDED)
         track.finish = event.finish
         del self._tracks[track.request.id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from penstock.contract import FinishReason, Lease, Load, Match, Prefix, PromptLogprobs, Request, Table
+from penstock.contract import FinishReason, Lease, Load, Match, Prefix, PromptLogprobs, Request, Table, Want
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
@@ -50,7 +50,10 @@ class Track:
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
     lease: Lease | None = None  # what colder tiers keep for it until it is admitted
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
-    may_lease: bool = True  # once in each life colder tiers are asked on the engine thread, where the lease from its submission is no use
+    leased_at: int = -1  # blocks that the device had when colder tiers were asked last on the engine thread; -1: they were not
+    want: Want | None = None  # while it waits: what it will use of the device's blocks
+    rank: float = 0.0  # its place in line, which knows what it means,
+    is_ranked: bool = True  # and which of its two queues it is in
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart

@@ -108,6 +108,10 @@ class Pin(Handle):
     def run(self) -> Run:
         return self._run
 
+    @property
+    def array(self) -> NDArray[np.int32]:
+        return np.asarray(self._run, np.int32)
+
     def end(self, fence: Fence | None = None) -> None:
         """`fence` covers the transfer, where it has not been seen to be over."""
         self._give_back(fence)

@@ -16,7 +16,7 @@ from penstock.kv.blocks.slots import Run, as_run
 _REMEMBERED = 128  # answers, at least: a plan looks at half as many waiting requests
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """An answer: the run of leading `keys` that was here when so many times something had been forgotten."""
 
     keys: tuple[bytes, ...]
@@ -34,19 +34,25 @@ class KeyIndex:
         self._num_forgets = 0
         self._lost_at = array("q", bytes(8 * num_slots))  # by slot: the number of the forget that last took its key
         self._losses = np.frombuffer(self._lost_at, np.int64)  # the same memory
-        self._found: dict[int, _Found] = {}  # by the identity of the keys, which the answer keeps from being another's
-        self._found_before: dict[int, _Found] = {}
-        self._last = _Found((), [], 0)  # a crowd often comes for the same beginning
+        self._found: dict[int, Found] = {}  # by the identity of the keys, which the answer keeps from being another's
+        self._found_before: dict[int, Found] = {}
+        self._last = Found((), [], 0)  # a crowd often comes for the same beginning
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def find(self, keys: Sequence[bytes]) -> Run:
+    @property
+    def last(self) -> Found:
+        """The newest answer about a tuple of keys."""
+        return self._last
+
+    def find(self, keys: Sequence[bytes], like: Found | None = None) -> Run:
         """Slots of the longest run of leading `keys` that are here, which nobody may change. A waiting request asks in every plan: for
         the same tuple only what was added behind the last answer is looked up, and of that only what was forgotten since is taken back.
-        A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both."""
+        A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both.
+        `like`: an earlier answer, for whoever keeps his own."""
         num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
-        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(self._last, keys)
+        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or like or _as_far_as(self._last, keys)
         run: Run = []
         if known is not None:
             run = known.run if known.num_forgets == num_forgets else self._still_here(known)
@@ -55,7 +61,7 @@ class KeyIndex:
             run = self._extended(run, keys[num:] if num else keys)
         if isinstance(keys, tuple):
             same = known is not None and known.run is run and known.num_forgets == num_forgets
-            self._remember(known if known is not None and same and known.keys is keys else _Found(keys, run, num_forgets))
+            self._remember(known if known is not None and same and known.keys is keys else Found(keys, run, num_forgets))
         return run
 
     def _extended(self, run: Run, keys: Sequence[bytes]) -> Run:
@@ -66,7 +72,7 @@ class KeyIndex:
             return np.concatenate((run, np.array(slots, np.intp)))
         return as_run([*run, *slots] if run else slots)
 
-    def _still_here(self, known: _Found) -> Run:
+    def _still_here(self, known: Found) -> Run:
         """Its run, up to the first slot that has lost its key since."""
         run = known.run
         if isinstance(run, np.ndarray):
@@ -76,7 +82,7 @@ class KeyIndex:
         end = next((place for place, slot in enumerate(run) if lost_at[slot] > known.num_forgets), None)
         return run if end is None else run[:end]
 
-    def _remember(self, found: _Found) -> None:
+    def _remember(self, found: Found) -> None:
         """In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another thread."""
         if len(self._found) >= _REMEMBERED and id(found.keys) not in self._found:
             self._found, self._found_before = {}, self._found
@@ -143,7 +149,7 @@ class KeyIndex:
             raise InvariantBroken(f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed)} that are said to be sealed")
 
 
-def _as_far_as(found: _Found, keys: Sequence[bytes]) -> _Found | None:
+def _as_far_as(found: Found, keys: Sequence[bytes]) -> Found | None:
     """`found` where `keys` begin with all of it."""
     num = len(found.run)
     return found if isinstance(keys, tuple) and 0 < num <= len(keys) and keys[num - 1] == found.keys[num - 1] else None

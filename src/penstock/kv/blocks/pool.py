@@ -5,6 +5,7 @@ One thread uses a pool. A call that raises or answers None has changed nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import islice
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.contract import Fence
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
-from penstock.kv.blocks.eviction import EvictionOrder, LruOrder
+from penstock.kv.blocks.eviction import EvictionOrder, LruOrder, Want, WantedLast
 from penstock.kv.blocks.fences import LastUse
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
 from penstock.kv.blocks.index import KeyIndex
@@ -43,7 +44,8 @@ class BlockPool:
         # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
         self._free: deque[int] = deque()  # those that were used before, longest ago first
         self._fresh = deque(range(num_slots))  # free and never used: their memory may be yet to be found, so they come last
-        self._idle: EvictionOrder = LruOrder(num_slots) if eviction is None else eviction
+        self._idle = WantedLast(LruOrder(num_slots) if eviction is None else eviction, num_slots)
+        self._depths = array("i", bytes(4 * num_slots))  # of sealed blocks: their places in their prefixes
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
 
@@ -59,12 +61,35 @@ class BlockPool:
         return self._book.num_in(SlotState.FREE) + self._book.num_in(SlotState.IDLE)
 
     @property
+    def num_free(self) -> int:
+        """Slots that can be reserved without anything being forgotten."""
+        return self._book.num_in(SlotState.FREE)
+
+    @property
+    def num_unwanted(self) -> int:
+        """Slots that can be reserved without anything being forgotten that somebody wants."""
+        return self.num_free + self._idle.num_unwanted
+
+    @property
     def num_keys(self) -> int:
         return len(self._index)
 
-    def find(self, keys: Sequence[bytes]) -> Run:
-        """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be changed."""
-        return self._index.find(keys)
+    def find(self, keys: Sequence[bytes], like: Want | None = None) -> Run:
+        """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be changed. `like`: what was found
+        for the same keys when that was made, so that only what has changed since is looked up."""
+        return self._index.find(keys, None if like is None else like.found)
+
+    def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: Want | None = None) -> Want:
+        """Want the longest run of leading `keys` that are here, in place of `earlier`."""
+        run = self.find(keys, earlier)
+        if earlier is not None and earlier in self._idle and earlier.num_blocks == len(run):
+            earlier.rank = rank
+            return earlier
+        want = self.want(run, rank)
+        want.found = self._index.last if keys else None
+        if earlier is not None:
+            self.end_want(earlier)
+        return want
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key; -1 where it is not here."""
@@ -77,6 +102,23 @@ class BlockPool:
     def coldest(self, num: int) -> list[bytes]:
         """Keys of idle blocks that are forgotten soon, roughly in order."""
         return [key for slot in islice(self._idle, num) if (key := self._index.key_of[slot]) is not None]
+
+    def coldest_slots(self, num: int) -> list[int]:
+        """Those that `evict(num)` would take now, where nothing changes meanwhile, roughly in order. Wants are dropped for it as there."""
+        self._idle.expose(num)
+        return list(islice(self._idle, num))
+
+    def keys_of(self, slots: Sequence[int]) -> list[bytes]:
+        """Of sealed ones."""
+        return [key for slot in slots if (key := self._index.key_of[slot]) is not None]
+
+    def depths_of(self, slots: Sequence[int]) -> list[int]:
+        """The places of their blocks in their prefixes, as they were sealed."""
+        return [self._depths[slot] for slot in slots]
+
+    def last_use(self, slots: Run) -> tuple[Fence, ...]:
+        """Fences that have not passed, behind everybody who has used `slots` and given them back."""
+        return self._last_use.after(slots)
 
     def pins(self) -> list[Pin]:
         """Those that are out."""
@@ -204,6 +246,8 @@ class BlockPool:
             places = [place for place, slot in enumerate(as_list(slots)) if slot in kept]
             keys, depths = [keys[place] for place in places], [depths[place] for place in places]
             self.num_duplicates += len(slots) - len(taken)
+        for slot, depth in zip(taken, depths, strict=True):
+            self._depths[slot] = depth
         self._idle.sealed(taken, keys, depths)
         if self._observer is not None:
             for slot, key in zip(taken, keys, strict=True):
@@ -214,9 +258,36 @@ class BlockPool:
         """For the order of eviction: the sealed `slots` were found again by somebody who reads them under a pin, not a hold."""
         self._idle.hit(slots)
 
+    def want(self, slots: Run, rank: float) -> Want:
+        """Somebody will use the sealed `slots`: they are forgotten after all that nobody wants, and among wanted ones those of the
+        greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget."""
+        return self._idle.want(slots, self._book.those_in(SlotState.IDLE, slots), rank)
+
+    def end_want(self, want: Want) -> None:
+        """Idempotent."""
+        self._idle.end(want)
+
+    def gone_of(self, want: Want) -> NDArray[np.bool_]:
+        """Which of its slots have lost the block that was wanted."""
+        return self._idle.gone(want)
+
     def evict(self, num_slots: int) -> int:
         """Forget that many idle blocks, or all where there are fewer. Returns how many."""
-        slots = self._idle.pop(num_slots)
+        return self._evicted(self._idle.pop(num_slots))
+
+    def evict_these(self, slots: Sequence[int]) -> int:
+        """Forget those of `slots` that are idle and that nobody wants. Returns how many."""
+        idle = self._idle.unwanted(self._book.those_in(SlotState.IDLE, as_run(slots)))
+        self._idle.remove(idle)
+        self._idle.lost(as_list(idle))
+        return self._evicted(as_list(idle))
+
+    def forget_idle(self, slots: Sequence[int], most: int) -> int:
+        """Forget up to `most` of `slots` that are idle, wanted or not, the last ones first. Returns how many."""
+        idle = as_list(self._book.those_in(SlotState.IDLE, as_run(slots)))
+        return self.forget(idle[max(0, len(idle) - most) :])
+
+    def _evicted(self, slots: list[int]) -> int:
         self._book.move(as_run(slots), SlotEvent.EVICT, SlotState.FREE, self.name)
         keys = self._index.forget(slots)
         if self.gone is not None:
@@ -234,6 +305,7 @@ class BlockPool:
         sealed = [slot for slot in slots if self._index.sealed[slot]]
         idle = self._book.those_in(SlotState.IDLE, as_run(sealed))
         self._idle.remove(idle)
+        self._idle.lost(sealed)
         self._book.move(idle, SlotEvent.EVICT, SlotState.FREE, self.name)
         keys = self._index.forget(sealed)
         if self.gone is not None:

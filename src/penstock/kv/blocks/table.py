@@ -16,13 +16,14 @@ from penstock.kv.blocks.key import block_key
 class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
-    __slots__ = ("_after", "block_tokens", "hold", "prefix", "sealed_keys")
+    __slots__ = ("_after", "block_tokens", "hold", "num_alone", "prefix", "sealed_keys")
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
         self.hold = hold
         self.block_tokens = block_tokens
         self.prefix = prefix  # None: its blocks never get a key
         self.sealed_keys = [] if prefix is None else list(prefix.keys[:num_matched])
+        self.num_alone = 0  # of its first blocks, those that host memory was told to forget
         self._after: tuple[Fence, ...] = ()
 
     @property

@@ -20,7 +20,7 @@ from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.finding import Finding
 from penstock.kv.tiers.haul import Haul, Staged
-from penstock.kv.tiers.host import ABSENT, HOST, HostLease, HostTier, Part
+from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part
 from penstock.kv.tiers.promotion import Promotion
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer.mover import Settling
@@ -160,7 +160,7 @@ class Behind:
                 continue
             self.used(keys[run.start : run.stop])
             for place in run:
-                haul.came(place, lease.slots[first + place])
+                haul.came(place, int(lease.slots[first + place]))
         haul.cut(block)
         self._take_room(haul, wanted)
         self._advance(haul)
@@ -178,7 +178,7 @@ class Behind:
             else:  # it has come since the match
                 haul.came(block, slot)
         keys = [haul.keys[block] for block, _ in absent]
-        haul.room = self._host.take(keys, [haul.first + block for block, _ in absent], haul.label)
+        haul.room = self._host.take(keys, [haul.first + block for block, _ in absent], haul.label, Displaces.ANYTHING)
         num = next((i for i, (key, taken) in enumerate(zip(keys, haul.room.keys, strict=False)) if key != taken), len(haul.room.keys))
         if num < len(absent):  # no room, or somebody else's read of the same block is under way
             haul.cut(absent[num][0])

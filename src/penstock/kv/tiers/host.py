@@ -6,6 +6,7 @@ and ends transfers. Every method takes the lock for bookkeeping only, never acro
 
 from __future__ import annotations
 
+import enum
 import itertools
 import threading
 import time
@@ -14,16 +15,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.errors import InvariantBroken
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvariantBroken, Leaked
+from penstock.kv.blocks.eviction import Want
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import SlotCounts, as_list, as_run
+from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
 from penstock.kv.tiers.finding import Finding
 from penstock.observe import EngineObserver
 
 ABSENT = -1
 HOST = "host"
 _EXPIRY_S = 1.0  # between two looks for leases that have expired
+_MAX_NAMED = 16  # leases that a Leaked message lists
 _PIECE = 64  # slots that become ready together
 
 
@@ -33,6 +39,7 @@ class HostCounts:
 
     landed: int = 0
     skipped_full: int = 0  # saves for which there was no room
+    postponed: int = 0  # saves of blocks that the device keeps, while there was no room that nobody needed
     deduplicated: int = 0
     leases_expired: int = 0
 
@@ -45,23 +52,30 @@ class Part(NamedTuple):
     finding: Finding  # how many of the first it has
 
 
-_Runs = tuple[list[int], tuple[int, ...], int, list[tuple[str, int]]]
+Slots = NDArray[np.int64]
+_Runs = tuple[Slots | None, tuple[int, ...], int, list[tuple[str, int]]]
 
 
 class HostLease:
-    """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`."""
+    """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`.
 
-    def __init__(self, tier: HostTier, owner: str, slots: list[int], num_tokens: int) -> None:
+    While its request waits, the blocks are wanted and nothing more: they are forgotten last, and where they are, `HostTier.refresh` says so.
+    They are pinned when the request is admitted, by `HostTier.claim` or `take_lease`.
+    """
+
+    def __init__(self, tier: HostTier, owner: str, slots: Sequence[int] | Slots, num_tokens: int) -> None:
         self.saving = False  # it is a retraction's, and not all there yet
         self.expired = False
         self.owner = owner
-        self.slots = slots  # replaced as a whole, never changed
+        self.slots: Slots = np.asarray(slots, np.int64)  # replaced as a whole, never changed
+        self.want: Want | None = None  # None: claimed, or private
+        self.places: Slots = np.empty(0, np.int64)  # the blocks that are wanted
         self.num_tokens = num_tokens
         self.deadline_s = float("inf")
         self.parts: Sequence[Part] = ()
         self._tier = tier
-        self._run: tuple[list[int], int, int] = slots, len(slots), 0  # of these slots from that block on, how many are here
-        self._runs: _Runs = [], (), 0, []  # of these slots, with so much in each part, from that block on: the runs
+        self._run: tuple[Slots, int, int] = self.slots, len(slots), 0  # of these slots from that block on, how many are here
+        self._runs: _Runs = None, (), 0, []  # of these slots, with so much in each part, from that block on: the runs
 
     @property
     def ready(self) -> bool:
@@ -72,9 +86,8 @@ class HostLease:
             return sum(num for _, num in self.runs_from(block))
         slots, first, num_blocks = self._run
         if slots is not self.slots or first != block:  # the same is asked several times on a request's way
-            slots = self.slots
-            end = slots.index(ABSENT, block) if ABSENT in slots[block:] else len(slots)
-            num_blocks = max(0, end - block)
+            absent = np.flatnonzero(self.slots[block:] == ABSENT)
+            num_blocks = int(absent[0]) if absent.size else max(0, len(self.slots) - block)
             self.note_run(block, num_blocks)
         return num_blocks
 
@@ -91,8 +104,13 @@ class HostLease:
             self._runs = *asked, self._count_runs(*asked)
         return list(self._runs[3])
 
-    def _count_runs(self, slots: list[int], num_found: tuple[int, ...], block: int) -> list[tuple[str, int]]:
-        places: list[str | None] = [None if slot == ABSENT else HOST for slot in slots]
+    def set_rank(self, rank: float) -> None:
+        """How late its request runs, for whoever has to choose between wanted blocks."""
+        if self.want is not None:
+            self.want.rank = rank
+
+    def _count_runs(self, slots: Slots, num_found: tuple[int, ...], block: int) -> list[tuple[str, int]]:
+        places: list[str | None] = [None if slot == ABSENT else HOST for slot in slots.tolist()]
         for part, num in zip(self.parts, num_found, strict=True):
             for number in part.blocks[:num]:
                 places[number] = part.tier
@@ -101,6 +119,14 @@ class HostLease:
 
     def end(self) -> None:
         self._tier.end_lease(self)
+
+
+class Displaces(enum.Enum):
+    """What may be forgotten for blocks that come into host memory."""
+
+    NOTHING = "nothing"  # only free slots are taken
+    UNWANTED = "unwanted"  # blocks that nobody is known to want
+    ANYTHING = "anything"  # also blocks that requests in line will use
 
 
 @dataclass(slots=True)
@@ -137,6 +163,10 @@ class HostTier:
             return self._pool.counts
 
     @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
     def num_leases(self) -> int:
         return len(self._leases)
 
@@ -150,7 +180,7 @@ class HostTier:
     # --------------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
-        """Protect every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
+        """Want every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
         with self._lock:
             run = self._pool.find(keys[first:])  # mostly all of them
             rest = self._pool.find_each(keys[first + len(run) :])
@@ -160,9 +190,65 @@ class HostTier:
             lease = HostLease(self, owner, [*[ABSENT] * first, *as_list(run), *rest], len(keys) * self._block_tokens)
             lease.note_run(first, len(run))
             lease.deadline_s = self._clock() + self._lease_s
-            self._leases[lease] = [self._pool.pin(here, f"lease of {owner}")] if len(here) else []
+            self._leases[lease] = []
+            self._want(lease, here)
             self._pool.note_hits(here)
             return lease
+
+    def _want(self, lease: HostLease, here: Run) -> None:
+        """`here` are the slots that it has."""
+        lease.want = self._pool.want(here, self._clock())
+        lease.places = np.flatnonzero(lease.slots != ABSENT)
+
+    def want_saved(self, lease: HostLease, num_blocks: int) -> None:
+        """Its first `num_blocks` blocks have keys: they are wanted, as those of others are."""
+        with self._lock:
+            if lease in self._leases:
+                here = lease.slots[:num_blocks]
+                lease.want = self._pool.want(as_run(here[here != ABSENT]), self._clock())
+                lease.places = np.flatnonzero(here != ABSENT)
+
+    def refresh(self, lease: HostLease) -> None:
+        """Take note of what it has lost meanwhile."""
+        if lease.want is not None:
+            with self._lock:
+                self._refresh(lease)
+
+    def _refresh(self, lease: HostLease) -> None:
+        if lease.want is None:
+            return
+        gone = self._pool.gone_of(lease.want)
+        places = lease.places[gone]
+        if places.size and (lease.slots[places] != ABSENT).any():
+            slots = lease.slots.copy()
+            slots[places] = ABSENT
+            lease.slots = slots
+
+    def claim(self, lease: HostLease, first: int, num_blocks: int) -> bool:
+        """Pin what it has of blocks `first..first + num_blocks`: its request is admitted. False where some of that has gone since it was
+        looked at last: then nothing is pinned."""
+        with self._lock:
+            if lease.want is None:
+                return lease in self._leases
+            seen = lease.slots
+            self._refresh(lease)
+            end = first + num_blocks
+            if lease not in self._leases or (lease.slots[first:end] != seen[first:end]).any():
+                return False
+            self._pin(lease, first, end)
+            return True
+
+    def _pin(self, lease: HostLease, first: int, end: int) -> None:
+        here = lease.slots[lease.places[(lease.places >= first) & (lease.places < end)]]
+        here = here[here != ABSENT]
+        if here.size:
+            self._leases[lease].append(self._pool.pin(as_run(here), f"lease of {lease.owner}"))
+        self._end_want(lease)
+
+    def _end_want(self, lease: HostLease) -> None:
+        if lease.want is not None:
+            self._pool.end_want(lease.want)
+            lease.want = None
 
     def keep(self, lease: HostLease, *handles: Handle) -> None:
         """`lease` protects these as well from now on; it is open from its first on."""
@@ -172,11 +258,15 @@ class HostTier:
     def end_lease(self, lease: HostLease) -> None:
         """Give it up. One that has ended or expired is left alone."""
         with self._lock:
+            self._end_want(lease)
             self._end_handles(self._leases.pop(lease, []))
 
     def take_lease(self, lease: HostLease) -> list[Handle] | None:
         """Its protection, for the transfer that reads from it; None where it has expired."""
         with self._lock:
+            if lease in self._leases and lease.want is not None:
+                self._refresh(lease)
+                self._pin(lease, 0, len(lease.slots))
             return self._leases.pop(lease, None)
 
     def end_handles(self, handles: Sequence[Handle]) -> None:
@@ -193,7 +283,8 @@ class HostTier:
         with self._lock:
             for lease in [lease for lease in self._leases if lease.deadline_s < now]:
                 self._end_handles(self._leases.pop(lease))
-                lease.slots, lease.parts, lease.expired = [], (), True
+                self._end_want(lease)
+                lease.slots, lease.parts, lease.expired = np.empty(0, np.int64), (), True
                 self.counts.leases_expired += 1
 
     @staticmethod
@@ -206,7 +297,7 @@ class HostTier:
 
     # ------------------------------------------------------------------------------------------------------- writing blocks
 
-    def take(self, keys: Sequence[bytes], depths: Sequence[int], owner: str) -> Taken:
+    def take(self, keys: Sequence[bytes], depths: Sequence[int], owner: str, displaces: Displaces = Displaces.UNWANTED) -> Taken:
         """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones first."""
         with self._lock:
             found = self._pool.find_each(keys)
@@ -217,22 +308,41 @@ class HostTier:
                     seen.add(key)
                     new.append(place)
             self.counts.deduplicated += len(keys) - len(new)
-            room = min(len(new), self._pool.num_available)
-            self.counts.skipped_full += len(new) - room
-            places = new[:room]
+            num = min(len(new), self._num_in(displaces))
+            if displaces is Displaces.NOTHING:
+                self.counts.postponed += len(new) - num
+            else:
+                self.counts.skipped_full += len(new) - num
+            places = new[:num]
             taken = Taken(places, [keys[place] for place in places], [depths[place] for place in places])
             if places:
-                taken.reservation = self._reserve(room, owner)
+                taken.reservation = self._reserve(num, owner)
                 self._arriving.update(taken.keys)
             return taken
 
     def take_private(self, num_slots: int, owner: str) -> Reservation | None:
         """Room for blocks without a key, for their owner alone; None where there is not enough."""
         with self._lock:
-            if num_slots > self._pool.num_available:
+            if num_slots > self._num_in(Displaces.UNWANTED):
                 self.counts.skipped_full += num_slots
                 return None
             return self._reserve(num_slots, owner)
+
+    def _num_in(self, displaces: Displaces) -> int:
+        pool = self._pool
+        return {Displaces.NOTHING: pool.num_free, Displaces.UNWANTED: pool.num_unwanted, Displaces.ANYTHING: pool.num_available}[displaces]
+
+    def absent(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of `keys` are neither here nor on their way."""
+        with self._lock:
+            found = self._pool.find_each(keys)
+            return [slot == ABSENT and key not in self._arriving for key, slot in zip(keys, found, strict=True)]
+
+    def give_way(self, keys: Sequence[bytes], most: int) -> int:
+        """Forget up to `most` of `keys` that no transfer uses: the device has them, and keeps them. Returns how many."""
+        with self._lock:
+            slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
+            return self._pool.forget_idle(slots, most)
 
     def land(self, taken: Taken) -> None:
         """The bytes are there: they can be found under their keys from now on."""
@@ -354,4 +464,7 @@ class HostTier:
         with self._lock:
             while self._missing:
                 self._missing.popleft().rollback()
+            if self._leases:
+                owners = ", ".join(lease.owner for lease in itertools.islice(self._leases, _MAX_NAMED))
+                raise Leaked(f"the host tier was closed with {len(self._leases)} leases out, those of {owners}")
             self._pool.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,11 +20,13 @@ from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
 from penstock.figures import Histogram, Traffic
 from penstock.kv.blocks.handles import Hold, RunPin
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import as_run
+from penstock.kv.blocks.table import BlockTable
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Part
+from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Part
 from penstock.kv.tiers.memory import HostMemory
 from penstock.kv.tiers.promotion import Promotion
 from penstock.kv.tiers.saves import Demotion, Offer, Retraction, SavedLease
@@ -37,6 +39,7 @@ TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.
 _MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
 _PATIENCE_S = 1.0  # with a store that is asked what it has, at most
 _SAVE_PATIENCE_S = 5.0  # at most: in as long a prefill could fill most of a device with blocks that wait to be saved
+_MOVE_BLOCKS = 512  # that leave the device together: the first are free for others while later ones are copied
 _LAST_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
 
 
@@ -64,6 +67,7 @@ class Ladder:
         self._layout = layout
         self._limits = limits
         self._offers: list[Offer] = []
+        self._num_moving = 0  # blocks of the device that are on their way to host memory to make room
         self._whole = [Group((0, layout.num_layers))]
 
     @property
@@ -97,6 +101,7 @@ class Ladder:
             in_flight={("host", "device"): len(self.promoter), ("device", "host"): len(self.demoter)},
             failures=dict(counts.failures),
             skipped={"full": self.host.counts.skipped_full, "late": counts.saves_late},
+            postponed=self.host.counts.postponed,
             leases_open=self.host.num_leases,
         )
         for tier in self.cold_tiers.values():
@@ -112,7 +117,8 @@ class Ladder:
 
     def offer(self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None) -> None:
         """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit_saves` sends them off."""
-        self._offers.append(Offer(self._pool.pin_run(hold, first, len(keys), hold.owner), keys, first, fence))
+        pin = self._pool.pin_run(hold, first, len(keys), hold.owner)
+        self._offers.append(Offer(pin, keys, range(first, first + len(keys)), () if fence is None else (fence,)))
 
     def submit_saves(self) -> None:
         """Send everything offered since the last call, as one transfer. Not while one before it is overdue: what is behind it would keep
@@ -125,10 +131,60 @@ class Ladder:
             _end_pins(offers)
             return
         try:
-            self._send_down(Demotion(self.host, offers, self._layout.num_layers))
+            self._send_down(
+                Demotion(self.host, offers, self._layout.num_layers, Displaces.NOTHING if self.postpones else Displaces.UNWANTED)
+            )
         except BaseException:
             _end_pins(offers)
             raise
+
+    @property
+    def postpones(self) -> bool:
+        """Whether blocks stay on the device alone while host memory is full, and are saved when their room there is needed: device and
+        host memory are one capacity then. Not where a disk or a store is to have every block."""
+        return self._limits.postpones and self.behind is None
+
+    def make_room(self, num_blocks: int, floor: int, tables: Iterable[BlockTable]) -> bool:
+        """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the device has. Where not, such
+        blocks are being moved to host memory when this returns; `floor` slots stay available meanwhile. `tables` are open."""
+        pool = self._pool
+        num_evicted = min(num_blocks, pool.num_available) - pool.num_free
+        if num_evicted <= 0 or self.demoter.is_late():
+            return True
+        if self._num_moving:
+            return False  # what it frees comes first
+        slots = pool.coldest_slots(num_evicted)
+        absent = self.host.absent(pool.keys_of(slots))
+        alone = [slot for slot, is_alone in zip(slots, absent, strict=True) if is_alone][: max(0, pool.num_available - floor)]
+        if not alone:
+            return True
+        if self.postpones:
+            self._give_way(len(alone) - self.host.num_free, tables)
+        for first in range(0, len(alone), _MOVE_BLOCKS):
+            self._move(alone[first : first + _MOVE_BLOCKS])
+        return False
+
+    def _give_way(self, num_blocks: int, tables: Iterable[BlockTable]) -> None:
+        """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again when they have to leave it."""
+        for table in tables:
+            if num_blocks <= 0:
+                return
+            num = self.host.give_way(table.sealed_keys[table.num_alone :], num_blocks)
+            num_blocks -= num
+            if num_blocks > 0:
+                table.num_alone = table.num_keyed
+
+    def _move(self, slots: Sequence[int]) -> None:
+        run = as_run(sorted(slots))
+        fences = self._pool.last_use(run)
+        pin = self._pool.pin(run, "room on the device")
+        try:
+            offer = Offer(pin, self._pool.keys_of(pin.slots), self._pool.depths_of(pin.slots), fences)
+            self._send_down(Demotion(self.host, [offer], self._layout.num_layers, Displaces.UNWANTED, moves=True))
+        except BaseException:
+            pin.end()
+            raise
+        self._num_moving += len(slots)
 
     def save(self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None) -> SavedLease | None:
         """Everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers whoever still writes. None
@@ -163,7 +219,7 @@ class Ladder:
         lease = self.host.lease(keys, owner, first, behind is not None)
         if lease is None or behind is None:
             return lease
-        missing = [number for number in range(first, len(keys)) if lease.slots[number] == ABSENT]
+        missing = (first + np.flatnonzero(lease.slots[first:] == ABSENT)).tolist()
         if missing:
             try:
                 lease.parts = behind.find(keys, missing, self._patience_s(missing), answered)
@@ -204,8 +260,8 @@ class Ladder:
     def promote(self, pin: RunPin, after: Sequence[Fence], lease: HostLease, keys: Sequence[bytes], num_next: int) -> Promotion:
         """Fill the slots of `pin` with the same blocks of `lease`, of which the first have `keys`; they may be written after `after`. If
         this raises, `pin` has ended and the lease is as it was."""
-        sources = np.array(lease.slots[pin.first : pin.first + pin.num_slots], np.int64)
         kept = self.host.take_lease(lease)
+        sources = lease.slots[pin.first : pin.first + pin.num_slots]
         if kept is None or ABSENT in sources or len(sources) != pin.num_slots:
             if kept is not None:
                 self.host.keep(lease, *kept)
@@ -296,6 +352,9 @@ class Ladder:
             self.host.drop(transfer.parts.popleft())
         for pin in transfer.pins:
             pin.end()
+            if transfer.moves:
+                self._pool.evict_these(pin.slots)
+        self._num_moving -= transfer.num_offered if transfer.moves else 0
 
     def _end_retraction(self, transfer: Retraction) -> None:
         lease, landed = transfer.lease, transfer.error() is None
@@ -304,8 +363,10 @@ class Ladder:
             self.behind.landed(transfer.taken.keys, transfer.taken.depths)
         slots, pin = self.host.pin_each(transfer.wanted, transfer.label)
         private = transfer.private
-        self.host.keep(lease, *(handle for handle in (transfer.kept, pin, private) if handle is not None))
-        lease.slots = [*slots, *(private.slots if private is not None and landed else ())]
+        self.host.keep(lease, *(() if private is None else (private,)))
+        lease.slots = np.array([*slots, *(private.slots if private is not None and landed else ())], np.int64)
+        self.host.want_saved(lease, len(slots))
+        self.host.end_handles([handle for handle in (transfer.kept, pin) if handle is not None])
         lease.saving = False
         if lease.given_up:
             self.host.end_lease(lease)
@@ -389,4 +450,5 @@ class LadderLimits:
     overlap_tokens: int  # a step over at least so many tokens starts on the first layers of a promotion; shorter ones wait for all of it
     load_deadline_s: float
     load_always: bool = False  # also where computing seems faster
+    postpones: bool = False  # blocks that the device keeps need not be in a full host memory as well
     memory: HostMemory | None = None  # closed with the ladder

@@ -11,37 +11,43 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.contract import Fence
-from penstock.kv.blocks.handles import Handle, Reservation, RunPin
-from penstock.kv.tiers.host import HostLease, HostTier, Taken
+from penstock.kv.blocks.handles import Handle, Pin, Reservation, RunPin
+from penstock.kv.tiers.host import Displaces, HostLease, HostTier, Taken
 from penstock.kv.transfer.mover import Group, Slots, Transfer
 
 _PART_BLOCKS = 64  # that a demotion lands with in one turn
 
 
 class Offer(NamedTuple):
-    """A run of blocks to be demoted."""
+    """Blocks to be demoted."""
 
-    pin: RunPin
+    pin: Pin
     keys: Sequence[bytes]
-    depth: int  # of the first
-    fence: Fence | None
+    depths: Sequence[int]
+    after: Sequence[Fence]  # behind whoever wrote them
 
 
 class Demotion(Transfer):
-    """Sealed blocks on their way to the host, those that are not there yet. It lands in parts: no turn of the engine pays for all."""
+    """Sealed blocks on their way to the host, those that are not there yet. It lands in parts: no turn of the engine pays for all.
 
-    def __init__(self, host: HostTier, offers: Sequence[Offer], num_layers: int) -> None:
-        fences = {id(offer.fence): offer.fence for offer in offers if offer.fence is not None}
+    `moves`: the device's room is wanted. Its blocks are forgotten there when it is over, whatever has become of them.
+    """
+
+    def __init__(self, host: HostTier, offers: Sequence[Offer], num_layers: int, displaces: Displaces, moves: bool = False) -> None:
+        fences = {id(fence): fence for offer in offers for fence in offer.after}
         super().__init__(f"demote of {offers[0].pin.owner}", (), tuple(fences.values()))
         self.pins = [offer.pin for offer in offers]
         self.parts: deque[Taken] = deque()  # by group, those that have not landed
+        self.moves = moves
+        self.num_offered = sum(len(offer.keys) for offer in offers)
         self._host = host
         self._offers = offers
         self._layers = (0, num_layers)
+        self._displaces = displaces
 
     def prepare(self) -> bool:
         keys = [key for offer in self._offers for key in offer.keys]
-        depths = [offer.depth + i for offer in self._offers for i in range(len(offer.keys))]
+        depths = [depth for offer in self._offers for depth in offer.depths]
         slots = np.concatenate([offer.pin.array for offer in self._offers]).astype(np.int64)
         for first in range(0, len(keys), _PART_BLOCKS):
             part = slice(first, first + _PART_BLOCKS)
@@ -49,7 +55,7 @@ class Demotion(Transfer):
         return bool(self.parts)
 
     def _take(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
-        taken = self._host.take(keys, depths, self.label)
+        taken = self._host.take(keys, depths, self.label, self._displaces)
         if taken.reservation is not None:
             self.parts.append(taken)
             self.keys = (*self.keys, *taken.keys)

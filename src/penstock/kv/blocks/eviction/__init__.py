@@ -9,8 +9,9 @@ from penstock.kv.blocks.eviction.lru import LruOrder
 from penstock.kv.blocks.eviction.order import EvictionOrder
 from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
 from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
+from penstock.kv.blocks.eviction.wanted import Want, WantedLast
 
-__all__ = ["CostOrder", "EvictionOrder", "LruOrder", "S3FifoOrder", "TinyLfuOrder", "make_order"]
+__all__ = ["CostOrder", "EvictionOrder", "LruOrder", "S3FifoOrder", "TinyLfuOrder", "Want", "WantedLast", "make_order"]
 
 
 def make_order(name: str, num_slots: int, block_tokens: int = 16) -> EvictionOrder:

@@ -1,0 +1,171 @@
+"""What somebody in line will use is forgotten last. Owns who wants which idle blocks; among the others any policy decides.
+
+A want protects, and never holds: where nothing else is left to forget, the want of the greatest rank is dropped, and its blocks go like any
+others. Whoever has a want can see which of its blocks have gone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kv.blocks.eviction.order import EvictionOrder
+from penstock.kv.blocks.slots import Run, as_list, as_run
+
+_NO_SLOTS = np.empty(0, np.intp)
+
+
+class Want:
+    """Blocks that somebody will use. `rank`: among wants the one with the greatest is dropped first."""
+
+    __slots__ = ("_losses", "found", "rank", "slots")
+
+    def __init__(self, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
+        self.rank = rank
+        self.slots = slots
+        self.found: Any = None  # an answer of the pool's index, where it came from one
+        self._losses = losses  # of these slots, when it was made
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.slots)
+
+    def gone(self, losses: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of its slots have lost their block since; `losses` of all slots now."""
+        return losses[self.slots] != self._losses
+
+
+class WantedLast:
+    """An order of eviction over another one, which has the idle slots that nobody wants."""
+
+    def __init__(self, others: EvictionOrder, num_slots: int) -> None:
+        self._others = others
+        self._num_wants = array("i", bytes(4 * num_slots))  # by slot
+        self._is_aside = bytearray(num_slots)  # by slot; 1: idle and wanted
+        self._num_losses = array("q", bytes(8 * num_slots))  # by slot: blocks that it has lost
+        self._wanting = np.frombuffer(self._num_wants, np.int32)  # the same memory, and so are these
+        self._aside = np.frombuffer(self._is_aside, bool)
+        self._losses = np.frombuffer(self._num_losses, np.int64)
+        self._num_aside = 0
+        self._wants: dict[Want, None] = {}
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._others) + self._num_aside
+
+    def __iter__(self) -> Iterator[int]:
+        """Those that nobody wants first."""
+        yield from self._others
+        yield from np.flatnonzero(self._aside).tolist()
+
+    @property
+    def num_unwanted(self) -> int:
+        """Idle slots that nobody wants."""
+        return len(self._others)
+
+    @property
+    def num_wants(self) -> int:
+        return len(self._wants)
+
+    # ---------------------------------------------------------------------------------------------------------------- wants
+
+    def want(self, slots: Run, idle: Run, rank: float) -> Want:
+        """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
+        run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
+        want = Want(run, rank, self._losses[run])
+        self._wants[want] = None
+        self._wanting[run] += 1
+        resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS
+        resting = resting[~self._aside[resting]]
+        if resting.size:
+            self._others.remove(as_run(resting))
+            self._aside[resting] = True
+            self._num_aside += resting.size
+        return want
+
+    def end(self, want: Want) -> None:
+        """Idempotent."""
+        if want not in self._wants:
+            return
+        del self._wants[want]
+        run = want.slots[~want.gone(self._losses)]
+        self._wanting[run] -= 1
+        resting = run[(self._wanting[run] == 0) & self._aside[run]]
+        if resting.size:
+            self._aside[resting] = False
+            self._num_aside -= resting.size
+            self._others.add(as_run(resting[::-1]))  # the deepest goes first
+
+    def __contains__(self, want: object) -> bool:
+        """Whether it protects: it has neither ended nor been dropped."""
+        return want in self._wants
+
+    def gone(self, want: Want) -> NDArray[np.bool_]:
+        """Which of its slots have lost their block since it was made."""
+        return want.gone(self._losses)
+
+    def expose(self, num: int) -> None:
+        """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or no want is left."""
+        while len(self._others) < num and self._wants:
+            self.num_dropped += 1
+            self.end(max(self._wants, key=lambda want: want.rank))
+
+    # ------------------------------------------------------------------------------------------------------- as every order
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        self._others.sealed(slots, keys, depths)
+
+    def hit(self, slots: Run) -> None:
+        self._others.hit(slots)
+
+    def add(self, slots: Run) -> None:
+        if not self._wants:
+            self._others.add(slots)
+            return
+        wanted, unwanted = self._parted(slots, self._num_wants, self._wanting)
+        self._set_aside(wanted, True)
+        if len(unwanted):
+            self._others.add(unwanted)
+
+    def remove(self, slots: Run) -> None:
+        if not self._num_aside:
+            self._others.remove(slots)
+            return
+        aside, others = self._parted(slots, self._is_aside, self._aside)
+        self._set_aside(aside, False)
+        if len(others):
+            self._others.remove(others)
+
+    def pop(self, num: int) -> list[int]:
+        self.expose(num)
+        popped = self._others.pop(num)
+        self.lost(popped)
+        return popped
+
+    def lost(self, slots: Sequence[int]) -> None:
+        """Their blocks have gone: nobody wants what comes into these slots next."""
+        for slot in slots:
+            self._num_losses[slot] += 1
+            self._num_wants[slot] = 0
+
+    def unwanted(self, slots: Run) -> Run:
+        """Those of `slots` that nobody wants."""
+        return self._parted(slots, self._num_wants, self._wanting)[1]
+
+    def _set_aside(self, slots: Run, aside: bool) -> None:
+        if len(slots):
+            self._aside[slots] = aside
+            self._num_aside += len(slots) if aside else -len(slots)
+
+    @staticmethod
+    def _parted(slots: Run, marks: Sequence[int], marked: NDArray[Any]) -> tuple[Run, Run]:
+        """Those with a mark, and those without."""
+        if isinstance(slots, np.ndarray):
+            has = marked[slots] != 0
+            return slots[has], slots[~has]
+        those = as_list(slots)
+        return [slot for slot in those if marks[slot]], [slot for slot in those if not marks[slot]]
