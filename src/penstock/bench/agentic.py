@@ -9,10 +9,7 @@ and then new ones; only full blocks have an id. Equal ids stand for equal tokens
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
@@ -21,10 +18,10 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.bench.mooncake import UNREADABLE, is_whole, numbered_lines
 from penstock.errors import ConfigError
 
 LEAST_REQUESTS = 3  # of a conversation that is replayed: with fewer there is little that could come back
-_GZIP = b"\x1f\x8b"
 _FIELDS = ("t", "prompt tokens", "output tokens", "think seconds", "blocks shared", "ids of new blocks")
 
 
@@ -62,17 +59,17 @@ class Conversation:
 def is_agentic(path: Path) -> bool:
     """Whether the file's first line looks like a conversation. Says no where it cannot be read: whoever reads it says why."""
     try:
-        _, first = next(_lines(path), (0, ""))
+        _, first = next(numbered_lines(path), (0, ""))
         fields = json.loads(first)
-    except (OSError, EOFError, zlib.error, ValueError):
+    except (*UNREADABLE, ValueError):
         return False
     return isinstance(fields, dict) and "requests" in fields
 
 
 def read_conversations(path: Path) -> list[Conversation]:
     try:
-        found = [_parse(line, f"{path}, line {number}") for number, line in _lines(path)]
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        found = [_parse(line, f"{path}, line {number}") for number, line in numbered_lines(path)]
+    except UNREADABLE as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from None
     ids = [conversation.id for conversation in found]
     if len(set(ids)) != len(ids):
@@ -97,16 +94,6 @@ def _again(conversation: Conversation, time: int) -> Conversation:
     return replace(conversation, id=f"{conversation.id}#{time}", parent=parent)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Those that are not empty, with their numbers."""
-    with path.open("rb") as raw:
-        packed = raw.peek(2)[:2] == _GZIP
-        with gzip.open(raw) if packed else raw as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, line.decode("utf-8")
-
-
 def _parse(line: str, where: str) -> Conversation:
     try:
         fields = json.loads(line)
@@ -117,7 +104,7 @@ def _parse(line: str, where: str) -> Conversation:
     name, parent, block_tokens = fields.get("id"), fields.get("parent"), fields.get("block_tokens")
     if not isinstance(name, str) or not name or not (parent is None or isinstance(parent, str)):
         raise ConfigError(f"{where}: id must be text, and parent text or null")
-    if not _is_whole(block_tokens) or block_tokens < 1:
+    if not is_whole(block_tokens) or block_tokens < 1:
         raise ConfigError(f"{where}: block_tokens must be a positive whole number")
     requests: list[Recorded] = []
     blocks = np.empty(0, np.int64)
@@ -134,19 +121,15 @@ def _recorded(one: Any, before: NDArray[np.int64], block_tokens: int, where: str
     at_s, num_tokens, num_output, think_s, shared, new = one
     if not _is_time(at_s) or not _is_time(think_s):
         raise ConfigError(f"{where}: t and think seconds must be numbers, none negative")
-    if not _is_whole(num_tokens) or not _is_whole(num_output) or not _is_whole(shared) or num_tokens < 1:
+    if not is_whole(num_tokens) or not is_whole(num_output) or not is_whole(shared) or num_tokens < 1:
         raise ConfigError(f"{where}: tokens and blocks shared must be whole numbers, none negative, and a prompt has at least one token")
-    if not isinstance(new, list) or not all(map(_is_whole, new)) or max(new, default=0) >= 1 << 63:
+    if not isinstance(new, list) or not all(map(is_whole, new)) or max(new, default=0) >= 1 << 63:
         raise ConfigError(f"{where}: the ids of new blocks must be a list of whole numbers below 2**63, none negative")
     if shared > len(before):
         raise ConfigError(f"{where}: it shares {shared} blocks with the request before, which has {len(before)}")
     if shared + len(new) != num_tokens // block_tokens:
         raise ConfigError(f"{where}: {shared + len(new)} blocks for {num_tokens} tokens; one stands for {block_tokens}")
     return Recorded(at_s, num_tokens, num_output, think_s, np.concatenate([before[:shared], np.array(new, np.int64)]))
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_time(value: object) -> TypeGuard[float]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.bench.agents_users import Asking
 
 _URL_VOCAB = 32000  # ids that most models have
+_SCAN_BLOCKS = 128  # 65,536 tokens
 
 
 def add_bench(commands: Any) -> None:
@@ -323,21 +324,36 @@ def _transfer(args: argparse.Namespace) -> int:
 
 def _add_trace(kinds: Any) -> None:
     about = (
-        "Replay a Mooncake trace against policies of eviction: how many blocks each finds, beside the best that any could. Needs no model."
+        "Replay a trace against policies of eviction: how many blocks each finds, beside the best that any could. Mooncake's form and that "
+        "of recorded agents are known; blocks have 512 tokens either way. Needs no model."
     )
     parser = kinds.add_parser("trace", help="hit rates of eviction policies", description=about)
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl file: input_length and hash_ids of one request per line")
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file: one request, or one conversation, per line")
     parser.add_argument("--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
     parser.add_argument("--capacity-blocks", type=counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
     parser.add_argument("--requests", type=positive, metavar="N", help="only the first N (unset: all)")
+    parser.add_argument(
+        "--interleave",
+        choices=("time", "turns"),
+        help="conversations all begin at once, and go on by their recorded times, or take turns (unset: time)",
+    )
+    parser.add_argument(
+        "--scan", type=positive, metavar="N", help="put N documents that never come back between the requests (unset: none)"
+    )
+    parser.add_argument("--scan-blocks", type=positive, metavar="N", help=f"blocks of each (unset: {_SCAN_BLOCKS})")
     _report_flags(parser)
     parser.set_defaults(run=_trace)
 
 
 def _trace(args: argparse.Namespace) -> int:
+    if args.scan is None and args.scan_blocks is not None:
+        raise ConfigError("--scan-blocks needs --scan")
     from penstock.commands.trace import Replays, bench_trace
 
-    return bench_trace(Replays(args.trace, args.policies, args.capacity_blocks, args.requests), args.json, args.plot)
+    scan = args.scan or 0, args.scan_blocks or _SCAN_BLOCKS
+    return bench_trace(
+        Replays(args.trace, args.policies, args.capacity_blocks, args.requests, args.interleave, *scan), args.json, args.plot
+    )
 
 
 def _policies(text: str) -> tuple[str, ...]:
