@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -97,17 +98,19 @@ class AgentsBench:
         self, users: Sequence[User], records: Sequence[Record], seconds: float, block_tokens: int, inside: dict[str, Any]
     ) -> Results:
         done = [record for record in records if record.done]
+        failed = [f"the rest of {one.conversation}: its request {one.number} failed: {one.error}" for one in records if one.error]
+        late = overtaken(records)
         possible = dict(zip(done, reusable([record.ask.prompt for record in done], block_tokens), strict=True))
         rows = []
         for turns in (FIRST, LATER, ALL):
             wanted = [record for record in records if turns == ALL or (record.number == 1) == (turns == FIRST)]
             total = sum(turns == ALL or (number == 0) == (turns == FIRST) for user in users for number in range(len(user.asks)))
-            rows.append({"turns": turns, "requests": total, **_figures(wanted, possible)})
+            worst = max((late[record] for record in wanted), default=0.0)
+            rows.append({"turns": turns, "requests": total, **_figures(wanted, possible), "overtaken_s": worst})
         output = sum(record.generated for record in records)
         rows[-1] |= {"seconds": seconds, "output_tokens": output, "tokens_per_s": output / max(seconds, 1e-9)}
-        rows[-1] |= {"engine": inside, "records": [_as_dict(record) for record in records]}
-        failed = [f"{record.conversation}, request {record.number}: {record.error}" for record in records if record.error]
-        return Results(rows, failed)
+        rows[-1] |= {"engine": inside, "records": [_as_dict(record, possible.get(record)) for record in records]}
+        return Results(rows if done else [], failed)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         """Over time: who waits and who runs, what was reused, time to first token."""
@@ -118,7 +121,7 @@ class AgentsBench:
         crowd.set_ylabel("requests")
         crowd.legend(fontsize=8)
         told = sorted((one for one in records if one["source"] and one["end_s"] is not None), key=lambda one: one["end_s"])
-        reused = np.cumsum([one["prompt_tokens"] - one["source"]["computed"] for one in told])
+        reused = np.cumsum([one["prompt_tokens"] - one["source"].get("computed", 0) for one in told])
         prompts = np.cumsum([one["prompt_tokens"] for one in told])
         reuse.plot([one["end_s"] for one in told], 100 * reused / np.maximum(prompts, 1))
         reuse.set_ylim(0, 100)
@@ -132,7 +135,7 @@ class AgentsBench:
 
 
 def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str, Any]:
-    """Of those that are done; overtaken is anybody."""
+    """Of those that are done."""
     done = [record for record in records if record.done]
     source: Counter[str] = Counter()
     for record in done:
@@ -154,7 +157,6 @@ def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str
         "latency_s": percentiles([record.end_s - record.submit_s for record in done if record.end_s is not None]),
         "waiting_s": percentiles([record.waited_s for record in done if record.waited_s is not None]),
         "between_tokens_ms": percentiles([1000 * gap for gap in gaps]),
-        "overtaken_s": worst_overtaken(records),
     }
 
 
@@ -165,21 +167,21 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {"p50": p50, "p95": p95, "p99": p99, "max": max(values)}
 
 
-def worst_overtaken(records: Sequence[Record]) -> float:
-    """The most seconds by which a request that came later got its first token sooner. Those that have none yet were overtaken, too; those
-    that got it in the same step were not."""
-    worst, latest = 0.0, 0.0
-    waiting: list[Record] = []
+def overtaken(records: Sequence[Record]) -> dict[Record, float]:
+    """By how many seconds each was overtaken at worst: how much later than it a request came that got its first token sooner. Those that
+    have none yet were overtaken, too; those that got it in the same step were not."""
     never = float("inf")
-    for record in sorted(records, key=lambda one: never if one.first_s is None else one.first_s):
-        if waiting and waiting[-1].first_s != record.first_s:
-            latest, waiting = max(latest, *(one.submit_s for one in waiting)), []
-        waiting.append(record)
-        worst = max(worst, latest - record.submit_s)
-    return worst
+    found: dict[Record, float] = {}
+    latest = 0.0  # arrival among those that got their first token at an earlier time
+    in_order = sorted(records, key=lambda one: never if one.first_s is None else one.first_s)
+    for _, together in groupby(in_order, key=lambda one: one.first_s):
+        some = list(together)
+        found |= {record: max(0.0, latest - record.submit_s) for record in some}
+        latest = max(latest, *(record.submit_s for record in some))
+    return found
 
 
-def _as_dict(record: Record) -> dict[str, Any]:
+def _as_dict(record: Record, possible: int | None) -> dict[str, Any]:
     start_s = None if record.waited_s is None else record.submit_s + record.waited_s
     return {
         "conversation": record.conversation,
@@ -191,6 +193,7 @@ def _as_dict(record: Record) -> dict[str, Any]:
         "first_s": record.first_s,
         "end_s": record.end_s,
         "source": record.source,
+        "reusable_tokens": possible,
         "error": record.error,
     }
 

@@ -80,23 +80,28 @@ class UrlReplay:
                 thread.join(LOOK_S)
                 progress(STAGE, sum(record.done for record in self.records), total)
         end_s = self.now_s()
-        self._over.set()
+        with self._lock:  # records do not change behind the back of whoever reads them
+            self._over.set()
         done = [record.end_s for record in self.records if record.end_s is not None]
         return end_s if limit_s is not None and end_s >= limit_s else max(done, default=end_s)
 
     def _replay(self, user: User) -> None:
         for number, ask in enumerate(user.asks, 1):
-            if self._over.wait(ask.think_s) or self._over.is_set():
+            if self._over.wait(ask.think_s):
                 return
-            record = Record(user.conversation, number, ask, 0.0)
             body = self._body(user, ask)
-            record.submit_s = self.now_s()
+            record = Record(user.conversation, number, ask, self.now_s())
+            failure = None
             with self._lock:
                 self._records.append(record)
             try:
                 self._ask(record, body)
             except (Refused, OSError, http.client.HTTPException) as error:
-                record.error, record.end_s = str(error) or type(error).__name__, self.now_s()
+                failure = str(error) or type(error).__name__
+            with self._lock:
+                if not self._over.is_set():
+                    record.end_s, record.error = self.now_s(), failure
+            if failure is not None:
                 return
 
     def _body(self, user: User, ask: Ask) -> dict[str, Any]:
@@ -134,12 +139,13 @@ class UrlReplay:
             if answer.status != 200:
                 raise Refused(f"{answer.status}: {answer.read(4096).decode(errors='replace')[:_MOST_SHOWN]}")
             for event in _events(answer):
+                if self._over.is_set():
+                    return
                 self._take_in(record, event)
         finally:
             connection.close()
         if record.first_s is None:
             raise Refused("the answer had no token")
-        record.end_s = self.now_s()
 
     def _take_in(self, record: Record, event: dict[str, Any]) -> None:
         if event.get("error"):

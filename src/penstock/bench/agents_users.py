@@ -61,12 +61,9 @@ class Asking:
         return max(self._prompt_tokens(c, one.num_tokens) + self._output(one.num_output) for c in conversations for one in c.requests)
 
     def _user(self, conversation: Conversation, vocab: int) -> User:
-        size, rest = divmod(conversation.block_tokens, self.scale)
-        if rest:
-            raise ConfigError(f"--scale {self.scale} does not divide the trace's blocks of {conversation.block_tokens} tokens")
         owner = conversation.id if self.subagents == "apart" else conversation.family
         ids, places = np.unique(np.concatenate([one.blocks for one in conversation.requests]), return_inverse=True)
-        content = _tokens(("block", owner, self.seed), ids, size, vocab)
+        content = _tokens(("block", owner, self.seed), ids, self._block_tokens(conversation), vocab)
         asks: list[Ask] = []
         at = 0
         for number, one in enumerate(conversation.requests):
@@ -78,9 +75,15 @@ class Asking:
             asks.append(Ask(np.concatenate([blocks, tail]), self._output(one.num_output), think_s))
         return User(conversation.id, tuple(asks))
 
+    def _block_tokens(self, conversation: Conversation) -> int:
+        size, rest = divmod(conversation.block_tokens, self.scale)
+        if rest:
+            raise ConfigError(f"--scale {self.scale} does not divide the trace's blocks of {conversation.block_tokens} tokens")
+        return size
+
     def _prompt_tokens(self, conversation: Conversation, num_tokens: int) -> int:
         blocks, tail = divmod(num_tokens, conversation.block_tokens)
-        return max(1, blocks * (conversation.block_tokens // self.scale) + tail // self.scale)
+        return max(1, blocks * self._block_tokens(conversation) + tail // self.scale)
 
     def _output(self, num_tokens: int) -> int:
         return max(1, min(num_tokens, self.tokens) // self.scale)

@@ -59,7 +59,7 @@ def run_agents_url(bench: AgentsBench, server: Server, made_of: tuple[int, int],
         require_matplotlib()
     with ProgressBar() as bar:
         results = bench.measure_url(server, *made_of, bar)
-    return _show(Report(bench, server.model, Config(), results, server.url), json_file, plot_file)
+    return _show(Report(bench, server.model, Config(), results, server.url), json_file, plot_file) or int(bool(results.skipped))
 
 
 def _show(report: Report, json_file: Path | None, plot_file: Path | None) -> int:

@@ -190,8 +190,9 @@ def _agents_here(args: argparse.Namespace, chosen: list[Conversation]) -> int:
     if args.api_key is not None or args.vocab is not None or args.hints:
         raise ConfigError("--api-key, --vocab and --hints need --url: they are for a server")
     asking = _asking(args)
+    longest = asking.longest(chosen)
     if args.max_model_len is None and args.load_format == "dummy":
-        args.max_model_len = max(2, asking.longest(chosen))  # random weights know no longest context
+        args.max_model_len = longest  # random weights know no longest context
     config = config_of(args)
     from penstock.bench.agents import AgentsBench
     from penstock.commands.bench import run_bench
