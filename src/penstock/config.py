@@ -55,7 +55,8 @@ class ModelSource:
     def __post_init__(self) -> None:
         _need(self.load_format in ("auto", "dummy"), f"--load-format must be auto or dummy, got {self.load_format!r}")
         _need(self.device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {self.device!r}")
-        _need(self.positions is None or self.load_format == "dummy", "only dummy weights can have more positions than the model's own")
+        own = f"{self.positions} positions: only dummy weights can have others than the model's own"
+        _need(self.positions is None or self.load_format == "dummy", own)
         _need(self.dtype in ("auto", "float32", "bfloat16"), f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
 
 

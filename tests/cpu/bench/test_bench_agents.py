@@ -140,6 +140,7 @@ def record_of(submit_s: float, first_s: float | None) -> Record:
         ([(0.0, 9.0), (5.0, 6.0), (4.0, 8.0)], [5.0, 0.0, 1.0]),
         # In the same step nobody is overtaken.
         ([(0.0, 2.0), (1.0, 2.0)], [0.0, 0.0]),
+        ([(1.0, 2.0), (0.0, 2.0)], [0.0, 0.0]),
         # Who has no token when the time is over was overtaken by all that have one.
         ([(0.0, None), (7.0, 8.0), (9.0, None)], [7.0, 0.0, 0.0]),
     ],
