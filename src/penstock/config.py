@@ -52,10 +52,13 @@ class ModelSource:
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"  # auto: float32 on CPU (no bf16 units there), bfloat16 on CUDA
     seed: int = 0  # of dummy weights
+    positions: int | None = None  # of dummy weights, where more tokens are wanted than the model's own config allows
 
     def __post_init__(self) -> None:
         _need(self.load_format in ("auto", "dummy"), f"--load-format must be auto or dummy, got {self.load_format!r}")
         _need(self.device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {self.device!r}")
+        own = f"{self.positions} positions: only dummy weights can have others than the model's own"
+        _need(self.positions is None or self.load_format == "dummy", own)
         _need(self.dtype in ("auto", "float32", "bfloat16"), f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
 
 

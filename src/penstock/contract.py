@@ -228,6 +228,7 @@ class TokenEvent(NamedTuple):
     stop_token: int | None = None  # the token that ended it, where one did (it is not among `tokens`)
     source: KvSource | None = None  # on the first event
     error: str | None = None
+    waited_s: float | None = None  # on the first event: from its arrival to the first step that it took part in
 
 
 Listener = Callable[[TokenEvent], None]

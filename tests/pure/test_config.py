@@ -35,6 +35,7 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (ModelSource, {"load_format": "gguf"}, "--load-format"),
     (ModelSource, {"device": "tpu"}, "--device"),
     (ModelSource, {"dtype": "float16"}, "--dtype"),
+    (ModelSource, {"positions": 4096}, "only dummy weights"),
     (KvConfig, {"block_tokens": 0}, "--block-tokens"),
     (KvConfig, {"block_tokens": 17}, "--block-tokens"),
     (KvConfig, {"block_tokens": -16}, "--block-tokens"),

@@ -8,7 +8,10 @@ unfinished last block is left out. Times and output lengths are not used.
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -17,23 +20,31 @@ from typing import TypeGuard
 from penstock.errors import ConfigError
 
 BLOCK_TOKENS = 512
+UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)  # what reading a file may raise, packed or not
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The prompts of one file, in its order, as keys of full blocks."""
+    """The prompts of one file, in order, as keys of full blocks. One-off documents among them are no part of its figures."""
 
     name: str
     prompts: list[list[bytes]]
-    num_tokens: int  # of all prompts, unfinished blocks included
+    num_tokens: int  # of recorded prompts, unfinished blocks included
+    num_scans: int = 0  # one-off documents among the prompts, of `scan_blocks` blocks each
+    scan_blocks: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prompts) - self.num_scans
 
     @property
     def num_blocks(self) -> int:
-        return sum(map(len, self.prompts))
+        return sum(map(len, self.prompts)) - self.num_scans * self.scan_blocks
 
     @property
     def num_distinct(self) -> int:
-        return len({key for keys in self.prompts for key in keys})
+        return len({key for keys in self.prompts for key in keys}) - self.num_scans * self.scan_blocks
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> Trace:
@@ -42,19 +53,26 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
     num_tokens = 0
     keys: dict[int, bytes] = {}
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if len(prompts) == num_requests:
-                    break
-                if line.strip():
-                    length, ids = _parse(line, f"{path}, line {number}")
-                    num_tokens += length
-                    prompts.append([keys.setdefault(i, _key(i)) for i in ids[: length // BLOCK_TOKENS]])
-    except (OSError, UnicodeDecodeError) as error:
+        for number, line in numbered_lines(path):
+            if len(prompts) == num_requests:
+                break
+            length, ids = _parse(line, f"{path}, line {number}")
+            num_tokens += length
+            prompts.append([keys.setdefault(i, _key(i)) for i in ids[: length // BLOCK_TOKENS]])
+    except UNREADABLE as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from None
     if not any(prompts):
         raise ConfigError(f"the trace {path} has no prompt with a full block of {BLOCK_TOKENS} tokens: there is nothing to keep")
     return Trace(path.name, prompts, num_tokens)
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Those of a file, packed by gzip or not, that are not empty. Raises one of UNREADABLE."""
+    with path.open("rb") as raw:
+        packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
+        for number, line in enumerate(gzip.GzipFile(fileobj=raw) if packed else raw, 1):
+            if line.strip():
+                yield number, line.decode("utf-8")
 
 
 def _key(block: int) -> bytes:
@@ -69,7 +87,7 @@ def _parse(line: str, where: str) -> tuple[int, list[int]]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: expected an object with input_length and hash_ids")
     length, ids = fields.get("input_length"), fields.get("hash_ids")
-    if not _is_whole(length) or not isinstance(ids, list) or not all(map(_is_whole, ids)):
+    if not is_whole(length) or not isinstance(ids, list) or not all(map(is_whole, ids)):
         raise ConfigError(f"{where}: input_length must be a whole number and hash_ids a list of them, none negative")
     if len(ids) != -(-length // BLOCK_TOKENS):
         raise ConfigError(f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} tokens")
@@ -78,5 +96,5 @@ def _parse(line: str, where: str) -> tuple[int, list[int]]:
     return length, ids
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
+def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -16,15 +16,16 @@ def require_matplotlib() -> None:
         raise ConfigError("--plot needs matplotlib, which is not installed; run: pip install 'penstock[plots]'")
 
 
-def save_picture(path: Path, title: str, draw: Callable[[Any], None]) -> None:
-    """`draw` gets matplotlib's axes."""
+def save_picture(path: Path, title: str, draw: Callable[[Any], None], panels: int = 1) -> None:
+    """`draw` gets matplotlib's axes; a list of them, one above the other with the same x axis, where there are several."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.5 if panels == 1 else 2.5 * panels), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    draw(axes)
-    axes.set_title(title, fontsize=9)
-    axes.grid(axis="y", alpha=0.3)
+    axes = list(figure.subplots(panels, sharex=True, squeeze=False)[:, 0])
+    draw(axes[0] if panels == 1 else axes)
+    axes[0].set_title(title, fontsize=9)
+    for one in axes:
+        one.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=150)

@@ -26,23 +26,27 @@ class Report:
     model: str
     config: Config
     results: Results
+    server: str | None = None  # where a server elsewhere was measured: neither this machine nor `config` says what it is
 
     @property
     def title(self) -> str:
+        if self.server is not None:
+            return f"penstock bench {self.bench.name}: {self.model} at {self.server}"
         machine = describe_machine()
         device = device_of(self.config)
         where = machine["gpus"][0]["name"] if device == "cuda" else f"{machine['cpu']}, threads: {machine['threads']}"
         return f"penstock bench {self.bench.name}: {self.model} on {where}"
 
     def as_dict(self) -> dict[str, Any]:
-        settings = {name: getattr(self.bench, name) for name in getattr(self.bench, "__dataclass_fields__", ())}
+        of = getattr(self.bench, "settings", self.bench)
+        settings = {name: getattr(of, name) for name in getattr(of, "__dataclass_fields__", ())}
+        measured = {"device": device_of(self.config), "config": self.config.shown()}
         return {
             "bench": self.bench.name,
             "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": describe_machine(),
             "model": self.model,
-            "device": device_of(self.config),
-            "config": self.config.shown(),
+            **(measured if self.server is None else {"server": self.server}),
             "settings": settings,
             "results": self.results.rows,
             "skipped": self.results.skipped,
@@ -70,4 +74,5 @@ def write_json(report: Report, path: Path) -> None:
 
 def draw(report: Report, path: Path) -> None:
     if report.results.rows:
-        save_picture(path, report.title, lambda axes: report.bench.draw(axes, report.results.rows))
+        panels: int = getattr(report.bench, "panels", 1)
+        save_picture(path, report.title, lambda axes: report.bench.draw(axes, report.results.rows), panels)

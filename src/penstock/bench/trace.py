@@ -44,6 +44,7 @@ def measure(trace: Trace, policies: Sequence[str], capacities: Sequence[int], pr
     """A row per policy and capacity; those of the optimum come last."""
     rows = []
     whole = sum(prefill_cost(len(keys) * BLOCK_TOKENS) for keys in trace.prompts)
+    whole -= trace.num_scans * prefill_cost(trace.scan_blocks * BLOCK_TOKENS)
     num_blocks = trace.num_blocks
     uses = next_uses(trace)
     for policy in (*policies, OPTIMUM):

@@ -29,7 +29,9 @@ class TraceReport:
 
     @property
     def title(self) -> str:
-        return f"penstock bench trace: {self.trace.name}, {len(self.trace.prompts)} requests, blocks of {BLOCK_TOKENS} tokens"
+        trace = self.trace
+        scan = f" and {trace.num_scans} one-off documents of {trace.scan_blocks} blocks" if trace.num_scans else ""
+        return f"penstock bench trace: {trace.name}, {trace.num_requests} requests{scan}, blocks of {BLOCK_TOKENS} tokens"
 
     @property
     def policies(self) -> list[str]:
@@ -49,11 +51,12 @@ class TraceReport:
             "python": platform.python_version(),
             "trace": {
                 "file": trace.name,
-                "requests": len(trace.prompts),
+                "requests": trace.num_requests,
                 "tokens": trace.num_tokens,
                 "block_tokens": BLOCK_TOKENS,
                 "blocks": trace.num_blocks,
                 "distinct_blocks": trace.num_distinct,
+                **({"scans": trace.num_scans, "scan_blocks": trace.scan_blocks} if trace.num_scans else {}),
             },
             "results": self.rows,
         }

@@ -133,7 +133,10 @@ def ssd_dir_flag(group: Any, required: bool) -> None:
 def _step_flags(group: Any) -> None:
     engine = EngineConfig()
     group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (unset: all the model and memory allow)"
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow any)",
     )
     group.add_argument("--max-batch", type=int, default=engine.max_batch, metavar="N", help="requests that run at once")
     group.add_argument(
@@ -201,8 +204,9 @@ def lora_flag(several: bool) -> argparse.ArgumentParser:
 
 
 def config_of(args: argparse.Namespace) -> Config:
+    positions = args.max_model_len if args.load_format == "dummy" else None  # random weights know no longest context
     return Config(
-        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed),
+        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed, positions),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(
             args.max_model_len,

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from penstock.bench.agents import AgentsBench
+from penstock.bench.agents_client import Server
 from penstock.bench.picture import require_matplotlib
 from penstock.bench.report import Report, draw, table, write_json
 from penstock.bench.restart import RestartBench
@@ -49,6 +51,15 @@ def run_transfer(config: Config, bench: TransferBench, json_file: Path | None, p
     with scratch_ssd(config) as config, ProgressBar() as bar:
         results = bench.measure(config, bar)
     return _show(Report(bench, dimensions_of(config.source.model)[0], config, results), json_file, plot_file)
+
+
+def run_agents_url(bench: AgentsBench, server: Server, made_of: tuple[int, int], json_file: Path | None, plot_file: Path | None) -> int:
+    """No engine: a server that runs already. `made_of`: ids that tokens are below, and tokens of a block that can be reused."""
+    if plot_file is not None:
+        require_matplotlib()
+    with ProgressBar() as bar:
+        results = bench.measure_url(server, *made_of, bar)
+    return _show(Report(bench, server.model, Config(), results, server.url), json_file, plot_file) or int(bool(results.skipped))
 
 
 def _show(report: Report, json_file: Path | None, plot_file: Path | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.commands.arguments import (
     Parser,
@@ -26,6 +26,13 @@ from penstock.commands.arguments import (
 from penstock.config import EVICTIONS, Config, KvConfig, ModelSource, OffloadConfig
 from penstock.errors import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.bench.agentic import Conversation
+    from penstock.bench.agents_users import Asking
+
+_URL_VOCAB = 32000  # ids that most models have
+_SCAN_BLOCKS = 128  # 65,536 tokens
+
 
 def add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine, without a server.")
@@ -33,6 +40,7 @@ def add_bench(commands: Any) -> None:
     _add_decode(kinds)
     _add_ttft(kinds)
     _add_turns(kinds)
+    _add_agents(kinds)
     _add_transfer(kinds)
     _add_trace(kinds)
     _add_restore(kinds)
@@ -120,6 +128,101 @@ def _turns(args: argparse.Namespace) -> int:
 
     bench = TurnsBench(args.conversations, args.turns, args.prompt_tokens, args.tokens, args.repeat, args.seed)
     return run_bench(config, bench, args.json, args.plot)
+
+
+def _add_agents(kinds: Any) -> None:
+    about = (
+        "Replay recorded conversations of coding agents, many users at once: when each request is answered, and where its KV comes from. "
+        "In this process, or with --url against a server. Lengths are in tokens of the trace."
+    )
+    parser = kinds.add_parser("agents", help="recorded agents, many users", description=about, parents=[engine_flags()])
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file with one conversation per line")
+    group = parser.add_argument_group("replay")
+    group.add_argument("--users", type=positive, default=20, metavar="N", help="conversations, each with requests that fit --context")
+    group.add_argument("--context", type=positive, default=65536, metavar="N", help="requests with longer prompts are left out")
+    group.add_argument("--requests", type=positive, default=16, metavar="N", help="requests of each conversation at most")
+    group.add_argument("--tokens", type=positive, default=200, metavar="N", help="tokens that each answer has at most")
+    group.add_argument("--think", type=_not_negative, default=0.0, metavar="X", help="factor of the recorded pauses before requests")
+    group.add_argument(
+        "--limit-s", type=_not_negative, metavar="X", help="stop after so long, and report what was done (unset: at the end)"
+    )
+    group.add_argument("--scale", type=positive, default=1, metavar="D", help="divide all lengths, blocks included, by this")
+    group.add_argument(
+        "--subagents",
+        choices=("apart", "shared"),
+        default="apart",
+        help="whether they share the tokens that they shared with their parents",
+    )
+    _report_flags(group)
+    server = parser.add_argument_group("server", "An OpenAI-compatible one, instead of an engine in this process.")
+    server.add_argument("--url", metavar="URL", help="such as http://host:port/v1; --model names its model")
+    server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    server.add_argument("--vocab", type=positive, metavar="N", help=f"token ids are below this (unset: {_URL_VOCAB})")
+    server.add_argument("--hints", action="store_true", help="send the conversation as prompt_cache_key and session_id")
+    parser.set_defaults(run=_agents)
+
+
+def _agents(args: argparse.Namespace) -> int:
+    from penstock.bench.agentic import read_conversations, select
+
+    chosen = select(read_conversations(args.trace), args.users, args.context, args.requests)
+    return _agents_at_url(args, chosen) if args.url is not None else _agents_here(args, chosen)
+
+
+def _asking(args: argparse.Namespace) -> Asking:
+    from penstock.bench.agents_users import Asking
+
+    return Asking(
+        args.trace.name,
+        args.users,
+        args.context,
+        args.requests,
+        args.tokens,
+        args.think,
+        args.limit_s,
+        args.scale,
+        args.seed,
+        args.subagents,
+    )
+
+
+def _agents_here(args: argparse.Namespace, chosen: list[Conversation]) -> int:
+    if args.api_key is not None or args.vocab is not None or args.hints:
+        raise ConfigError("--api-key, --vocab and --hints need --url: they are for a server")
+    asking = _asking(args)
+    longest = asking.longest(chosen)
+    if args.max_model_len is None and args.load_format == "dummy":
+        args.max_model_len = longest  # random weights know no longest context
+    config = config_of(args)
+    from penstock.bench.agents import AgentsBench
+    from penstock.commands.bench import run_bench
+
+    return run_bench(config, AgentsBench(asking, chosen), args.json, args.plot)
+
+
+def _agents_at_url(args: argparse.Namespace, chosen: list[Conversation]) -> int:
+    plain = vars(engine_flags().parse_args([]))
+    for name, default in plain.items():
+        if name not in ("model", "seed", "block_tokens") and getattr(args, name) != default:
+            raise ConfigError(f"--{name.replace('_', '-')} is for an engine in this process, and --url names a server")
+    from penstock.bench.agents import AgentsBench
+    from penstock.bench.agents_client import Server
+    from penstock.commands.bench import run_agents_url
+
+    server = Server(args.url, args.model, args.api_key, args.hints)
+    server.parts()
+    made_of = args.vocab or _URL_VOCAB, args.block_tokens
+    return run_agents_url(AgentsBench(_asking(args), chosen), server, made_of, args.json, args.plot)
+
+
+def _not_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return number
 
 
 def _add_restore(kinds: Any) -> None:
@@ -222,21 +325,36 @@ def _transfer(args: argparse.Namespace) -> int:
 
 def _add_trace(kinds: Any) -> None:
     about = (
-        "Replay a Mooncake trace against policies of eviction: how many blocks each finds, beside the best that any could. Needs no model."
+        "Replay a trace against policies of eviction: how many blocks each finds, beside the best that any could. Mooncake's form and that "
+        "of recorded agents are known; blocks have 512 tokens either way. Needs no model."
     )
     parser = kinds.add_parser("trace", help="hit rates of eviction policies", description=about)
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl file: input_length and hash_ids of one request per line")
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file: one request, or one conversation, per line")
     parser.add_argument("--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
     parser.add_argument("--capacity-blocks", type=counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
     parser.add_argument("--requests", type=positive, metavar="N", help="only the first N (unset: all)")
+    parser.add_argument(
+        "--interleave",
+        choices=("time", "turns"),
+        help="conversations all begin at once, and go on by their recorded times, or take turns (unset: time)",
+    )
+    parser.add_argument(
+        "--scan", type=positive, metavar="N", help="put N documents that never come back between the requests (unset: none)"
+    )
+    parser.add_argument("--scan-blocks", type=positive, metavar="N", help=f"blocks of each (unset: {_SCAN_BLOCKS})")
     _report_flags(parser)
     parser.set_defaults(run=_trace)
 
 
 def _trace(args: argparse.Namespace) -> int:
+    if args.scan is None and args.scan_blocks is not None:
+        raise ConfigError("--scan-blocks needs --scan")
     from penstock.commands.trace import Replays, bench_trace
 
-    return bench_trace(Replays(args.trace, args.policies, args.capacity_blocks, args.requests), args.json, args.plot)
+    scan = args.scan or 0, args.scan_blocks or _SCAN_BLOCKS
+    return bench_trace(
+        Replays(args.trace, args.policies, args.capacity_blocks, args.requests, args.interleave, *scan), args.json, args.plot
+    )
 
 
 def _policies(text: str) -> tuple[str, ...]:

@@ -301,6 +301,7 @@ class Engine:
         running = self._parts.executor.launch(plan)
         self._pace.launched(plan)
         self._parts.scheduler.launched(running.fence)
+        self._outbox.note_starts(plan.starts)
         self._num_steps += 1
         return running
 

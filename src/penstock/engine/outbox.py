@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.contract import FinishReason, Listener, TokenEvent
+from penstock.contract import FinishReason, Listener, Start, TokenEvent
 from penstock.engine.scheduling.track import State
 from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S
 from penstock.figures import Histogram
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 class _Open:
     listener: Listener
     arrival_s: float
+    started_s: float = 0.0
     last_token_s: float = 0.0
     retracted_s: float = 0.0
 
@@ -44,6 +45,14 @@ class Outbox:
     def open(self, request_id: str, listener: Listener, arrival_s: float) -> None:
         self._open[request_id] = _Open(listener, arrival_s)
 
+    def note_starts(self, starts: Iterable[Start]) -> None:
+        """A step that these take part in has been launched. A request that was retracted has started before."""
+        now = time.monotonic()
+        for start in starts:
+            entry = self._open.get(start.request.id)
+            if entry is not None and not entry.started_s:
+                entry.started_s = now
+
     def note_lives(self, lives: list[tuple[str, State]]) -> None:
         """Requests that were retracted or came back since the last call; takes them out of the list."""
         now = time.monotonic()
@@ -68,6 +77,8 @@ class Outbox:
                 else:
                     self.ttft.add(now - entry.arrival_s)
                 entry.last_token_s = now
+            if event.source is not None:
+                event = event._replace(waited_s=entry.started_s - entry.arrival_s)
             if event.finish is not None:
                 del self._open[event.request_id]
             try:

@@ -12,7 +12,7 @@ from penstock.models.model import ModelConfig
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 # A damaged number must not become a loop over a billion layers or a table of terabytes.
 _MAX_LAYERS = 4096
-_MAX_POSITION = 1 << 22
+MAX_POSITION = 1 << 22
 
 SMOLLM2_135M = ModelConfig(
     architecture="llama",
@@ -110,7 +110,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         head_dim=fields.count("head_dim", hidden // heads if architecture == "llama" else None),
         ffn=fields.count("intermediate_size"),
         vocab=fields.count("vocab_size"),
-        max_position=fields.count("max_position_embeddings", most=_MAX_POSITION),
+        max_position=fields.count("max_position_embeddings", most=MAX_POSITION),
         rope_theta=_rope_theta(raw, where),
         norm_eps=fields.positive("rms_norm_eps"),
         tied_embeddings=fields.flag("tie_word_embeddings", False),

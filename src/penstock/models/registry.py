@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
-from penstock.models.dimensions import BUILT_IN, parse_config
+from penstock.models.dimensions import BUILT_IN, MAX_POSITION, parse_config
 from penstock.models.gguf_convert import Content, load_converted
 from penstock.models.llama import Llama
 from penstock.models.model import LayerOps, Model, ModelConfig
@@ -98,6 +98,9 @@ def embedded_file() -> Path:
 
 def _load_dummy(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
     name, config, tokenizer = _dummy_parts(source.model)
+    if (wanted := source.positions or 0) > MAX_POSITION:
+        raise ModelError(f"--max-model-len {wanted}: dummy weights have at most {MAX_POSITION} positions")
+    config = dataclasses.replace(config, max_position=max(config.max_position, wanted))
     digest = dummy_digest(config, source.seed, device, dtype)
     weights = dummy_weights(config, source.seed, device, dtype, progress)
     return LoadedModel(_build(config, weights, ops, digest), tokenizer, name)

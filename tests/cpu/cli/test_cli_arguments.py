@@ -14,7 +14,7 @@ from penstock.commands.arguments import config_of, sampling_of
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig, ServerConfig
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 
-WITH_ENGINE = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"))
+WITH_ENGINE = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"), ("bench", "agents"))
 COMMANDS = (*WITH_ENGINE, ("cache", "inspect"), ("cache", "verify"), ("cache", "clear"), ("doctor",))
 
 BAD = [
@@ -154,7 +154,7 @@ def test_every_engine_flag_reaches_the_config():
         "--sanitize strict --sanitize-json findings.json --sanitize-bytes --lora a=one --lora b=two --lora-dir adapters"
     )
     assert config_of(cli.make_parser().parse_args(argv.split())) == Config(
-        ModelSource("m", "dummy", "cpu", "bfloat16", 7),
+        ModelSource("m", "dummy", "cpu", "bfloat16", 7, positions=100),
         KvConfig(32, 0.5, None, False),
         EngineConfig(100, 3, 64, 2.0, False, 7),
         OffloadConfig(

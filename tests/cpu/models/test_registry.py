@@ -88,6 +88,17 @@ def test_decoding_after_prefill_equals_one_prefill(tmp_path: Path) -> None:
     assert torch.allclose(torch.cat(pieces), whole, atol=1e-5)
 
 
+def test_random_weights_have_as_many_positions_as_are_asked_for_and_never_fewer_than_their_config() -> None:
+    def positions(wanted: int | None) -> tuple[int, int]:
+        source = ModelSource("tiny-llama", "dummy", positions=wanted)
+        model = load_model(source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+        return model.config.max_position, len(model.rope)
+
+    assert [positions(wanted) for wanted in (None, 100, 5000)] == [(2048, 2048), (2048, 2048), (5000, 5000)]
+    with pytest.raises(ModelError, match="--max-model-len 9999999: dummy weights have at most 4194304 positions"):
+        positions(9_999_999)
+
+
 def test_a_dummy_of_a_directory_reads_its_config_and_no_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_json(TINY_QWEN3)))
     loaded = load(tmp_path, dummy=True)

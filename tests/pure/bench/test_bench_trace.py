@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.bench.mooncake import BLOCK_TOKENS, Trace, read_trace
 from penstock.bench.trace import OPTIMUM, best_hits, ladder, measure, next_uses, replay
+from penstock.bench.trace_input import read_any, with_scan
 from penstock.cli import main
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError
@@ -274,7 +276,102 @@ def test_the_ladder_doubles_up_to_all_distinct_blocks(num_distinct, steps):
     assert all(2 * low - 1 <= high <= 2 * low for low, high in pairwise(rungs))
 
 
+# --------------------------------------------------------------------------------------------------- conversations, scans
+
+
+def conversation_of(name: str, requests, parent=None) -> str:
+    """`requests`: when, tokens, blocks shared, new blocks of 64 tokens."""
+    lines = [[at, tokens, 7, 0.0, shared, new] for at, tokens, shared, new in requests]
+    return json.dumps({"id": name, "parent": parent, "block_tokens": 64, "requests": lines})
+
+
+@pytest.fixture
+def conversations(tmp_path):
+    one, two, more = list(range(8)), list(range(8, 16)), list(range(20, 28))
+    path = tmp_path / "agents.jsonl.gz"
+    lines = [
+        conversation_of("a", [(0.0, 1030, 0, one + two), (30.0, 1536, 16, more), (40.0, 1000, 7, [77] * 8)]),
+        conversation_of("a.0", [(0.0, 512, 0, one), (10.0, 600, 8, [5])], parent="a"),
+        conversation_of("b", [(0.0, 512, 0, one)]),
+    ]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return path
+
+
+def test_conversations_are_read_as_blocks_of_mooncakes_size_in_the_order_of_their_times(conversations):
+    trace = read_any(conversations)
+    assert [len(keys) for keys in trace.prompts] == [2, 1, 1, 1, 3, 1]
+    first, sub, other, again, longer, changed = trace.prompts
+    assert longer[:2] == first and sub == again == first[:1], "a sub-agent shares its parent's ids"
+    assert other != sub, "ids of another conversation are other blocks"
+    assert changed[0] != first[0], "its eighth block of 64 tokens is another one"
+    assert (trace.num_blocks, trace.num_distinct, trace.num_tokens) == (9, 5, 1030 + 512 + 512 + 600 + 1536 + 1000)
+    assert [len(keys) for keys in read_any(conversations, 3).prompts] == [2, 1, 1]
+    assert [len(keys) for keys in read_any(conversations, None, "turns").prompts] == [2, 1, 1, 3, 1, 1]
+
+
+def test_a_block_is_known_by_all_before_it(tmp_path):
+    """The same id behind other blocks is another block: its KV is."""
+    path = tmp_path / "agents.jsonl"
+    same, one, two = list(range(8)), list(range(10, 18)), list(range(20, 28))
+    path.write_text(conversation_of("a", [(0.0, 1024, 0, one + same), (1.0, 1024, 0, two + same), (2.0, 1024, 0, one + same)]))
+    first, other, again = read_any(path).prompts
+    assert first == again and not set(first) & set(other)
+
+
+def test_a_mooncake_trace_is_read_packed_or_not_and_keeps_its_order(file, tmp_path):
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert read_any(packed).prompts == read_any(file).prompts == read_trace(file).prompts
+    with pytest.raises(ConfigError, match="a Mooncake trace has an order of its own"):
+        read_any(file, None, "time")
+
+
+def test_conversations_without_a_full_block_or_of_an_odd_size_are_refused(tmp_path):
+    path = tmp_path / "agents.jsonl"
+    path.write_text(conversation_of("a", [(0.0, 500, 0, [1, 2, 3, 4, 5, 6, 7])]))
+    with pytest.raises(ConfigError, match="nothing to keep"):
+        read_any(path)
+    path.write_text(json.dumps({"id": "a", "parent": None, "block_tokens": 48, "requests": [[0, 48, 1, 0, 0, [1]]]}))
+    with pytest.raises(ConfigError, match="blocks of 48 tokens do not make up blocks of 512"):
+        read_any(path)
+
+
+def test_documents_of_a_scan_are_spread_evenly_and_never_come_back():
+    trace = trace_of(PROMPTS)
+    scanned = with_scan(trace, 3, 2)
+    places = [number for number, keys in enumerate(scanned.prompts) if keys not in trace.prompts]
+    assert places == [1, 4, 7]
+    assert [keys for keys in scanned.prompts if keys in trace.prompts] == trace.prompts
+    documents = [key for place in places for key in scanned.prompts[place]]
+    assert len(set(documents)) == 6 and not set(documents) & {key for keys in trace.prompts for key in keys}
+
+
+def test_a_scan_is_no_part_of_the_rates_but_pushes_others_out():
+    trace = trace_of(PROMPTS)
+    scanned = with_scan(trace, 3, 2)
+    for name in ("num_requests", "num_blocks", "num_distinct", "num_tokens"):
+        assert getattr(scanned, name) == getattr(trace, name)
+    assert ladder(scanned) == ladder(trace)
+    plenty = trace.num_distinct + 6
+    for alone, among in zip(measure(trace, ["lru"], [3, plenty], silent), measure(scanned, ["lru"], [3, plenty], silent), strict=True):
+        if among["policy"] == OPTIMUM or among["capacity_blocks"] == plenty:
+            assert (among["hit_rate"], among["prefill_saved"]) == (alone["hit_rate"], alone["prefill_saved"])
+        else:
+            assert among["hit_rate"] < alone["hit_rate"]
+
+
 # -------------------------------------------------------------------------------------------------------------- command
+
+
+def test_the_command_replays_conversations_and_a_scan(conversations, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    argv = ["--policies", "lru", "--capacity-blocks", "5,100", "--interleave", "turns", "--scan", "2", "--scan-blocks", "3"]
+    assert main(["bench", "trace", str(conversations), *argv, "--json", str(out)]) == 0
+    assert "6 requests and 2 one-off documents of 3 blocks" in capsys.readouterr().out
+    report = json.loads(out.read_text())
+    assert (report["trace"]["requests"], report["trace"]["scans"], report["trace"]["scan_blocks"]) == (6, 2, 3)
+    assert report["results"][1]["hit_blocks"] == 4
 
 
 def test_the_command_prints_both_tables_and_writes_file_and_picture(file, tmp_path, capsys):
@@ -306,6 +403,10 @@ def test_the_command_prints_both_tables_and_writes_file_and_picture(file, tmp_pa
         (("--policies", ""), "--policies"),
         (("--capacity-blocks", "0"), "--capacity-blocks"),
         (("--requests", "0"), "--requests"),
+        (("--interleave", "time"), "--interleave"),
+        (("--interleave", "often"), "--interleave"),
+        (("--scan", "0"), "--scan"),
+        (("--scan-blocks", "8"), "--scan-blocks needs --scan"),
         (("--plot", "x.txt"), "--plot"),
         (("--model", "smollm2-135m"), "--model"),
     ],

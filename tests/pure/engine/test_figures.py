@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from penstock.contract import Arrival, Chunk, FinishReason, Load, StepPlan, TokenEvent
+from penstock.contract import Arrival, Chunk, FinishReason, KvSource, Load, Request, SamplingParams, Start, StepPlan, TokenEvent
 from penstock.engine import outbox as outbox_module
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace
@@ -93,6 +94,18 @@ def test_a_retraction_is_timed_until_the_request_runs_again(clock: Clock) -> Non
     clock.now += 3.0
     outbox.note_lives([("r", State.RUNNING), ("gone", State.RUNNING)])
     assert totals(outbox)["resumed"] == (1, 3.0)
+
+
+def test_the_first_event_says_how_long_the_request_waited_for_its_first_step(clock: Clock) -> None:
+    outbox = Outbox()
+    heard: list[TokenEvent] = []
+    outbox.open("r", heard.append, arrival_s=98.0)
+    request = Request("r", [1], SamplingParams(max_tokens=1))
+    for now, other in ((100.0, "gone"), (101.5, "r"), (103.0, "r")):  # it was retracted before its first token, and began again
+        clock.now = now
+        outbox.note_starts([Start(0, dataclasses.replace(request, id=other), ())])
+    outbox.publish([TokenEvent("r", (1,), source=KvSource(computed=1)), TokenEvent("r", (2,))])
+    assert [event.waited_s for event in heard] == [3.5, None]
 
 
 def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) -> None:
