@@ -116,11 +116,14 @@ class EngineConfig:
     overcommit: float = 1.0  # 1: a request is admitted only if its whole lifetime fits; 2: lifetimes may sum to twice the memory
     capture: bool = True  # run decode steps as captured replays
     seed: int = 0  # from which requests without a seed get theirs
+    prefill_chunk_ms: float | None = None  # of a step for prompts, where others get tokens; 0: no limit; None: 150 on CUDA, 0 on CPU
 
     def __post_init__(self) -> None:
         _need(self.max_model_len is None or self.max_model_len >= 2, f"--max-model-len must be at least 2, got {self.max_model_len}")
         _need(1 <= self.max_batch <= 4096, f"--max-batch must be between 1 and 4096, got {self.max_batch}")
         _need(self.prefill_chunk >= 0, f"--prefill-chunk must not be negative, got {self.prefill_chunk}")
+        within = self.prefill_chunk_ms is None or 0 <= self.prefill_chunk_ms <= 60_000
+        _need(within, f"--prefill-chunk-ms must be between 0 and 60000, got {self.prefill_chunk_ms}")
         _need(1.0 <= self.overcommit <= 64.0, f"--overcommit must be between 1 and 64, got {self.overcommit}")
 
 

@@ -19,7 +19,7 @@ from penstock.contract import (
     StepResult,
     TokenEvent,
 )
-from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line
 from penstock.engine.scheduling.matching import find_match, is_pending, is_ready
@@ -38,9 +38,11 @@ _FIRST_LOGPROB = PromptLogprobs([(1, lambda: (None,))])  # nothing says how like
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, all in one step; first come, first served."""
 
-    def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int]) -> None:
+    def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int], times: PrefillTimes | None = None) -> None:
+        """`times`: by which chunks are sized where the budget limits what they may take."""
         self._ledger = ledger
         self._budget = budget
+        self._times = times
         self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
@@ -85,17 +87,20 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
-        room = self._budget.prefill_chunk
         num_retractions = self.counts.retractions
         self._take_in_loads()
-        for track in tuple(self._running.tracks.values()):
+        tracks = tuple(self._running.tracks.values())
+        decodes = any(track.num_left == 1 and track.state is State.RUNNING for track in tracks)
+        room = Room(self._budget, self._ledger.block_tokens, self._times, decodes)
+        for track in tracks:
             num_left = track.num_left
             if num_left == 0 or track.state is not State.RUNNING:
                 continue
-            num_tokens = 1 if num_left == 1 else min(num_left, room)
+            num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
             if num_tokens > 0 and self._draw(track, num_tokens):
+                if num_left > 1:  # what decodes takes no room from prompts
+                    room.spend(track.num_planned, num_tokens, num_left)
                 self._draft.add(track, num_tokens)
-                room -= num_tokens if num_left > 1 else 0  # what decodes takes no room from prompts
         if self.counts.retractions == num_retractions:
             self._admit(room)
         chunks = (*self._draft.decodes, *self._draft.prefills)
@@ -145,9 +150,9 @@ class Scheduler:
         track.computes = True
         self._line.add(track)
 
-    def _admit(self, room: int) -> None:
+    def _admit(self, room: Room) -> None:
         index = 0
-        while index < min(len(self._line), _LOOK_AHEAD) and room > 0 and self._running.has_row:
+        while index < min(len(self._line), _LOOK_AHEAD) and room.tokens > 0 and self._running.has_row:
             track = self._line.tracks[index]
             match = self._try_match(track)
             if match is None:
@@ -158,11 +163,13 @@ class Scheduler:
             self._start(track, match)
             if track.state is State.LOADING:
                 continue
-            num_tokens = min(track.num_left, room)
+            num_tokens = room.size(track.num_planned, track.num_left)
+            if num_tokens == 0:
+                break  # there was hardly any time left; it is among the first of the next step
             if not self._draw(track, num_tokens):
                 raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
+            room.spend(track.num_planned, num_tokens, track.num_left)
             self._draft.add(track, num_tokens)
-            room -= num_tokens
 
     def _try_match(self, track: Track) -> Match | None:
         """None: it waits, and others may go ahead."""
