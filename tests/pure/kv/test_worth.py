@@ -11,7 +11,7 @@ from penstock.kv.tiers.worth import LinkRate, Piece, PrefillRate
 
 DEEP = 32768
 BYTES_PER_TOKEN = 4096
-HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+HASTY = settings(max_examples=2000, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
 
 
 def is_loaded(load_s: float | None, compute_s: float | None) -> bool:
