@@ -123,6 +123,7 @@ class EngineConfig:
     max_overtaken_s: float = 60.0  # with "cost": nobody is overtaken by a request that arrived so much later
     capture: bool = True  # run decode steps as captured replays
     seed: int = 0  # from which requests without a seed get theirs
+    prefill_chunk_ms: float | None = None  # of a step for prompts, where others get tokens; 0: no limit; None: 150 on CUDA, 0 on CPU
 
     def __post_init__(self) -> None:
         _need(self.max_model_len is None or self.max_model_len >= 2, f"--max-model-len must be at least 2, got {self.max_model_len}")
@@ -130,6 +131,8 @@ class EngineConfig:
         _need(self.prefill_chunk >= 0, f"--prefill-chunk must not be negative, got {self.prefill_chunk}")
         _need(self.scheduling in SCHEDULINGS, f"--scheduling must be one of {', '.join(SCHEDULINGS)}, got {self.scheduling!r}")
         _need(0 < self.max_overtaken_s <= 3600, f"--max-overtaken-s must be above 0 and at most 3600, got {self.max_overtaken_s}")
+        within = self.prefill_chunk_ms is None or 0 <= self.prefill_chunk_ms <= 60_000
+        _need(within, f"--prefill-chunk-ms must be between 0 and 60000, got {self.prefill_chunk_ms}")
         _need(1.0 <= self.overcommit <= 64.0, f"--overcommit must be between 1 and 64, got {self.overcommit}")
 
 

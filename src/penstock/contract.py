@@ -452,8 +452,8 @@ class KvLedger(Protocol):
         """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""
 
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
-        """Find, and want, what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an `earlier`
-        lease of the same request, which has ended, it is not asked again. The caller may be any thread."""
+        """Find, and want, what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an
+        `earlier` lease of the same request, which has ended, it is not asked again. The caller may be any thread."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""

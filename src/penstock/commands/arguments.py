@@ -140,7 +140,13 @@ def _step_flags(group: Any) -> None:
     )
     group.add_argument("--max-batch", type=int, default=engine.max_batch, metavar="N", help="requests that run at once")
     group.add_argument(
-        "--prefill-chunk", type=int, default=0, metavar="N", help="prompt tokens in one step; 0: 512 on the CPU, 8192 on CUDA"
+        "--prefill-chunk", type=int, default=0, metavar="N", help="prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA"
+    )
+    group.add_argument(
+        "--prefill-chunk-ms",
+        type=float,
+        metavar="X",
+        help="milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: 150 on CUDA, 0 on the CPU)",
     )
     group.add_argument(
         "--overcommit",
@@ -217,6 +223,7 @@ def config_of(args: argparse.Namespace) -> Config:
             args.max_overtaken_s,
             capture=not args.no_capture,
             seed=args.seed,
+            prefill_chunk_ms=args.prefill_chunk_ms,
         ),
         offload=_offload_of(args),
         sanitize=SanitizeConfig(args.sanitize, args.sanitize_json, args.sanitize_bytes),

@@ -39,6 +39,7 @@ from penstock.kv.tiers.memory import HostMemory
 from penstock.kv.tiers.remote import open_store as open_remote
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space
+from penstock.kv.tiers.worth import PrefillRate
 from penstock.kv.transfer.checked import Checks
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Mover
@@ -65,6 +66,10 @@ COLD_READERS = 6
 COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
+_CUDA_CHUNK_MS = 150.0  # more than 8192 tokens of a short prompt take: the rate of prefill stays, only deep chunks get smaller
+# Tokens of a chunk at least: with fewer, launching a step and reading all weights takes a good part of it.
+_CUDA_MIN_CHUNK = 512
+_CPU_MIN_CHUNK = 64
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 
 
@@ -106,12 +111,8 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     if ladder is not None and host_arena is not None:
         _put_behind(ladder, config, host_arena, scope, sanitizer)
     cache = KvCache(pool, scope, config.kv.prefix_cache, ladder)
-    budget = Budget(
-        config.engine.max_batch,
-        min(_prefill_chunk(config, device), max_model_len),
-        config.engine.overcommit,
-        max_overtaken_s=config.engine.max_overtaken_s if config.engine.scheduling == "cost" else 0.0,
-    )
+    budget = _budget(config, device, max_model_len)
+    prefill = PrefillRate() if ladder is None else ladder.prefill
     limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
@@ -130,8 +131,9 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     parts = EngineParts(
         name=loaded.name,
         tokenizer=loaded.tokenizer,
-        scheduler=Scheduler(cache, budget, dims.eos_ids),
+        scheduler=Scheduler(cache, budget, dims.eos_ids, prefill),
         executor=executor,
+        prefill=prefill,
         adapters=adapters,
         cache=cache,
         arena=arena,
@@ -203,6 +205,21 @@ def _working_bytes(config: Config, model: Model) -> float:
     per_token = (6 * c.hidden + 2 * c.qkv_width + 3 * c.ffn) * model.dtype.itemsize
     per_logit = 40  # raw, float32, noise, sorted values and their indices, masks
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit
+
+
+def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
+    engine, on_cuda = config.engine, device.type == "cuda"
+    chunk_ms = engine.prefill_chunk_ms
+    if chunk_ms is None:
+        chunk_ms = _CUDA_CHUNK_MS if on_cuda else 0.0
+    return Budget(
+        max_batch=engine.max_batch,
+        prefill_chunk=min(_prefill_chunk(config, device), max_model_len),
+        overcommit=engine.overcommit,
+        max_overtaken_s=engine.max_overtaken_s if engine.scheduling == "cost" else 0.0,
+        chunk_s=chunk_ms / 1000,
+        min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
+    )
 
 
 def _prefill_chunk(config: Config, device: torch.device) -> int:

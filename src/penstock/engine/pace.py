@@ -1,4 +1,4 @@
-"""How long prefills take. Owns the times of steps that are on the lane; what is made of them is the cache's business."""
+"""How long prefills take. Owns the times of steps that are on the lane; what is made of them is the business of `kv/tiers/worth.py`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Prefill(NamedTuple):
     num_tokens: int
     depth: float  # tokens before them, on average
     seconds: float
+    at_most: bool = False  # the step did much else as well
 
 
 class Pace:
@@ -26,18 +27,20 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._launched: deque[tuple[int, float, float]] = deque()  # tokens (0: not of interest), depth, when
+        self._launched: deque[tuple[Prefill | None, float]] = deque()  # what it computes, where that is of interest; and when
         self._last_end_s = 0.0
 
     def launched(self, plan: StepPlan) -> None:
         chunks = [chunk for chunk in plan.chunks if chunk.num_tokens > 1]
         num = sum(chunk.num_tokens for chunk in chunks)
-        counts = num >= _MIN_TOKENS and num >= _MIN_SHARE * plan.num_tokens and not plan.loads
-        depth = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks) / num if counts else 0.0
-        self._launched.append((num if counts else 0, depth, self._clock()))
+        prefill = None
+        if num >= _MIN_TOKENS and not plan.loads:
+            depth = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks) / num
+            prefill = Prefill(num, depth, 0.0, at_most=num < _MIN_SHARE * plan.num_tokens)
+        self._launched.append((prefill, self._clock()))
 
     def read(self) -> Prefill | None:
         """The oldest step is over; None where it says nothing about prefills."""
-        num, depth, launched_s = self._launched.popleft()
+        prefill, launched_s = self._launched.popleft()
         started_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
-        return Prefill(num, depth, self._last_end_s - started_s) if num else None
+        return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)

@@ -237,11 +237,6 @@ class KvCache:
             return None
         return self.ladder.behind.persist(self.newest_save())
 
-    def note_prefill(self, num_tokens: int, depth: float, seconds: float) -> None:
-        """What computing took, for whoever weighs it against fetching."""
-        if self.ladder is not None:
-            self.ladder.prefill.add(num_tokens, depth, seconds)
-
     def call_when_launched(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, when a transfer has got further."""
         if self.ladder is not None:

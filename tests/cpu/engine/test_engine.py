@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenLogprob
+from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, TokenLogprob
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution import outcome
@@ -50,6 +50,31 @@ def test_the_prefill_chunk_does_not_change_the_tokens(make_engine: MakeEngine, p
     prompt = prompts(100)
     expected = generate(make_engine(prefill_chunk=128), prompt).tokens
     assert generate(make_engine(prefill_chunk=chunk), prompt).tokens == expected
+
+
+def test_chunks_sized_by_time_do_not_change_the_tokens(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short a time that prompts get the least chunk there is as soon as somebody decodes; alone one gets the whole chunk."""
+    alone = make_engine(prefill_chunk=512, prefix_cache=False)
+    expected = [generate(alone, prompts(num, num), max_tokens=20).tokens for num in (200, 300, 70)]
+    engine = make_engine(prefill_chunk=512, prefill_chunk_ms=0.001)
+    sizes: dict[str, list[int]] = {}
+    launch = engine._parts.executor.launch
+
+    def see(plan: StepPlan) -> Any:
+        for chunk in plan.chunks:
+            sizes.setdefault(chunk.request_id, []).append(chunk.num_tokens)
+        return launch(plan)
+
+    monkeypatch.setattr(engine._parts.executor, "launch", see)
+    first = submit(engine, prompts(200, 200), max_tokens=20)
+    while not first.events:
+        engine.step()
+    others = [submit(engine, prompts(num, num), max_tokens=20) for num in (300, 70)]
+    run_all(engine)
+    assert [c.tokens for c in (first, *others)] == expected
+    found = [[num for num in sizes[c.request_id] if num > 1] for c in (first, *others)]
+    assert found == [[200], [64, 64, 64, 64, 44], [64, 6]]
+    check_at_rest(engine)
 
 
 @pytest.mark.parametrize("block_tokens", [8, 32])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.config import EVICTIONS, GIB, Config, SanitizeConfig
 from penstock.engine import build as build_module
@@ -86,6 +87,24 @@ def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: fl
     assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (5, 24, overcommit, 100)
     small = built(tiny_config(prefill_chunk=512, max_model_len=40))
     assert small._parts.scheduler._budget.prefill_chunk == 40, "no step needs more tokens than the context has"
+
+
+@pytest.mark.parametrize(("chunk_ms", "cpu_s", "cuda_s"), [(None, 0.0, 0.15), (0.0, 0.0, 0.0), (80.0, 0.08, 0.08)])
+def test_prompts_may_take_as_long_as_the_setting_says(chunk_ms: float | None, cpu_s: float, cuda_s: float) -> None:
+    config = tiny_config(prefill_chunk_ms=chunk_ms)
+    cpu, cuda = (build_module._budget(config, torch.device(name), 512) for name in ("cpu", "cuda"))
+    assert (cpu.chunk_s, cuda.chunk_s) == (cpu_s, cuda_s)
+    assert (cpu.min_chunk, cuda.min_chunk) == (64, 512), "whole blocks of every size but the largest on the CPU"
+
+
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(built: Built, host_blocks: int) -> None:
+    engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
+    rate = engine._parts.scheduler._times
+    assert rate is engine._parts.prefill and (engine.cache.ladder is None or rate is engine.cache.ladder.prefill)
+    assert rate.tokens(1.0, 0) is None
+    generate(engine, list(range(1, 60)))
+    assert rate.tokens(1.0, 0) is not None, "steps are measured as they go, with a tier behind the device or without"
 
 
 @pytest.mark.parametrize("capture", [True, False])

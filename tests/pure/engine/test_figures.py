@@ -140,12 +140,14 @@ def plan(*chunks: tuple[int, int], loads: tuple[Load, ...] = ()) -> StepPlan:
     return StepPlan(1, made, loads=loads)
 
 
-def paced(*chunks: tuple[int, int], loads: tuple[Load, ...] = ()) -> tuple[int, float] | None:
-    """What a step of these chunks says about prefills: tokens, and depth."""
+def paced(*chunks: tuple[int, int], loads: tuple[Load, ...] = ()) -> tuple[int, float] | tuple[int, float, str] | None:
+    """What a step of these chunks says about prefills: tokens, and depth, and whether that is what they take at most."""
     pace = Pace(Clock())
     pace.launched(plan(*chunks, loads=loads))
     found = pace.read()
-    return None if found is None else (found.num_tokens, found.depth)
+    if found is None:
+        return None
+    return (found.num_tokens, found.depth, "at most") if found.at_most else (found.num_tokens, found.depth)
 
 
 def test_a_step_counts_from_so_many_prompt_tokens_on() -> None:
@@ -157,7 +159,7 @@ def test_a_step_counts_where_it_is_mostly_prefill() -> None:
     decodes = 10
     prefill = round(_MIN_SHARE * 100)
     assert paced((0, prefill), *[(5, 1)] * decodes) == (prefill, prefill / 2), "nine tenths are enough"
-    assert paced((0, prefill - 1), *[(5, 1)] * decodes) is None
+    assert paced((0, prefill - 1), *[(5, 1)] * decodes) == (prefill - 1, (prefill - 1) / 2, "at most")
 
 
 def test_a_step_that_waits_for_a_load_does_not_count() -> None:

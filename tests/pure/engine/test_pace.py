@@ -64,14 +64,16 @@ def test_a_step_that_waits_for_a_load_says_nothing_about_prefills() -> None:
     assert taken(pace, clock, plan((0, 64)), 1.0) is not None, "the next one does"
 
 
-def test_only_steps_that_are_mostly_prefill_count() -> None:
+def test_a_step_that_is_not_mostly_prefill_says_what_prompts_take_at_most() -> None:
     clock = Clock()
     pace = Pace(clock)
     decodes = [(50, 1)] * 10
     assert taken(pace, clock, plan(*decodes, (0, 90)), 1.0) == Prefill(90, 45.0, 1.0)
-    assert taken(pace, clock, plan(*decodes, (0, 89)), 1.0) is None
+    assert taken(pace, clock, plan(*decodes, (0, 89)), 1.0) == Prefill(89, 44.5, 1.0, at_most=True)
+    assert taken(pace, clock, plan(*[(50_000, 1)] * 6, (0, 512)), 1.0) == Prefill(512, 256.0, 1.0), "a least chunk beside six that decode"
     assert taken(pace, clock, plan((0, 32)), 1.0) == Prefill(32, 16.0, 1.0)
     assert taken(pace, clock, plan((0, 31)), 1.0) is None
+    assert taken(pace, clock, plan(*decodes, (0, 31)), 1.0) is None and taken(pace, clock, plan(*decodes), 1.0) is None
 
 
 def test_the_depth_of_several_prompts_is_that_of_their_tokens() -> None:

@@ -11,7 +11,7 @@ from penstock.kv.tiers.worth import LinkRate, Piece, PrefillRate
 
 DEEP = 32768
 BYTES_PER_TOKEN = 4096
-HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+HASTY = settings(max_examples=2000, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
 
 
 def is_loaded(load_s: float | None, compute_s: float | None) -> bool:
@@ -106,6 +106,64 @@ def test_newer_measurements_count_more() -> None:
         rate.add(512, 4096, 512 * 2e-5)
     assert link.bytes_per_s == pytest.approx(2000, rel=0.01)
     assert rate.seconds(100, 1000) == pytest.approx(100 * 2e-5, rel=0.01)
+
+
+@settings(deadline=None)
+@given(line=st.tuples(st.floats(1e-6, 1e-3), st.floats(0.0, 1e-7)), start=st.integers(0, 200_000), target=st.floats(1e-3, 10.0))
+def test_so_many_tokens_fit_into_a_time_and_one_more_does_not(line: tuple[float, float], start: int, target: float) -> None:
+    rate = measured(*line, [(512, 256), (2048, 60_000), (1024, 20_000)])
+    num = rate.tokens(target, start)
+    assert num is not None
+    taken_s, longer_s = (rate.seconds(n, start + n / 2) for n in (num, num + 1))
+    assert taken_s is not None and longer_s is not None
+    assert taken_s <= target * (1 + 1e-9) and longer_s >= target * (1 - 1e-9)
+
+
+def test_tokens_that_fit_by_a_rate_in_whole_numbers() -> None:
+    """Two seconds for each token, and one more for every 64 before it: 64 tokens from 128 on lie behind 160 on average."""
+    rate = measured(2.0, 1 / 64, [(64, 64), (64, 128)])
+    assert rate.seconds(64, 160) == pytest.approx(64 * 4.5)
+    assert rate.tokens(64 * 4.5 + 0.001, 128) == 64 and rate.tokens(64 * 4.5 - 0.001, 128) == 63
+    assert rate.tokens(0.0, 128) == 0
+
+
+def test_how_many_tokens_fit_is_not_known_before_a_step_took_time() -> None:
+    rate = PrefillRate()
+    assert rate.tokens(1.0, 0) is None
+    rate.add(64, 32, 0.0)
+    assert rate.tokens(1.0, 0) is None, "a clock that stands still"
+
+
+def test_a_step_with_much_else_in_it_counts_where_nothing_is_known_or_it_was_faster_than_expected() -> None:
+    rate = PrefillRate()
+    rate.add(100, 50, 2.0, at_most=True)
+    assert rate.seconds(100, 50) == pytest.approx(2.0), "better than nothing"
+    rate.add(100, 50, 4.0, at_most=True)
+    assert rate.seconds(100, 50) == pytest.approx(2.0), "the others took it"
+    rate.add(100, 50, 1.5, at_most=True)
+    assert rate.seconds(100, 50) == pytest.approx((0.95 * 2.0 + 1.5) / 1.95), "so it took no more than that"
+
+
+def test_a_step_that_was_held_up_once_is_soon_forgotten() -> None:
+    """It took twenty times as long as it should. Chunks are small then, and a small one counts little beside a large one: without more
+    weight for what was fast it would take a hundred of them."""
+    rate = PrefillRate()
+    rate.add(8192, 4096, 8192 * 2e-4)
+    num_steps = 0
+    while (rate.seconds(100, 4096) or 0.0) > 100 * 2e-5:
+        num = rate.tokens(0.15, 4096)
+        assert num is not None and num_steps < 8
+        rate.add(num, 4096, num * 1e-5)
+        num_steps += 1
+    for _ in range(3):
+        rate.add(8192, 4096, 8192 * 1e-5)
+    assert rate.seconds(100, 4096) == pytest.approx(100 * 1e-5, rel=0.05)
+
+
+def test_a_fast_step_takes_nothing_from_what_is_known_of_depth() -> None:
+    rate = measured(1e-5, 1e-9, [(8192, 50_000)])
+    rate.add(8192, 4096, 8192 * (1e-5 + 4096e-9))  # less than half of the mean that was known
+    assert rate.seconds(100, 50_000) == pytest.approx(100 * 6e-5) and rate.seconds(100, 0) == pytest.approx(100 * 1e-5)
 
 
 def test_a_transfer_whose_end_nobody_watched_says_nothing_about_the_link() -> None:

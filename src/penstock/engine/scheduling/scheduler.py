@@ -3,7 +3,7 @@ what steps are made of and what listeners are told have files of their own. Touc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.contract import (
     Fence,
@@ -19,7 +19,7 @@ from penstock.contract import (
     StepResult,
     TokenEvent,
 )
-from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line
 from penstock.engine.scheduling.matching import find_match, found_share, is_pending, is_ready
@@ -39,9 +39,11 @@ _FIRST_LOGPROB = PromptLogprobs([(1, lambda: (None,))])  # nothing says how like
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, all in one step; who is admitted next is the line's business."""
 
-    def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int]) -> None:
+    def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int], times: PrefillTimes | None = None) -> None:
+        """`times`: by which chunks are sized where the budget limits what they may take."""
         self._ledger = ledger
         self._budget = budget
+        self._times = times
         self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
@@ -50,6 +52,7 @@ class Scheduler:
         self._draft = Draft()
         self._steps = Steps()
         self._num_orders = 0
+        self._shortest_first = False
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.lives: list[tuple[str, State]] = []  # retractions and resumptions, for whoever times them and clears the list
@@ -86,17 +89,20 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
-        room = self._budget.prefill_chunk
         num_retractions = self.counts.retractions
         self._take_in_loads()
-        for track in tuple(self._running.tracks.values()):
+        tracks = self._in_turn()
+        decodes = any(track.num_left == 1 and track.state is State.RUNNING for track in tracks)
+        room = Room(self._budget, self._ledger.block_tokens, self._times, decodes)
+        for track in tracks:
             num_left = track.num_left
             if num_left == 0 or track.state is not State.RUNNING:
                 continue
-            num_tokens = 1 if num_left == 1 else min(num_left, room)
+            num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
             if num_tokens > 0 and self._draw(track, num_tokens):
+                if num_left > 1:  # what decodes takes no room from prompts
+                    room.spend(track.num_planned, num_tokens, num_left)
                 self._draft.add(track, num_tokens)
-                room -= num_tokens if num_left > 1 else 0  # what decodes takes no room from prompts
         if self.counts.retractions == num_retractions:
             self._admit(room)
         chunks = (*self._draft.decodes, *self._draft.prefills)
@@ -105,6 +111,13 @@ class Scheduler:
         draft, self._draft = self._draft, Draft()
         number = self._steps.add(chunks, self._running.tracks)
         return StepPlan(number, chunks, tuple(draft.starts), tuple(draft.after.values()), tuple(draft.loads.values()))
+
+    def _in_turn(self) -> Sequence[Track]:
+        """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest first: a question about what
+        is cached does not wait for a book that is being read, and the book gets at least half of the steps."""
+        self._shortest_first = not self._shortest_first
+        tracks = tuple(self._running.tracks.values())
+        return sorted(tracks, key=lambda track: track.num_left) if self._shortest_first else tracks
 
     def launched(self, fence: Fence) -> None:
         """The step planned last is on the compute lane; `fence` lies behind it and so behind every step before."""
@@ -146,15 +159,15 @@ class Scheduler:
         track.computes = True
         self._line.add(track)
 
-    def _admit(self, room: int) -> None:
-        for track in tuple(self._line.look_again(_LOOK_AGAIN)):
-            if is_ready(track):
-                self._rank(track, find_match(track, self._ledger))
+    def _admit(self, room: Room) -> None:
+        for known in tuple(self._line.look_again(_LOOK_AGAIN)):
+            if is_ready(known):
+                self._rank(known, find_match(known, self._ledger))
         passed: set[Track] = set()  # those that wait, and let others go ahead
         waiting = iter(self._line)
         for _ in range(2 * _LOOK_AHEAD):
-            track = next((track for track in waiting if track not in passed), None)
-            if track is None or len(passed) >= _LOOK_AHEAD or room <= 0 or not self._running.has_row:
+            track = next((one for one in waiting if one not in passed), None)
+            if track is None or len(passed) >= _LOOK_AHEAD or not self._running.has_row:
                 return
             match = self._try_match(track)
             if match is None:
@@ -165,22 +178,22 @@ class Scheduler:
                     return  # nobody overtakes: what is freed goes to the first in line
                 if self._claim(track, match):
                     self._start(track, match)
-                    room -= self._take_first_tokens(track, room)
+                    self._take_first_tokens(track, room)
             waiting = iter(self._line)
 
     def _claim(self, track: Track, match: Match) -> bool:
         """What it was matched with in colder tiers stays; False where some of it has gone since."""
         return not match.num_colder or track.lease is None or self._ledger.claim(track.lease, match.num_blocks, match.num_colder)
 
-    def _take_first_tokens(self, track: Track, room: int) -> int:
-        """The step being made computes some of it, unless something has to come first; returns how many tokens."""
-        if track.state is State.LOADING:
-            return 0
-        num_tokens = min(track.num_left, room)
+    def _take_first_tokens(self, track: Track, room: Room) -> None:
+        """The step being made computes some of it, where there is time, and nothing has to come first."""
+        num_tokens = 0 if track.state is State.LOADING else room.size(track.num_planned, track.num_left)
+        if num_tokens == 0:
+            return  # it is among those of the next step
         if not self._draw(track, num_tokens):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
+        room.spend(track.num_planned, num_tokens, track.num_left)
         self._draft.add(track, num_tokens)
-        return num_tokens
 
     def _rank(self, track: Track, match: Match) -> bool:
         """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""

@@ -59,7 +59,7 @@ _Runs = tuple[Slots | None, tuple[int, ...], int, list[tuple[str, int]]]
 class HostLease:
     """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`.
 
-    While its request waits, the blocks are wanted and nothing more: they are forgotten last, and where they are, `HostTier.refresh` says so.
+    While its request waits, the blocks are wanted and nothing more: they are forgotten last, and `HostTier.refresh` says where they were.
     They are pinned when the request is admitted, by `HostTier.claim` or `take_lease`.
     """
 

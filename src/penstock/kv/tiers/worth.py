@@ -1,4 +1,4 @@
-"""Load or recompute: whether fetching blocks is faster than computing them. Owns the measured rates; decides nothing else.
+"""Load or recompute: whether fetching blocks is faster than computing them. Owns the measured rates, which chunks are sized by as well.
 
 Computing n tokens behind a prefix of d takes n * (a + b * d): attention makes late tokens dearer. Loading takes what is ahead on the lane,
 and the bytes over the tier's rate. Loading a part of what one tier has saves the cheap tokens and leaves the dear ones, so that a choice
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 _FORGET = 0.95  # weight of what was known before, at each measurement
 _MIN_S = 1e-6
+_FAST = 0.5  # of the expected time: a step that took less says that what is known is wrong
 _UNSURE = 0.25  # of a transfer's time at most, for it to count
 STALE_S = 30.0  # a rate that was measured longer ago may have changed
 HOPE = 4.0  # how much faster it may have become
@@ -21,17 +22,41 @@ HOPE = 4.0  # how much faster it may have become
 
 @dataclass(slots=True)
 class PrefillRate:
-    """Seconds per token as a straight line over depth, fitted to the steps seen, newer ones counting more."""
+    """Seconds per token as a straight line over depth, fitted to the steps seen, newer ones counting more.
+
+    Much can hold a step up, once; nothing makes it compute faster than it can. So one that was fast counts as much as all before it.
+    """
 
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of xx, xd, dd, xs, ds with x = n, d = n * depth, s = seconds
 
-    def add(self, num_tokens: int, depth: float, seconds: float) -> None:
-        x, d = float(num_tokens), num_tokens * depth
-        for i, value in enumerate((x * x, x * d, d * d, x * seconds, d * seconds)):
-            self._sums[i] = self._sums[i] * _FORGET + value
+    def add(self, num_tokens: int, depth: float, seconds: float, at_most: bool = False) -> None:
+        """`at_most`: the step did much else in that time. So it counts where it took less than was expected, or nothing is known."""
+        x, d, keep = float(num_tokens), num_tokens * depth, _FORGET
+        known_s = self.seconds(num_tokens, depth)
+        if known_s is not None:
+            if at_most and seconds >= known_s:
+                return
+            if seconds < _FAST * known_s:
+                keep = min(keep, x * x / self._sums[0])
+        new = (x * x, x * d, d * d, x * seconds, d * seconds)
+        self._sums = [old * keep + value for old, value in zip(self._sums, new, strict=True)]  # at once: other threads read it
 
     def seconds(self, num_tokens: int, depth: float) -> float | None:
-        """None: nothing was measured."""
+        """For so many tokens behind `depth` others on average. None: nothing was measured."""
+        line = self._line()
+        return None if line is None else num_tokens * (line[0] + line[1] * depth)
+
+    def tokens(self, seconds: float, start: int) -> int | None:
+        """How many tokens, the first of them behind `start` others, take no longer than that. None: nothing was measured."""
+        if (line := self._line()) is None:
+            return None
+        # n tokens from `start` on lie behind start + n / 2 others on average: n * (first + slope / 2 * n) = seconds, solved for n.
+        first, slope = line[0] + line[1] * start, line[1]
+        twice = first + math.sqrt(first * first + 2.0 * slope * seconds)
+        return None if twice <= 0.0 else int(2.0 * seconds / twice)
+
+    def _line(self) -> tuple[float, float] | None:
+        """Seconds of a token at depth 0, and what each token before it adds."""
         xx, xd, dd, xs, ds = self._sums
         if xx <= 0.0:
             return None
@@ -42,7 +67,7 @@ class PrefillRate:
             base = (dd * xs - xd * ds) / determinant
             if slope >= 0.0 and base >= 0.0:  # a fit through noise may have either below zero; then the mean is the better guess
                 per_token, per_depth = base, slope
-        return num_tokens * (per_token + per_depth * depth)
+        return per_token, per_depth
 
 
 @dataclass(slots=True)

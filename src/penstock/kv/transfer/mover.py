@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.contract import Access, Arrival, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
-from penstock.kv.blocks.handles import RunPin
+from penstock.kv.blocks.handles import Pin
 from penstock.lanes.lane import Lane, Ticket
 from penstock.lanes.polling import POLL_MOST_S, look_again_s
 
@@ -61,7 +61,7 @@ class Transfer:
         self.groups = groups  # what lands together, in order; between them they cover every layer of every block once
         self.after = after  # the lane waits for these before it touches either end
         self.source_slots = self.dest_slots = _NO_SLOTS
-        self.pins: Sequence[RunPin] = ()  # on its slots of the device, from before it is submitted until its end was seen
+        self.pins: Sequence[Pin] = ()  # on its slots of the device, from before it is submitted until its end was seen
         self.keys: Sequence[bytes] = ()  # of its first blocks, those that have one
         self.arrivals: tuple[Arrival, ...] | None = None
         self.settled = False

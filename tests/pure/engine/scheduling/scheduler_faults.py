@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from penstock.contract import Fence, FinishReason, KvLedger, Match, PromptLogprobs, Sampled, StepPlan, StepResult, TokenEvent
-from penstock.engine.scheduling.budget import Budget
+from penstock.engine.scheduling.budget import Budget, Room
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.steps import Share
@@ -32,8 +32,8 @@ class _CountsIdleBlocks(Running):
 class CountsIdleBlocksTwice(Scheduler):
     """Restored blocks are credited, and still counted as room for others."""
 
-    def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int]) -> None:
-        super().__init__(ledger, budget, stop_ids)
+    def __init__(self, ledger: KvLedger, budget: Budget, *args: Any) -> None:
+        super().__init__(ledger, budget, *args)
         self._running = _CountsIdleBlocks(ledger, budget)
 
 
@@ -140,8 +140,9 @@ class ForgetsARetractedPlan(Scheduler):
 
 
 class IgnoresTheBudget(Scheduler):
-    def _admit(self, room: int) -> None:
-        super()._admit(max(room, 2))
+    def _admit(self, room: Room) -> None:
+        room.tokens = max(room.tokens, 2)
+        super()._admit(room)
 
 
 class DoublesPromptLogprobs(Scheduler):

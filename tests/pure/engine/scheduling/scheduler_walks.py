@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from scheduler_device import BLOCK
 from scheduler_tiers import Cold
+from scheduler_times import UNTIMED, Timed
 from scheduler_world import World
 
 from event_walks import Event, choose_events, told_shortly
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
     overlap_tokens: int
     depth: int  # steps in flight at most; the engine has two
     behind: tuple[str, ...] = ()  # tiers behind the host
+    timed: Timed = UNTIMED
 
 
 class Walker:
@@ -44,7 +46,7 @@ class Walker:
 
     def __init__(self, shape: Shape) -> None:
         self.depth = shape.depth
-        self.world = World(*shape[:5], cold=Cold(shape.num_host, shape.overlap_tokens, shape.behind))
+        self.world = World(*shape[:5], cold=Cold(shape.num_host, shape.overlap_tokens, shape.behind), timed=shape.timed)
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
 

@@ -14,6 +14,7 @@ from typing import Any
 from scheduler_device import BLOCK, EOS, SCOPE, Device, generate
 from scheduler_rules import check_event, check_plan
 from scheduler_tiers import Cold, Tiers
+from scheduler_times import UNTIMED, Timed, check_time
 
 from penstock.contract import Fence, FinishReason, Lease, Prefix, Request, SamplingParams, StepPlan, StepResult, Table, TokenEvent
 from penstock.engine.scheduling.budget import Budget, blocks_for
@@ -179,8 +180,10 @@ class World:
         prefix_cache: bool = True,
         make: type[Scheduler] = Scheduler,
         cold: Cold | None = None,
+        timed: Timed = UNTIMED,
     ) -> None:
-        self.budget = Budget(max_batch, prefill_chunk, overcommit)
+        self.budget = Budget(max_batch, prefill_chunk, overcommit, timed.chunk_s, timed.min_chunk)
+        self.times = timed.times
         self.newest_fence: StepFence | None = None
         self.num_run = 0
         self.sound = True  # False once a check has failed: what comes after that means nothing
@@ -192,7 +195,7 @@ class World:
         pool = BlockPool(num_slots, "device")
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
         self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
-        self.scheduler = make(self.cache, self.budget, [EOS])
+        self.scheduler = make(self.cache, self.budget, [EOS], timed.times)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -249,6 +252,7 @@ class World:
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
+            check_time(self, plan)
             check_plan(self, plan)
             self.in_flight.append(plan)
             self.newest_fence = StepFence(self, plan.number)

@@ -36,7 +36,8 @@ class Want:
 
     def gone(self, losses: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of its slots have lost their block since; `losses` of all slots now."""
-        return losses[self.slots] != self._losses
+        changed: NDArray[np.bool_] = losses[self.slots] != self._losses
+        return changed
 
 
 class WantedLast:

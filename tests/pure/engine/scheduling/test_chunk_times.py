@@ -1,0 +1,245 @@
+"""Chunks sized by time: how much of a prompt a step computes where other requests get tokens from it, in exact numbers; and that every
+plan keeps the target, that prompts get on, and that tokens are the same."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_cases import planned, shape
+from scheduler_device import BLOCK
+from scheduler_tiers import land_in_parts
+from scheduler_times import Ticks, Timed
+from scheduler_walks import choose, walk
+from scheduler_world import World
+
+from event_walks import told_shortly
+from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room
+from penstock.kv.tiers.worth import PrefillRate
+
+NUM_WALKS = 100
+H200 = (13.7e-6, 0.95e-9)  # seconds per token, and more for each token before it: Qwen3-4B
+
+
+def room(
+    chunk_s: float = 16.0,
+    *,
+    times: PrefillTimes | None = None,
+    tokens: int = 64,
+    min_chunk: int = 4,
+    block: int = 4,
+    decodes: bool = True,
+) -> Room:
+    return Room(Budget(8, tokens, 1.0, chunk_s, min_chunk), block, times or Ticks(), decodes)
+
+
+def measured(per_token: float, per_depth: float) -> PrefillRate:
+    rate = PrefillRate()
+    for num_tokens, depth in ((8192, 4096), (8192, 50_000), (4096, 20_000)):
+        rate.add(num_tokens, depth, num_tokens * (per_token + per_depth * depth))
+    return rate
+
+
+# ------------------------------------------------------------------------------------------------------------------ one chunk
+
+
+def test_what_fits_into_the_time_is_computed_beside_decodes() -> None:
+    assert room().size(0, 100) == 16
+    assert room(chunk_s=32.0).size(0, 100) == 32
+
+
+def test_late_tokens_take_longer_so_that_fewer_of_them_fit() -> None:
+    times = Ticks(1.0, 0.25)
+    assert room(times=times, chunk_s=24.0).size(0, 100) == 8, "8 * (1 + 0.25 * 4) = 16, and 12 take 30"
+    assert room(times=times, chunk_s=24.0).size(8, 100) == 4, "4 * (1 + 0.25 * 10) = 14, and 8 take 32"
+
+
+def test_the_figures_of_a_large_gpu() -> None:
+    """The target leaves a short prompt the whole chunk and makes a deep one shorter, to the block; a token more would take too long."""
+    rate = measured(*H200)
+    sizes = [room(0.15, times=rate, tokens=8192, min_chunk=512, block=16).size(depth, 100_000) for depth in (0, 4_000, 50_000, 100_000)]
+    assert sizes == [8192, 7168, 2400, 1360]
+    for depth, size in zip((4_000, 50_000, 100_000), sizes[1:], strict=True):
+        first, slope = H200
+        assert size * (first + slope * (depth + size / 2)) <= 0.15 < (size + 16) * (first + slope * (depth + size / 2 + 8))
+
+
+def test_a_chunk_that_time_cuts_short_ends_with_a_block() -> None:
+    assert room(18.9).size(0, 100) == 16
+    assert room(18.9).size(2, 100) == 18, "from the middle of a block on, too"
+    assert room(18.9).size(0, 18) == 18, "what is left fits"
+
+
+def test_the_first_prompt_of_a_step_always_gets_on() -> None:
+    assert room(1.0).size(0, 100) == 4 and room(1.0, min_chunk=12).size(0, 100) == 12
+    assert room(1.0, min_chunk=12).size(2, 100) == 14, "to the end of a block"
+    assert room(1.0, min_chunk=0).size(0, 100) == 4 and room(1.0, min_chunk=0).size(7, 100) == 1
+    assert room(1.0, min_chunk=12).size(0, 7) == 7, "no more than there is"
+    assert room(1.0, min_chunk=12, tokens=6).size(0, 100) == 6, "tokens limit it all the same"
+
+
+def test_several_prompts_share_the_time() -> None:
+    shared = room(16.0)
+    assert shared.size(0, 6) == 6
+    shared.spend(0, 6, 6)
+    assert shared.size(0, 100) == 8, "10 ticks are left"
+    shared.spend(0, 8, 100)
+    assert shared.tokens == 0, "the next one would begin where this one was cut short"
+
+
+def test_the_second_prompt_has_no_least_chunk() -> None:
+    shared = room(16.0, min_chunk=8)
+    shared.spend(0, 14, 14)
+    assert shared.size(0, 100) == 0 and shared.tokens == 0, "2 ticks are left, and the step is full"
+
+
+def test_one_token_needs_no_time() -> None:
+    shared = room(16.0)
+    shared.spend(0, 16, 16)
+    assert shared.size(40, 1) == 1
+
+
+def test_nobody_waits_for_the_step_until_a_prompt_ends_in_it() -> None:
+    alone = room(16.0, decodes=False)
+    assert alone.size(0, 100) == 64
+    alone.spend(0, 40, 40)
+    assert alone.size(0, 100) == 0, "more than the target is spent"
+    after = room(16.0, decodes=False)
+    after.spend(0, 6, 6)
+    assert after.size(0, 100) == 8
+    long = room(16.0, decodes=False)
+    long.spend(0, 20, 100)
+    assert long.tokens == 0
+
+
+@pytest.mark.parametrize("times", [Ticks(measured=False), PrefillRate()])
+def test_before_anything_was_measured_tokens_are_the_limit(times: PrefillTimes) -> None:
+    unknown = room(times=times)
+    assert unknown.size(0, 100) == 64
+    unknown.spend(0, 10, 10)
+    assert unknown.size(0, 100) == 54
+
+
+@pytest.mark.parametrize("chunk_s", [0.0, 1e3])
+def test_without_a_target_or_with_time_to_spare_tokens_are_the_limit(chunk_s: float) -> None:
+    free = room(chunk_s)
+    assert free.size(0, 100) == 64
+    free.spend(0, 10, 10)
+    assert free.tokens == 54 and free.size(3, 100) == 54
+
+
+# ------------------------------------------------------------------------------------------------------------------ whole steps
+
+
+def test_a_prompt_alone_has_the_whole_chunk_and_one_beside_decodes_has_what_fits() -> None:
+    world = World(num_slots=60, max_batch=4, prefill_chunk=64, timed=Timed(16.0, 4, Ticks()))
+    decoding = world.submit([3] * 40, 9, ignore_eos=True)
+    assert shape(planned(world)) == [(decoding, 0, 40)]
+    long = world.submit([4] * 50, 1)
+    for start in (0, 16, 32):
+        assert shape(planned(world)) == [(decoding, 40 + start // 16, 1), (long, start, 16)]
+        world.commit()
+    assert shape(planned(world)) == [(decoding, 43, 1), (long, 48, 2)]
+    world.finish()
+    world.close()
+
+
+def test_no_request_is_admitted_behind_one_that_time_has_cut_short() -> None:
+    world = World(num_slots=60, max_batch=4, prefill_chunk=64, timed=Timed(16.0, 4, Ticks()))
+    decoding = world.submit([3] * 4, 9, ignore_eos=True)
+    planned(world)
+    long, waits = world.submit([4] * 30, 1), world.submit([5] * 3, 1)
+    assert shape(planned(world)) == [(decoding, 4, 1), (long, 0, 16)]
+    assert world.state_of(waits) == "waiting"
+    world.commit()
+    assert shape(planned(world)) == [(decoding, 5, 1), (long, 16, 14)], "2 ticks are left: not for a block of the next"
+    assert world.state_of(waits) == "running"
+    world.commit()
+    assert shape(planned(world)) == [(decoding, 6, 1), (waits, 0, 3)], "it is the first of the next step"
+    world.finish()
+    world.close()
+
+
+def test_prompts_that_end_together_are_answered_within_the_target_where_nobody_decodes_yet() -> None:
+    world = World(num_slots=60, max_batch=4, prefill_chunk=64, timed=Timed(16.0, 4, Ticks()))
+    first, second, third = (world.submit([token] * 9, 1) for token in (3, 4, 5))
+    assert shape(planned(world)) == [(first, 0, 9), (second, 0, 4)]
+    assert shape(planned(world)) == [(second, 4, 5), (third, 0, 9)]
+    world.finish()
+    world.close()
+
+
+def test_a_prompt_behind_a_full_chunk_of_another_waits_as_it_does_without_a_target() -> None:
+    plain, timed = (World(num_slots=60, prefill_chunk=8, timed=one) for one in (Timed(), Timed(1.0, 4, Ticks())))
+    for world in (plain, timed):
+        long, other = world.submit([3] * 24, 1), world.submit([4] * 5, 1)
+        assert shape(planned(world)) == [(long, 0, 8)]
+        assert shape(planned(world)) == [(long, 8, 8)] and world.state_of(other) == "waiting"
+        world.finish()
+        world.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------ any plan
+
+SIZES = st.tuples(st.integers(0, 200), st.integers(1, 300))
+
+
+@settings(deadline=None)
+@given(
+    prompts=st.lists(SIZES, min_size=1, max_size=6),
+    target=st.floats(0.5, 200.0),
+    limits=st.tuples(st.integers(1, 100), st.integers(0, 32)),
+    line=st.tuples(st.floats(0.1, 3.0), st.floats(0.0, 0.5)),
+    block=st.sampled_from([1, 4, 16]),
+    decodes=st.booleans(),
+)
+def test_every_step_keeps_the_target_or_the_least_chunk_and_every_prompt_gets_on(
+    prompts: list[tuple[int, int]],
+    target: float,
+    limits: tuple[int, int],
+    line: tuple[float, float],
+    block: int,
+    decodes: bool,
+) -> None:
+    """Step after step until all prompts are computed, each of its tokens once and in order."""
+    (tokens, min_chunk), times = limits, Ticks(*line)
+    left = [[start, start + num] for start, num in prompts]
+    for _ in range(sum(num for _, num in prompts)):
+        one = room(target, times=times, tokens=tokens, min_chunk=min_chunk, block=block, decodes=decodes)
+        spent_s, ended, num_tokens, num_chunks = 0.0, decodes, 0, 0
+        for at in left:
+            start, end = at
+            if start == end or one.tokens == 0:
+                continue
+            size = one.size(start, end - start)
+            assert 0 <= size <= end - start
+            if size == 0:
+                assert one.tokens == 0 and num_chunks, "the first gets on"
+                break
+            spent_s += times.seconds_from(start, size)
+            if ended and size > 1 and spent_s > target * (1 + 1e-9):
+                assert num_chunks == 0 and start + size <= -(-(start + max(1, min_chunk)) // block) * block
+            assert size in (end - start, tokens - num_tokens) or (start + size) % block == 0
+            one.spend(start, size, end - start)
+            at[0], ended, num_tokens, num_chunks = start + size, ended or start + size == end, num_tokens + size, num_chunks + 1
+        assert 0 < num_tokens <= tokens
+        if all(start == end for start, end in left):
+            return
+    raise AssertionError("a prompt did not get on")
+
+
+def test_the_scheduler_keeps_the_target_and_all_its_promises_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world compares every token with what the request gets alone, and every plan with the target."""
+    land_in_parts(monkeypatch)
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_WALKS):
+        r = random.Random(seed)
+        timed = Timed(r.choice([0.5, 3.0, 6.0, 9.0]), r.choice([0, BLOCK, 2 * BLOCK]), Ticks(1.0, r.choice([0.0, 0.1])))
+        walked, events = choose(seed)
+        walked = walked._replace(prefill_chunk=r.choice([5, 8, 64]), timed=timed)
+        seen += told_shortly(lambda some, walked=walked: walk(walked, some), events, f"walk {seed} through {walked}")
+    for what in ("chunk cut by time", "least chunk", "retraction", "promotion"):
+        assert seen[what] >= 5, f"hardly ever: {what}"
