@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from penstock.engine.scheduling.track import State, Track
 
 _PATIENCE = 60.0  # seconds of waiting that a second of work is worth
-# Of the bound, for those that find all of their prompt: somebody who is in the middle of a conversation is not kept waiting as long as
-# somebody who begins one.
+# Of the bound, for those that find a good part of their prompt: somebody who is in the middle of a conversation is not kept waiting as long
+# as somebody who begins one.
 _KNOWN_SHARE = 0.25
+_GOOD_PART = 0.25
 
 
 class Line:
@@ -65,7 +66,7 @@ class Line:
         known = self._bound_s > 0 and start_s is not None and track.state is not State.RETRACTED
         offset_s = 0.0
         if known and start_s is not None:
-            most_s = self._bound_s * (1.0 - (1.0 - _KNOWN_SHARE) * found_share)
+            most_s = self._bound_s * (1.0 - (1.0 - _KNOWN_SHARE) * min(1.0, found_share / _GOOD_PART))
             offset_s = min(most_s, _PATIENCE * start_s)
         rank, is_ranked = track.request.arrival_s + offset_s, found_share > 0 or not known
         if rank == track.rank and is_ranked == track.is_ranked:

@@ -29,7 +29,7 @@ from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken, TransferFailed
 
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
-_LOOK_AGAIN = 8  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
+_LOOK_AGAIN = 4  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -174,7 +174,8 @@ class Scheduler:
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
-                if not self._running.fits(track, match) or not self._running.has_room(track, match):
+                has_room = self._running.has_room(track, match)  # also where it does not fit yet: then there is time to make some
+                if not has_room or not self._running.fits(track, match):
                     return  # nobody overtakes: what is freed goes to the first in line
                 if self._claim(track, match):
                     self._start(track, match)
