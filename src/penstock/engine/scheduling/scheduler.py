@@ -22,7 +22,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line
-from penstock.engine.scheduling.matching import find_match, is_pending, is_ready
+from penstock.engine.scheduling.matching import find_match, is_pending, is_ready, prefetch_waiting
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
@@ -98,6 +98,7 @@ class Scheduler:
                 room -= num_tokens if num_left > 1 else 0  # what decodes takes no room from prompts
         if self.counts.retractions == num_retractions:
             self._admit(room)
+        prefetch_waiting(self._line.tracks, self._ledger)
         chunks = (*self._draft.decodes, *self._draft.prefills)
         if not chunks:
             return None
@@ -175,6 +176,7 @@ class Scheduler:
     def _start(self, track: Track, match: Match) -> None:
         self._line.remove(track)
         self._running.enter(track, match)
+        track.end_prefetch()  # what it still lacks is its load's business
         if track.load is None:
             self._set_off(track)
         elif track.load.settled:  # there was no room on its way: nobody will say that it is over
@@ -290,6 +292,7 @@ class Scheduler:
         else:
             self._line.remove(track)
         track.end_lease()
+        track.end_prefetch()
         track.move(State.ENDED)
         track.finish = event.finish
         del self._tracks[track.request.id]

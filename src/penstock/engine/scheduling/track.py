@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from penstock.contract import FinishReason, Lease, Load, Match, Prefix, PromptLogprobs, Request, Table
+from penstock.contract import FinishReason, Lease, Load, Match, Prefetch, Prefix, PromptLogprobs, Request, Table
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
@@ -50,6 +50,8 @@ class Track:
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
     lease: Lease | None = None  # what colder tiers keep for it until it is admitted
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
+    prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
+    may_prefetch: bool = True  # nobody has looked yet whether something should be
     may_lease: bool = True  # once in each life colder tiers are asked on the engine thread, where the lease from its submission is no use
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
@@ -124,6 +126,12 @@ class Track:
         if self.lease is not None:
             self.lease.end()
             self.lease = None
+
+    def end_prefetch(self) -> None:
+        """Idempotent."""
+        if self.prefetch is not None:
+            self.prefetch.end()
+            self.prefetch = None
 
     def held_table(self) -> Table:
         if self.table is None:

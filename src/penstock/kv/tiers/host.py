@@ -147,6 +147,16 @@ class HostTier:
     def has(self, key: bytes) -> bool:
         return self._pool.find_each([key]) != [ABSENT]
 
+    def find_each(self, keys: Sequence[bytes]) -> list[int]:
+        """The slot of each key, ABSENT where it is not here. Nothing keeps them there."""
+        with self._lock:
+            return self._pool.find_each(keys)
+
+    @property
+    def num_spare(self) -> int:
+        """Slots that can be taken for blocks which nobody has a table for yet: free, or of blocks that nobody needs."""
+        return self._pool.num_available
+
     # --------------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
