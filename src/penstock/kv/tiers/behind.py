@@ -260,9 +260,8 @@ class Behind:
         try:
             tiers = whose(slots, asked, fetch.first)
             wanted = [(block, tier) for block, tier in enumerate(tiers[: self.worth(runs_of(tiers), fetch.first)]) if tier != HOST]
-            del wanted[max(0, self._num_fetchable) :]
-            keys = [fetch.keys[block] for block, _ in wanted]
-            fetch.room = self._host.take(keys, [fetch.first + block for block, _ in wanted], fetch.label)
+            keys, depths = [fetch.keys[block] for block, _ in wanted], [fetch.first + block for block, _ in wanted]
+            fetch.room = self._host.take(keys, depths, fetch.label, max(0, self._num_fetchable))
         finally:
             self._host.end_handles([] if pin is None else [pin])
         fetch.num_blocks = len(fetch.room.keys)

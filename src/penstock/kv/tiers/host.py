@@ -216,8 +216,8 @@ class HostTier:
 
     # ------------------------------------------------------------------------------------------------------- writing blocks
 
-    def take(self, keys: Sequence[bytes], depths: Sequence[int], owner: str) -> Taken:
-        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones first."""
+    def take(self, keys: Sequence[bytes], depths: Sequence[int], owner: str, most: int | None = None) -> Taken:
+        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones first, and `most` of them."""
         with self._lock:
             found = self._pool.find_each(keys)
             seen: set[bytes] = set()
@@ -227,6 +227,7 @@ class HostTier:
                     seen.add(key)
                     new.append(place)
             self.counts.deduplicated += len(keys) - len(new)
+            new = new[:most]
             room = min(len(new), self._pool.num_available)
             self.counts.skipped_full += len(new) - room
             places = new[:room]
