@@ -25,6 +25,9 @@ WANTED = (
     "cancelled while loading",
     "full match",
     "partial match",
+    "prefetch",
+    "haul that shares a fetch",
+    "promotion of what was fetched",
 )
 
 
