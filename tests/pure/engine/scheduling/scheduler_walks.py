@@ -242,7 +242,7 @@ COLD_WEIGHTS = {
     **WEIGHTS,
     "a_prefix_comes_back": 6,
     "a_prefix_comes_back_from_far_away": 20,
-    "those_in_line_start_while_they_are_read_for": 4,
+    "those_in_line_start_while_they_are_read_for": 2,
     "stores_go_on": 24,
     "a_block_goes_bad": 6,
     "a_store_dies_or_is_full": 2,

@@ -26,7 +26,6 @@ WANTED = (
     "full match",
     "partial match",
     "prefetch",
-    "haul that shares a fetch",
     "promotion of what was fetched",
 )
 
