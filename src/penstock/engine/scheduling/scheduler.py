@@ -291,8 +291,8 @@ class Scheduler:
             self._leave(track, saves=False)
         else:
             self._line.remove(track)
-        track.end_lease()
         track.end_prefetch()
+        track.end_lease()
         track.move(State.ENDED)
         track.finish = event.finish
         del self._tracks[track.request.id]
