@@ -41,9 +41,7 @@ def waiting_behind(engine: Engine, prompts: Prompts, prompt: list[int]) -> tuple
     return ahead, behind
 
 
-def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(
-    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
-) -> None:
+def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
     engine = make_engine(host_blocks=128, max_batch=1, ssd_dir=str(tmp_path), ssd_gib=0.05)
     cold = generate(engine, prompts(400))
     only_colder(engine)
@@ -123,9 +121,7 @@ def test_a_read_that_hangs_keeps_nobody_waiting(make_engine: MakeEngine, prompts
     engine.check()
 
 
-def test_a_request_that_comes_while_it_is_read_for_shares_the_read(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
+def test_a_request_that_comes_while_it_is_read_for_shares_the_read(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
     engine, cold = far_away(make_engine, prompts)
     shared.calls.clear()
     with held(shared, "read"):
@@ -140,9 +136,7 @@ def test_a_request_that_comes_while_it_is_read_for_shares_the_read(
     assert shared.calls.count("read") == 1, "six small blocks are one group"
 
 
-def test_a_cancel_in_line_keeps_what_is_being_read_and_nothing_else(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
+def test_a_cancel_in_line_keeps_what_is_being_read_and_nothing_else(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
     engine, _ = far_away(make_engine, prompts, max_batch=1)
     with held(shared, "read"):
         _, behind = waiting_behind(engine, prompts, prompts(100))

@@ -55,9 +55,9 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
             entry[0] -= 1
             if entry[0] == 0:
                 engine.cancel(entry[1])
-        if rng.random() < 0.02:
+        if rng.random() < (0.1 if engine.cache.cold_tiers else 0.02):
             engine.cache.reset(rng.choice((("device",), ("host",), ("device", "host"))))
-        if running and rng.random() < 0.1 and (prefix := engine.cache.prefix_of(rng.choice(asked)[0])) is not None:
+        if rng.random() < 0.3 and (prefix := engine.cache.prefix_of(rng.choice(asked)[0])) is not None:
             engine.cache.prefetch(prefix, "somebody who thinks")
         if not engine.step():
             engine.wait_work(WAIT_S)
@@ -85,6 +85,11 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     )
     if engine.cache.ladder is not None and seed % 3:
         overlap_from(engine, 0)  # every step layer by layer over its loads; the others wait for all of them, but for the longest
+    if engine.cache.cold_tiers:
+        for stem in stems:
+            generate(engine, stem)
+        settle_all(engine)
+        engine.cache.reset(("device", "host"))  # they are on disk alone when the crowd comes
     num_cancelled = 0
     for (prompt, sampling), found in crowd(engine, rng, asked):
         expected = generate(alone, prompt, **dict(sampling))
