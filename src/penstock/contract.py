@@ -273,6 +273,18 @@ class Load(Protocol):
         """How many of its blocks, from the first on, have come: what may be used even where the rest has failed."""
 
 
+class Prefetch(Protocol):
+    """Blocks on their way from tiers behind host memory into it, before anybody has a table for them. Asked from the engine thread; never
+    blocks."""
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of it is to come any more: what has come is in host memory, like any other block there."""
+
+    def end(self) -> None:
+        """Nobody wants more of it. What is being read still lands. Idempotent."""
+
+
 class Lease(Protocol):
     """Copies of a request's blocks in colder tiers. They are wanted until it ends, that is forgotten last, and stay from `KvLedger.claim`
     on. It is promoted from, or given up: it ends exactly once; its time-to-live is a backstop, after which it covers nothing."""
@@ -454,6 +466,14 @@ class KvLedger(Protocol):
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
         """Find, and want, what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an
         `earlier` lease of the same request, which has ended, it is not asked again. The caller may be any thread."""
+
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether `prefetch` would look: not while as much is under way as may be. Costs nothing."""
+
+    def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Prefetch | None:
+        """Have what tiers behind host memory have of `prefix` read into it, for a request that waits under `lease`; None where nothing is
+        to be read. It ends by itself, sooner or later."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""

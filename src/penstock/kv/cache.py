@@ -25,6 +25,7 @@ from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.behind import Persisting, Resetting
 from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.fetch import Fetch
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HOST, HostLease
 from penstock.kv.tiers.ladder import Ladder
@@ -141,6 +142,23 @@ class KvCache:
         num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
         answered = earlier.parts if isinstance(earlier, HostLease) else ()
         return self.ladder.lease(prefix.keys, owner, num, answered) if num < len(prefix.keys) else None
+
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether `prefetch` would look: not while as much is being fetched as may be."""
+        return self.ladder is not None and self.ladder.behind is not None and self.ladder.behind.may_fetch
+
+    def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
+        """Have what tiers behind host memory have of `prefix` read into host memory, before anybody has a table for it; None where nothing
+        is to be read, or as much is under way as may be. `lease`: what they have answered about the same prefix before. It ends by itself:
+        when all has come, when something does not, by a reset, at its deadline."""
+        if self.ladder is None or not self.may_prefetch:
+            return None
+        parts = lease.parts if isinstance(lease, HostLease) else ()
+        if lease is not None and not lease.expired and not any(part.finding.num for part in parts):
+            return None
+        num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
+        return self.ladder.prefetch(prefix.keys, owner, num, parts) if num < len(prefix.keys) else None
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`, generated ones included. They begin with those that it covers."""
@@ -398,10 +416,12 @@ class KvCache:
 
     def reset(self, tiers: Iterable[str] = ("device", "host")) -> dict[str, int]:
         """Forget every block in memory that nobody uses; returns how many, by tier."""
-        forgotten = {}
-        if "device" in tiers:
+        forgotten, wanted = {}, frozenset(tiers)
+        if self.ladder is not None and self.ladder.behind is not None and not wanted.isdisjoint(("host", *self.cold_tiers)):
+            self.ladder.behind.end_fetches(keeps=False)  # what is forgotten does not come back by itself
+        if "device" in wanted:
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
-        if "host" in tiers and self.ladder is not None:
+        if "host" in wanted and self.ladder is not None:
             forgotten["host"] = self.ladder.host.reset()
         return forgotten
 
@@ -444,6 +464,8 @@ class KvCache:
         """Idempotent. Transfers end first: raises DeadlineExceeded where they do not, and Leaked while a table, pin or lease is out."""
         if self.ladder is not None and not self._closed:
             by_s = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
+            if self.ladder.behind is not None:
+                self.ladder.behind.end_fetches()
             self.drain(by_s - time.monotonic())
             self.ladder.close(max(_GRACE_S, by_s - time.monotonic()))
         self._closed = True

@@ -26,7 +26,7 @@ def check_at_rest(engine: Engine) -> None:
     engine._parts.cache.check()
     stats = engine.stats()
     assert sum(stats.requests.values()) == 0
-    for states in stats.kv_blocks.values():
+    for states in (stats.kv_blocks[tier] for tier in engine.tiers if tier in ("device", "host")):
         assert states["active"] == states["pinned"] == states["reserved"] == 0
     assert stats.traffic is None or stats.traffic.leases_open == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,8 +55,10 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
             entry[0] -= 1
             if entry[0] == 0:
                 engine.cancel(entry[1])
-        if rng.random() < 0.02:
+        if rng.random() < (0.1 if engine.cache.cold_tiers else 0.02):
             engine.cache.reset(rng.choice((("device",), ("host",), ("device", "host"))))
+        if rng.random() < 0.3 and (prefix := engine.cache.prefix_of(rng.choice(asked)[0])) is not None:
+            engine.cache.prefetch(prefix, "somebody who thinks")
         if not engine.step():
             engine.wait_work(WAIT_S)
         engine._parts.scheduler.check()
@@ -64,7 +67,7 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("PENSTOCK_CROWDS", "6"))))
 def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
-    make_engine: Callable[..., Engine], seed: int, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., Engine], seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
     stems = [[rng.randrange(1, 500) for _ in range(80)] for _ in range(3)]
@@ -78,9 +81,15 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
         host_blocks=(0, 40, 8, 400)[seed % 4],
         overcommit=rng.choice((1.0, 4.0)),
         prefill_chunk=rng.choice((16, 64)),
+        **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if seed % 4 in (1, 3) else {}),
     )
     if engine.cache.ladder is not None and seed % 3:
         overlap_from(engine, 0)  # every step layer by layer over its loads; the others wait for all of them, but for the longest
+    if engine.cache.cold_tiers:
+        for stem in stems:
+            generate(engine, stem)
+        settle_all(engine)
+        engine.cache.reset(("device", "host"))  # they are on disk alone when the crowd comes
     num_cancelled = 0
     for (prompt, sampling), found in crowd(engine, rng, asked):
         expected = generate(alone, prompt, **dict(sampling))
@@ -96,4 +105,5 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     settle_all(engine)
     check_at_rest(engine)
     assert num_cancelled > 0
+    assert "ssd" not in engine.tiers or engine.cache.cold_tiers["ssd"].counts.num_read > 0, "something came from the disk"
     assert sum(engine.stats().kv_blocks["device"].values()) == engine.cache.num_blocks

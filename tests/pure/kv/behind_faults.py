@@ -11,6 +11,7 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdTier, Reading, Writing
+from penstock.kv.tiers.fetch import Fetch, Reads
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder
@@ -50,10 +51,10 @@ def goes_on_behind_a_block_that_is_missing(patch: Patch) -> None:
     """Its place in the table is filled with whatever follows."""
     take_in = Behind._take_in
 
-    def faulty(self: Behind, haul: Haul) -> None:
+    def faulty(self: Behind, haul: Reads) -> None:
         limit = haul.limit
         take_in(self, haul)
-        if haul.limit < limit:
+        if haul.limit < limit and isinstance(haul, Haul):
             for block in range(haul.limit, limit):
                 if haul.sources[block] < 0:
                     haul.came(block, haul.sources[0] if haul.sources[0] >= 0 else 0)
@@ -111,11 +112,40 @@ def reads_into_slots_that_it_gives_back_with_its_table(patch: Patch) -> None:
 
 
 def keeps_room_that_it_does_not_read_into(patch: Patch) -> None:
-    def faulty(self: Behind, haul: Haul) -> None:
-        if haul.hold.ended:
-            haul.unread.clear()
+    def faulty(self: Behind, reads: Reads) -> None:
+        if reads.ended:
+            reads.unread.clear()
 
     patch.setattr(Behind, "_read_no_further", faulty)
+
+
+def keeps_what_a_fetch_has_landed(patch: Patch) -> None:
+    """A pin that nobody ends."""
+    end_handles = HostTier.end_handles
+
+    def faulty(self: HostTier, handles: Any) -> None:
+        end_handles(self, [handle for handle in handles if not handle.owner.startswith("fetch")])
+
+    patch.setattr(HostTier, "end_handles", faulty)
+
+
+def gives_back_what_a_fetch_reads_into(patch: Patch) -> None:
+    advance = Behind._advance_fetch
+
+    def faulty(self: Behind, fetch: Fetch) -> None:
+        while fetch.ended and fetch.staged:
+            self._host.drop(fetch.staged.popleft().taken)
+        advance(self, fetch)
+
+    patch.setattr(Behind, "_advance_fetch", faulty)
+
+
+def forgets_hauls_that_share_what_a_fetch_reads(patch: Patch) -> None:
+    patch.setattr(Behind, "_share", lambda self, keys: None)
+
+
+def fetches_more_than_its_share_of_host_memory(patch: Patch) -> None:
+    patch.setattr(Behind, "_num_fetchable", property(lambda self: self._host.num_spare))
 
 
 def forgets_what_protected_its_sources(patch: Patch) -> None:
@@ -214,6 +244,10 @@ FAULTS: list[Fault] = [
     takes_a_part_for_the_whole,
     reads_into_slots_that_it_gives_back_with_its_table,
     keeps_room_that_it_does_not_read_into,
+    keeps_what_a_fetch_has_landed,
+    gives_back_what_a_fetch_reads_into,
+    forgets_hauls_that_share_what_a_fetch_reads,
+    fetches_more_than_its_share_of_host_memory,
     forgets_what_protected_its_sources,
     ends_the_pin_of_a_write_when_it_is_submitted,
     forgets_the_pin_of_a_write_that_was_refused,

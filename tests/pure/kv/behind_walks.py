@@ -22,6 +22,7 @@ from penstock.contract import Lease, Prefix
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers import behind
 from penstock.kv.tiers.behind import Persisting
+from penstock.kv.tiers.fetch import Fetch
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.promotion import Promotion
 from penstock.testing.stores import MemoryStore
@@ -75,6 +76,7 @@ class Walker:
         )
         self.asked: list[Asked] = []
         self.claims: list[Claim] = []
+        self.fetches: list[Fetch] = []
         self.gone: set[bytes] = set()  # that stores have lost or damaged on their own account
         self.seen: Counter[str] = Counter()
         for tier in shape.tiers:
@@ -92,6 +94,12 @@ class Walker:
         for asked in self.asked:
             if asked.load is not None and asked.table is not None and not asked.filled:
                 self._check_load(asked, asked.load, asked.table)
+        for fetch in self.fetches:
+            assert fetch.num_came <= fetch.num_blocks
+            assert (fetch.error() is None) == (not fetch.settled or fetch.num_came == fetch.num_blocks)
+            self.seen["fetched"] += fetch.settled and fetch.num_came > 0
+            self.seen["fetched in part"] += fetch.settled and 0 < fetch.num_came < fetch.num_blocks
+        self.fetches = [fetch for fetch in self.fetches if not fetch.settled]
         for claim in self.claims:
             claim.keys.intersection_update(self.rig.host._pool.keys())
             if claim.persisting.settled and claim.persisting.error is None:
@@ -143,6 +151,7 @@ class Walker:
         if lease is not None and match.num_colder:
             asked.load = cache.promote(asked.table, lease, match.num_colder, 1)
             self.seen["haul"] += isinstance(asked.load, Haul)
+            self.seen["haul that shares a fetch"] += isinstance(asked.load, Haul) and bool(asked.load.awaited)
         elif lease is not None:
             lease.end()
 
@@ -156,6 +165,15 @@ class Walker:
         if r.random() < 0.5:
             self.rig.run("ask remote")
         self.start(r)
+
+    def prefetch(self, r: random.Random) -> None:
+        prefix = self.rig.prefix(r.randint(1, 6), r.choice("aaab"))
+        if (fetch := self.rig.cache.prefetch(prefix, "reader")) is not None:
+            self.fetches.append(fetch)
+
+    def a_fetch_is_not_wanted_any_more(self, r: random.Random) -> None:
+        if self.fetches:
+            r.choice(self.fetches).end()
 
     def compute(self, r: random.Random) -> None:
         ready = self._those(lambda one: one.table is not None and not one.filled and (one.load is None or one.load.settled))
@@ -224,8 +242,8 @@ class Walker:
         self.rig.loads.fail_next = r.randint(1, 2)
 
     def loads_are_late(self, r: random.Random) -> None:
-        for haul in self.rig.behind._hauls:
-            haul.deadline_s = 0.0
+        for reads in self.rig.behind.reads:
+            reads.deadline_s = 0.0
 
     def leases_expire(self, r: random.Random) -> None:
         self.rig.now_s += 1000.0
@@ -254,6 +272,7 @@ class Walker:
             assert asked.load is None or asked.load.settled, "it would wait for ever"
             assert asked.lease is None or asked.lease.ready
         assert not self.claims, "a flush would wait for ever"
+        assert not self.fetches, "a fetch would wait for ever"
         while self.asked:
             self.end(r)
         self.rig.end()
@@ -263,6 +282,8 @@ WEIGHTS = {
     "submit": 8,
     "start": 14,
     "a_prefix_comes_back": 8,
+    "prefetch": 8,
+    "a_fetch_is_not_wanted_any_more": 1,
     "compute": 10,
     "end": 6,
     "go_on": 40,
@@ -286,7 +307,7 @@ def choose(seed: int) -> tuple[Shape, list[Event]]:
         tiers=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]),
         admission=r.choice(["always", "reuse", "evict"]),
         num_device=r.choice([6, 12, 24]),
-        num_host=r.choice([4, 8, 16]),
+        num_host=r.choice([4, 8, 16, 32]),
         prefix_cache=r.random() < 0.8,
         read_ahead=r.choice([1, 2, 256]),
         num_stored=r.randint(0, 6),

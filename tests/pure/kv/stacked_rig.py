@@ -203,7 +203,7 @@ class Stacked(Rig):
         for table in tables:
             self.cache.release(table, fence)
         self.flow()
-        assert not self.behind.hauls and not self.cache._hauls and not self.cache._promoting
+        assert not self.behind.reads and not self.cache._hauls and not self.cache._promoting
         assert self.host.num_leases == 0 and not self.host._arriving and not self.behind._writing
         for pool in (self.pool, self.host._pool):
             assert pool.counts.free + pool.counts.idle == pool.num_slots, f"{pool.name}: {pool.counts}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from behind_faults import ends_the_pin_of_a_write_when_it_is_submitted as ends_the_pin_of_a_write
+from behind_faults import gives_back_what_a_fetch_reads_into
 from behind_faults import lets_go_of_what_it_read_when_its_table_ends as lets_go_of_its_sources
 from behind_faults import reads_into_slots_that_it_gives_back_with_its_table as gives_back_what_it_reads_into
 from ladder_rig import BLOCK, LAYERS, LAYOUT
@@ -23,6 +24,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.exchange import Group
+from penstock.kv.tiers.fetch import Fetch
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
@@ -105,6 +107,9 @@ class World:
         if loses:
             self.store.lose()
         return table, self.cache.promote(table, lease, num_blocks, 1)
+
+    def fetch(self, name: str, num_blocks: int) -> Fetch | None:
+        return self.cache.prefetch(self.prefix(name, num_blocks), name)
 
     def read(self, table: BlockTable, num_blocks: int, load: Haul | Promotion | None = None) -> tuple[Fence, list[Any]]:
         """A step that reads the table's first blocks, behind `load`."""
@@ -256,6 +261,47 @@ def compute_where_a_haul_ended_short_into_slots_that_a_step_still_reads(sequence
     world.end()
 
 
+def fetch_over_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer)
+    world.put("b", 1)
+    world.save("a", 4)
+    sequencer.pause("waits for the copies", lambda: world.ladder.demoter.lane.num_finished >= 2)  # type: ignore[attr-defined]
+    world.turns(2)
+    world.cache.reset()
+    world.fetch("b", 1)
+    world.cache.drain(1.0)
+    world.end()
+
+
+def save_while_a_fetch_that_nobody_wants_any_more_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer)
+    world.put("a", 1)
+    fetch = world.fetch("a", 1)
+    if fetch is not None:
+        fetch.end()
+    world.turns(1)
+    world.save("b", 4)
+    world.cache.drain(1.0)
+    assert fetch is not None and fetch.settled
+    world.end()
+
+
+def promote_what_a_fetch_is_still_reading(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+    world = World(sequencer, sanitizer)
+    world.put("a", 3)
+    fetch = world.fetch("a", 3)
+    world.turns(1)
+    table, load = world.load("a", 3)
+    world.turns(2)
+    world.save("b", 1)  # wants a host slot while the copies are under way
+    world.cache.drain(1.0)
+    assert fetch is not None and fetch.settled and load.settled and load.num_landed == 3
+    fence, seen = world.read(table, 3, load)
+    world.finish(table, fence)
+    assert seen == whole(world.prefix("a", 3)) and world.store.calls.count("read") == 3, "each block was read once"
+    world.end()
+
+
 # -------------------------------------------------------------------------------------------------------------------------- faults
 
 
@@ -295,6 +341,9 @@ PROGRAMS: dict[Of, list[Fault]] = {
     evict_and_refill_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
     read_over_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
     cancel_while_blocks_are_read: [gives_back_what_it_reads_into],
+    fetch_over_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
+    save_while_a_fetch_that_nobody_wants_any_more_reads: [gives_back_what_a_fetch_reads_into],
+    promote_what_a_fetch_is_still_reading: [takes_what_is_being_read_for_read],
     haul_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
     compute_where_a_haul_ended_short_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
 }

@@ -9,7 +9,18 @@ from behind_faults import FAULTS, Fault
 from behind_walks import choose, walk, walk_and_shorten
 
 NUM_WALKS = 150
-WANTED = ("haul", "came", "ended short", "part of it under way", "pending", "cancelled while loading", "persisted")
+WANTED = (
+    "haul",
+    "came",
+    "ended short",
+    "part of it under way",
+    "pending",
+    "cancelled while loading",
+    "persisted",
+    "fetched",
+    "fetched in part",
+    "haul that shares a fetch",
+)
 
 
 def test_bytes_books_and_promises_hold_in_any_order_of_events() -> None:

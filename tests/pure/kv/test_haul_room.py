@@ -166,7 +166,7 @@ def test_a_lease_that_has_expired_covers_nothing_and_cannot_be_used() -> None:
     assert rig.cache.match(rig.prefix(EIGHT).keys, lease).num_colder == 0
     with pytest.raises(InvariantBroken, match="has expired"):
         rig.behind.haul(rig.pool.hold("request"), 0, lease, (), (), 0.0)  # type: ignore[arg-type]
-    assert not rig.behind.hauls
+    assert not rig.behind.reads
 
 
 def test_a_lease_whose_time_ends_during_its_haul_protects_it_to_the_end() -> None:

@@ -1,7 +1,7 @@
 """The requests that wait to run, and who of them is next. Owns their order and nothing else of them.
 
-A request's rank is its arrival plus what it may be overtaken for: as long as its start is dear, by `_PATIENCE` seconds for every second of
-work, and never by more than a bound. Whoever runs next is of the highest priority, and of these of the least rank. So nobody is overtaken
+A request's rank is its arrival plus what it may be overtaken for: `_PATIENCE` seconds for every second of work that its start takes, and
+never more than a bound. Whoever runs next is of the highest priority, and of these of the least rank. So nobody is overtaken
 by a request of its priority that has arrived more than the bound later, whatever the figures say, and whether they change or not.
 
 Those that find nothing cached are a queue of their own, in order of arrival, of which only the first competes: among each other they do
@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from penstock.engine.scheduling.track import State, Track
 
 _PATIENCE = 60.0  # seconds of waiting that a second of work is worth
+_COLD_PATIENCE = 240.0  # the same for those that find nothing: what they compute takes memory from others as well
 # Of the bound, for those that find a good part of their prompt: somebody who is in the middle of a conversation is not kept waiting as long
 # as somebody who begins one.
-_KNOWN_SHARE = 0.25
+_KNOWN_SHARE = 0.2
 _GOOD_PART = 0.25
 
 
@@ -67,7 +68,7 @@ class Line:
         offset_s = 0.0
         if known and start_s is not None:
             most_s = self._bound_s * (1.0 - (1.0 - _KNOWN_SHARE) * min(1.0, found_share / _GOOD_PART))
-            offset_s = min(most_s, _PATIENCE * start_s)
+            offset_s = min(most_s, (_PATIENCE if found_share > 0 else _COLD_PATIENCE) * start_s)
         rank, is_ranked = track.request.arrival_s + offset_s, found_share > 0 or not known
         if rank == track.rank and is_ranked == track.is_ranked:
             return False

@@ -22,7 +22,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line
-from penstock.engine.scheduling.matching import find_match, found_share, is_pending, is_ready
+from penstock.engine.scheduling.matching import find_match, found_share, is_pending, is_ready, prefetch_waiting
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
@@ -105,6 +105,7 @@ class Scheduler:
                 self._draft.add(track, num_tokens)
         if self.counts.retractions == num_retractions:
             self._admit(room)
+        prefetch_waiting(self._line, self._ledger)
         chunks = (*self._draft.decodes, *self._draft.prefills)
         if not chunks:
             return None
@@ -217,6 +218,7 @@ class Scheduler:
     def _start(self, track: Track, match: Match) -> None:
         self._line.remove(track)
         self._running.enter(track, match)
+        track.end_prefetch()  # what it still lacks is its load's business
         if track.load is None:
             self._set_off(track)
         elif track.load.settled:  # there was no room on its way: nobody will say that it is over
@@ -331,6 +333,7 @@ class Scheduler:
             self._leave(track, saves=False)
         else:
             self._line.remove(track)
+        track.end_prefetch()
         track.end_lease()
         if track.want is not None:
             self._ledger.end_want(track.want)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from penstock.contract import FinishReason, Lease, Load, Match, Prefix, PromptLogprobs, Request, Table, Want
+from penstock.contract import FinishReason, Lease, Load, Match, Prefetch, Prefix, PromptLogprobs, Request, Table, Want
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
@@ -54,6 +54,8 @@ class Track:
     want: Want | None = None  # while it waits: what it will use of the device's blocks
     rank: float = 0.0  # its place in line, which knows what it means,
     is_ranked: bool = True  # and which of its two queues it is in
+    prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
+    may_prefetch: bool = True  # nobody has looked yet whether something should be
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
@@ -127,6 +129,12 @@ class Track:
         if self.lease is not None:
             self.lease.end()
             self.lease = None
+
+    def end_prefetch(self) -> None:
+        """Idempotent."""
+        if self.prefetch is not None:
+            self.prefetch.end()
+            self.prefetch = None
 
     def held_table(self) -> Table:
         if self.table is None:

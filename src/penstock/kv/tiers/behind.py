@@ -17,9 +17,10 @@ from penstock.config import AdmissionName
 from penstock.contract import Fence
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.blocks.handles import Hold
-from penstock.kv.tiers.cold import ColdTier, Writing
+from penstock.kv.tiers.cold import ColdTier, Reading, Writing
+from penstock.kv.tiers.fetch import Fetch, Reads, Staged, runs_of, whose
 from penstock.kv.tiers.finding import Finding
-from penstock.kv.tiers.haul import Haul, Staged
+from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part
 from penstock.kv.tiers.promotion import Promotion
 from penstock.kv.tiers.store import Outcome
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # that a haul promotes at once: enough for the link, little enough to begin soon
 _READ_AHEAD = 256  # groups of one haul that are being read: what a tier reads while the engine thread is at a long step
 _READ_AT_ONCE = 32  # that are begun in one turn: about a millisecond
+_FETCHES = 4  # at once
+_FETCH_SHARE = 4  # one in so many host slots may be reserved for them: saves and hauls need the others
+_FETCH_AHEAD_S = 0.1  # of a tier's time is queued for them at most: a haul that comes now waits no longer
+_FETCH_UNMEASURED = 2  # groups, where nobody knows how much that is
 _CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where blocks are written when they are about to leave
 _CLEAN_BLOCKS = 64  # that are written together for it
 _GONE_AT_ONCE = 4096  # blocks that left host memory and are taken note of in one turn: a reset empties it
@@ -89,16 +94,19 @@ class Resetting:
 
 
 class Behind:
-    """`send` has a part of a haul copied to the device: (haul, blocks from, to) -> the promotion, or None where it could not be."""
+    """`send` has a part of a haul copied to the device: (haul, blocks from, to) -> the promotion, or None where it could not be. `worth`
+    says how many blocks of such runs, behind so many others, are fetched rather than computed."""
 
     def __init__(self, host: HostTier, tiers: Sequence[ColdTier], block_bytes: int, admission: AdmissionName = "always") -> None:
         self.tiers = {tier.name: tier for tier in tiers}
         self.send: Callable[[Haul, int, int], Promotion | None] = lambda haul, first, end: None
+        self.worth: Callable[[Sequence[tuple[str, int]], int], int] = lambda runs, depth: 0
         self._first = tiers[0]
         self._host = host
         self._admission = admission
         self._part_blocks = max(1, _PART_BYTES // block_bytes)
         self._hauls: list[Haul] = []  # not over
+        self._fetches: list[Fetch] = []  # not over
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
         self._num_emptied = 0  # resets of the first tier, submitted so far, and times that it lost its blocks. What was read or written
@@ -114,14 +122,25 @@ class Behind:
 
     @property
     def num_in_flight(self) -> int:
-        """Reads and writes that are not over, and questions that are not answered."""
+        """Fetches, reads and writes that are not over, and questions that are not answered."""
         num = sum(tier.num_reading + tier.num_writing + tier.num_asking for tier in self.tiers.values())
-        return num + len(self._persisting) + len(self._later)
+        return num + len(self._fetches) + len(self._persisting) + len(self._later)
 
     @property
-    def hauls(self) -> Sequence[Haul]:
-        """Those that are not over."""
-        return self._hauls
+    def reads(self) -> Sequence[Reads]:
+        """Hauls and fetches that are not over."""
+        return [*self._hauls, *self._fetches]
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether there is room for one more fetch: in number, and in host slots that fetches may reserve."""
+        return len(self._fetches) < _FETCHES and self._num_fetchable > 0
+
+    @property
+    def _num_fetchable(self) -> int:
+        """Host slots that fetches may still reserve. Never those of blocks that somebody wants."""
+        num_reserved = sum(fetch.num_reserved for fetch in self._fetches)
+        return min(self._host.num_spare, self._host.num_slots // _FETCH_SHARE - num_reserved)
 
     def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float, answered: Sequence[Part] = ()) -> list[Part]:
         """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have; a store far away not
@@ -168,15 +187,19 @@ class Behind:
 
     def _take_room(self, haul: Haul, wanted: Sequence[tuple[int, str]]) -> None:
         """Host slots for all of it, at once; where there are not enough, the haul ends before the first block without."""
+        coming = self._take_over({haul.keys[block] for block, _ in wanted})
         slots, pin = self._host.pin_each([haul.keys[block] for block, _ in wanted], haul.label)
         if pin is not None:
             haul.kept.append(pin)
         absent: list[tuple[int, str]] = []
         for (block, tier), slot in zip(wanted, slots, strict=True):
-            if slot == ABSENT:
-                absent.append((block, tier))
-            else:  # it has come since the match
+            key = haul.keys[block]
+            if slot != ABSENT:  # it has come since the match
                 haul.came(block, slot)
+            elif key in coming:
+                haul.awaited[key] = block, coming[key]
+            else:
+                absent.append((block, tier))
         keys = [haul.keys[block] for block, _ in absent]
         haul.room = self._host.take(keys, [haul.first + block for block, _ in absent], haul.label, Displaces.ANYTHING)
         num = next((i for i, (key, taken) in enumerate(zip(keys, haul.room.keys, strict=False)) if key != taken), len(haul.room.keys))
@@ -184,37 +207,107 @@ class Behind:
             haul.cut(absent[num][0])
             behind, haul.room = haul.room, self._host.split(haul.room, num)
             self._host.drop(behind)
-        for tier, same in itertools.groupby(absent[:num], key=lambda one: one[1]):
-            blocks, size = [block for block, _ in same], self.tiers[tier].group_blocks
-            haul.unread.extend((tier, blocks[start : start + size]) for start in range(0, len(blocks), size))
+        self._queue(haul, absent[:num])
 
-    def _read_on(self, haul: Haul) -> None:
+    def _queue(self, reads: Reads, blocks: Sequence[tuple[int, str]]) -> None:
+        """It has room for these, which that tier has each of."""
+        for tier, same in itertools.groupby(blocks, key=lambda one: one[1]):
+            run, size = [block for block, _ in same], self.tiers[tier].group_blocks
+            reads.unread.extend((tier, run[start : start + size]) for start in range(0, len(run), size))
+
+    def _take_over(self, wanted: set[bytes]) -> dict[bytes, Reading]:
+        """A haul wants these. Fetches of the same blocks read no further, and so do all where their room is needed. What is being read for
+        them already is not read twice: returned by key."""
+        coming: dict[bytes, Reading] = {}
+        short = self._host.num_available < len(wanted)
+        for fetch in self._fetches:
+            under_way = {key: staged.reading for staged in fetch.staged for key in staged.taken.keys if key in wanted}
+            if short or under_way or not wanted.isdisjoint(fetch.room.keys):
+                fetch.end()
+                self._read_no_further(fetch)
+            if fetch.keeps and not fetch.overdue:
+                coming.update(under_way)
+        return coming
+
+    def fetch(self, owner: str, first: int, keys: Sequence[bytes], asked: Sequence[Part], deadline_s: float) -> Fetch | None:
+        """Bring what cold tiers have of `keys`, the blocks of a prefix from number `first` on, into host memory: as much as is worth it and
+        has room, once all have answered what they were `asked`. None where that is nothing."""
+        fetch = Fetch(owner, first, keys, deadline_s, asked)
+        self._advance_fetch(fetch)
+        if fetch.over:
+            return None
+        self._fetches.append(fetch)
+        return fetch
+
+    def end_fetches(self, keeps: bool = True) -> None:
+        """Nothing more is read for any of them; without `keeps` what is being read is not published either."""
+        for fetch in self._fetches:
+            fetch.keeps &= keeps
+            fetch.end()
+            self._read_no_further(fetch)
+
+    def _advance_fetch(self, fetch: Fetch) -> None:
+        if fetch.asked and all(part.finding.ready for part in fetch.asked):
+            self._begin_fetch(fetch)
+        if fetch.overdue or (fetch.unread and not self.tiers[fetch.unread[0][0]].usable):
+            fetch.end()
+        self._read_up(fetch)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        """It takes room for the first blocks that are worth it, as many as there is room for. Those that others bring are theirs."""
+        asked, fetch.asked = fetch.asked, ()
+        slots, pin = self._host.pin_each(fetch.keys, fetch.label)  # blocks of a prefix do not make room for those that follow them
+        try:
+            tiers = whose(slots, asked, fetch.first)
+            wanted = [(block, tier) for block, tier in enumerate(tiers[: self.worth(runs_of(tiers), fetch.first)]) if tier != HOST]
+            keys, depths = [fetch.keys[block] for block, _ in wanted], [fetch.first + block for block, _ in wanted]
+            fetch.room = self._host.take(keys, depths, fetch.label, most=max(0, self._num_fetchable))
+        finally:
+            self._host.end_handles([] if pin is None else [pin])
+        fetch.num_blocks = len(fetch.room.keys)
+        self._queue(fetch, [wanted[place] for place in fetch.room.places])
+
+    def _read_on(self, reads: Reads) -> None:
         """So far ahead that nobody waits for the engine thread to come round, and so little at once that nobody waits for it."""
         for _ in range(_READ_AT_ONCE):
-            if not haul.unread or len(haul.staged) >= _READ_AHEAD:
+            if not reads.unread or not self._may_read(reads):
                 return
-            name, blocks = haul.unread.popleft()
-            taken = self._host.split(haul.room, len(blocks))
+            name, blocks = reads.unread.popleft()
+            taken = self._host.split(reads.room, len(blocks))
             if taken.reservation is None:
-                raise InvariantBroken(f"the {haul.label} reads blocks that it has no room for")
+                raise InvariantBroken(f"the {reads.label} reads blocks that it has no room for")
             tier = self.tiers[name]
-            reading = tier.read(taken.keys, taken.reservation.slots, taken.reservation.after, haul.label)
-            haul.staged.append(Staged(blocks, taken, tier, reading, None if tier.is_resetting else self._num_emptied))
+            reading = tier.read(taken.keys, taken.reservation.slots, taken.reservation.after, reads.label)
+            reads.staged.append(Staged(blocks, taken, tier, reading, None if tier.is_resetting else self._num_emptied))
+
+    def _may_read(self, reads: Reads) -> bool:
+        """Whether one more group of it is begun: of a fetch not while the tier has enough to do."""
+        if isinstance(reads, Haul):
+            return len(reads.staged) < _READ_AHEAD
+        tier = self.tiers[reads.unread[0][0]]
+        queued_s = tier.rate.seconds(tier.queued_read_bytes)
+        return len(reads.staged) < _FETCH_UNMEASURED if queued_s is None else queued_s < _FETCH_AHEAD_S
 
     def advance(self) -> None:
-        """Take in what was read, send on what is ready, forget hauls that are over."""
+        """Take in what was read, send on what is ready, forget hauls and fetches that are over."""
+        for fetch in self._fetches:
+            self._advance_fetch(fetch)
+        self._fetches = [fetch for fetch in self._fetches if not fetch.over]
         for haul in self._hauls:
             self._advance(haul)
         for haul in [haul for haul in self._hauls if haul.over]:
             self._host.end_handles(haul.kept)
             self._hauls.remove(haul)
 
+    def _read_up(self, reads: Reads) -> None:
+        while reads.staged and reads.staged[0].reading.over:
+            self._take_in(reads)
+        if reads.ended or reads.limit < len(reads.keys):
+            self._read_no_further(reads)
+        self._read_on(reads)
+
     def _advance(self, haul: Haul) -> None:
-        while haul.staged and haul.staged[0].reading.over:
-            self._take_in(haul)
-        if haul.hold.ended or haul.limit < len(haul.keys):
-            self._read_no_further(haul)
-        self._read_on(haul)
+        self._read_up(haul)
         if any(part.settled and part.error() is not None for part in haul.parts):
             haul.cut(haul.num_sent)
         num_ready = haul.num_ready
@@ -228,37 +321,52 @@ class Behind:
         elif haul.hold.ended:
             haul.cut(haul.num_sent)
 
-    def _read_no_further(self, haul: Haul) -> None:
-        """What lies behind the limit, or behind the end of the table, is not wanted."""
-        limit = 0 if haul.hold.ended else haul.limit
-        while haul.unread and haul.unread[-1][1][-1] >= limit:
-            name, blocks = haul.unread.pop()
+    def _read_no_further(self, reads: Reads) -> None:
+        """What lies behind the limit is not wanted, nor anything of what has ended."""
+        limit = 0 if reads.ended else reads.limit
+        while reads.unread and reads.unread[-1][1][-1] >= limit:
+            name, blocks = reads.unread.pop()
             wanted = [block for block in blocks if block < limit]
             if wanted:
-                haul.unread.append((name, wanted))
-        num_wanted = sum(len(blocks) for _, blocks in haul.unread)
-        if num_wanted < len(haul.room.keys):
-            rest, haul.room = haul.room, self._host.split(haul.room, num_wanted)
+                reads.unread.append((name, wanted))
+        num_wanted = sum(len(blocks) for _, blocks in reads.unread)
+        if num_wanted < len(reads.room.keys):
+            rest, reads.room = reads.room, self._host.split(reads.room, num_wanted)
             self._host.drop(rest)
 
-    def _take_in(self, haul: Haul) -> None:
+    def _take_in(self, reads: Reads) -> None:
         """The next group of it is over."""
-        staged = haul.staged[0]
+        staged = reads.staged[0]
         outcomes = [outcome for group in staged.reading.take_arrived() for outcome in group.outcomes]
-        haul.staged.popleft()  # not before: a defect of ours is raised above, and its slots are given back when somebody looks again
+        reads.staged.popleft()  # not before: a defect of ours is raised above, and its slots are given back when somebody looks again
+        if isinstance(reads, Fetch) and not reads.keeps:
+            outcomes = [Outcome.MISSING] * len(outcomes)
         done = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
         slots = () if staged.taken.reservation is None else staged.taken.reservation.slots
-        pin = self._host.land_some(staged.taken, done, haul.label)
-        if pin is not None:
-            haul.kept.append(pin)
+        pin = self._host.land_some(staged.taken, done, reads.label)
         for place in done:
-            haul.came(staged.blocks[place], slots[place])
+            reads.came(staged.blocks[place], slots[place])
         lost = [block for block, outcome in zip(staged.blocks, outcomes, strict=True) if outcome is not Outcome.DONE]
         if lost:
-            haul.cut(lost[0])
+            reads.cut(lost[0])
         keys, depths = [staged.taken.keys[place] for place in done], [staged.taken.depths[place] for place in done]
         is_there_still = staged.tier is not self._first or staged.num_emptied == self._num_emptied
         self.landed(keys, depths, staged.tier.name if is_there_still else "")
+        if isinstance(reads, Haul):
+            reads.kept += [] if pin is None else [pin]
+        else:
+            self._share(staged.taken.keys)
+            self._host.end_handles([] if pin is None else [pin])  # not before: others could take the slots of what was just shared
+
+    def _share(self, keys: Sequence[bytes]) -> None:
+        """A fetch has read these, or could not: hauls that wait for some of them go on, or end there."""
+        for haul in self._hauls:
+            awaited = {key: haul.awaited.pop(key)[0] for key in keys if key in haul.awaited}
+            slots, pin = self._host.pin_each(list(awaited), haul.label)
+            if pin is not None:
+                haul.kept.append(pin)
+            for block, slot in zip(awaited.values(), slots, strict=True):
+                haul.cut(block) if slot == ABSENT else haul.came(block, slot)
 
     # ----------------------------------------------------------------------------------------------------------- write down
 
@@ -426,3 +534,11 @@ class Behind:
             self._writing.difference_update(tried)
             self._note_lost([key for key in tried if key in self._dirty])
         self._rests |= bool(writing.keys) and not done
+
+    # --------------------------------------------------------------------------------------------------------------- check
+
+    def check(self) -> None:
+        """Raises where fetches have reserved more than they may."""
+        num_reserved = sum(fetch.num_reserved for fetch in self._fetches)
+        if len(self._fetches) > _FETCHES or num_reserved > self._host.num_slots // _FETCH_SHARE:
+            raise InvariantBroken(f"{len(self._fetches)} fetches have reserved {num_reserved} of {self._host.num_slots} host slots")

@@ -1,5 +1,5 @@
-"""Blocks on their way from several tiers into the slots of one table. Owns how far it has come and the host slots on the way; who
-reads, copies and decides is elsewhere.
+"""Blocks on their way from several tiers into the slots of one table. Owns how far they have come, on top of the reading; who
+copies and decides is elsewhere.
 
     host slots taken  ->  blocks read into them, group by group  ->  promoted in parts, the first while later ones are being read
 
@@ -8,48 +8,31 @@ Room for all of it is taken before the first byte moves: nothing here waits for 
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from penstock.contract import Arrival, Fence
 from penstock.errors import TransferFailed
 from penstock.kv.blocks.handles import Handle, Hold
-from penstock.kv.tiers.cold import ColdTier, Reading
-from penstock.kv.tiers.host import ABSENT, Taken
+from penstock.kv.tiers.cold import Reading
+from penstock.kv.tiers.fetch import Reads
+from penstock.kv.tiers.host import ABSENT
 from penstock.kv.tiers.promotion import Promotion
 
 
-class Staged(NamedTuple):
-    """Blocks that are read together: room for them in the host tier."""
-
-    blocks: Sequence[int]  # of the haul
-    taken: Taken
-    tier: ColdTier
-    reading: Reading
-    num_emptied: int | None  # of the first cold tier, when it was begun; None: one was under way
-
-
-class Haul:
+class Haul(Reads):
     """Implements `contract.Load`. It may end short: then the blocks before the first that did not come are there all the same.
 
     The table may end before it; then nothing more is promoted, and what is being read still lands in host memory.
     """
 
     def __init__(self, hold: Hold, first: int, keys: Sequence[bytes], after: Sequence[Fence], deadline_s: float) -> None:
+        super().__init__(f"haul of {hold.owner}", first, keys, deadline_s)
         self.hold = hold
-        self.first = first  # block of the table that it begins with
-        self.keys = keys
         self.after = tuple(after)  # earlier users of the table's slots
-        self.deadline_s = deadline_s
         self.sources = [ABSENT] * len(keys)  # host slots
-        self.room = Taken([], [], [])  # host slots for what is not being read yet
-        self.unread: deque[tuple[str, Sequence[int]]] = deque()  # (tier, blocks) of that, in order
-        self.staged: deque[Staged] = deque()  # being read, in order
+        self.awaited: dict[bytes, tuple[int, Reading]] = {}  # blocks that a fetch was reading already, by key
         self.kept: list[Handle] = []  # protection of the sources
         self.parts: list[Promotion] = []
-        self.limit = len(keys)  # blocks from here on do not come
         self.num_sent = 0  # blocks handed to parts
         self.told = False  # its table knows that it ended short
         self._here = [False] * len(keys)  # in host memory
@@ -68,11 +51,6 @@ class Haul:
     def settled(self) -> bool:
         """As far as its request is concerned: reads behind what did not come may go on."""
         return self.num_sent == self.limit and all(part.settled for part in self.parts)
-
-    @property
-    def overdue(self) -> bool:
-        """Also where its request has gone: others wait for what is being read, and not for ever."""
-        return not self.over and time.monotonic() > self.deadline_s
 
     @property
     def layered(self) -> bool:
@@ -99,13 +77,12 @@ class Haul:
     # -------------------------------------------------------------------------------------------------- for whoever runs it
 
     @property
-    def label(self) -> str:
-        return f"haul of {self.hold.owner}"
+    def ended(self) -> bool:
+        return self.hold.ended
 
     @property
     def over(self) -> bool:
-        """Nothing of it touches a slot any more."""
-        return not self.staged and not self.unread and self.settled
+        return super().over and self.settled
 
     @property
     def num_ready(self) -> int:
@@ -122,14 +99,13 @@ class Haul:
         return not self.hold.ended and not slots.isdisjoint(self.hold.first(self.first + self.limit)[self.first + self.num_sent :].tolist())
 
     def wait_reads(self, deadline_s: float) -> None:
-        """Block until what is being read for it now is over. Raises DeadlineExceeded."""
-        for staged in self.staged:
-            staged.reading.wait_over(deadline_s)
+        super().wait_reads(deadline_s)
+        for _, reading in self.awaited.values():
+            reading.wait_over(deadline_s)
 
     def came(self, block: int, slot: int) -> None:
-        """`block` is in host memory."""
         self.sources[block], self._here[block] = slot, True
 
     def cut(self, limit: int) -> None:
-        """Blocks from `limit` on do not come, or are not wanted; what was sent already is not called back."""
+        """What was sent already is not called back."""
         self.limit = max(self.num_sent, min(self.limit, limit))

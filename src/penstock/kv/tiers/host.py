@@ -177,6 +177,21 @@ class HostTier:
     def has(self, key: bytes) -> bool:
         return self._pool.find_each([key]) != [ABSENT]
 
+    def find_each(self, keys: Sequence[bytes]) -> list[int]:
+        """The slot of each key, ABSENT where it is not here. Nothing keeps them there."""
+        with self._lock:
+            return self._pool.find_each(keys)
+
+    @property
+    def num_spare(self) -> int:
+        """Slots that can be taken for blocks which nobody has a table for yet: free, or of blocks that nobody wants."""
+        return self._pool.num_unwanted
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be taken for somebody who has a table: free, or of blocks that no transfer uses."""
+        return self._pool.num_available
+
     # --------------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
@@ -297,8 +312,15 @@ class HostTier:
 
     # ------------------------------------------------------------------------------------------------------- writing blocks
 
-    def take(self, keys: Sequence[bytes], depths: Sequence[int], owner: str, displaces: Displaces = Displaces.UNWANTED) -> Taken:
-        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones first."""
+    def take(
+        self,
+        keys: Sequence[bytes],
+        depths: Sequence[int],
+        owner: str,
+        displaces: Displaces = Displaces.UNWANTED,
+        most: int | None = None,
+    ) -> Taken:
+        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones first, and `most` of them."""
         with self._lock:
             found = self._pool.find_each(keys)
             seen: set[bytes] = set()
@@ -308,6 +330,7 @@ class HostTier:
                     seen.add(key)
                     new.append(place)
             self.counts.deduplicated += len(keys) - len(new)
+            new = new[:most]
             num = min(len(new), self._num_in(displaces))
             if displaces is Displaces.NOTHING:
                 self.counts.postponed += len(new) - num

@@ -25,6 +25,7 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.fetch import Fetch, Reads
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Part
 from penstock.kv.tiers.memory import HostMemory
@@ -90,7 +91,7 @@ class Ladder:
     def put_behind(self, behind: Behind) -> None:
         """Called once, before the ladder is used."""
         self.behind = behind
-        behind.send = self._send_part
+        behind.send, behind.worth = self._send_part, self._worth
 
     def traffic(self) -> Traffic:
         """A snapshot; for any thread."""
@@ -240,13 +241,18 @@ class Ladder:
     def worth(self, lease: Lease, depth: int) -> int:
         """How many blocks of `lease` behind `depth` others are fetched rather than computed: up to where another tier begins, or all
         that follow without a gap."""
+        if isinstance(lease, SavedLease) and not self.promoter.is_late():
+            return lease.num_from(depth)
+        return self._worth(lease.runs_from(depth), depth)
+
+    def _worth(self, runs: Sequence[tuple[str, int]], depth: int) -> int:
         if self.promoter.is_late():
             return 0  # whatever is wrong with the tier, nobody else waits for it
-        if self._limits.load_always or isinstance(lease, SavedLease):
-            return lease.num_from(depth)
+        if self._limits.load_always:
+            return sum(num_blocks for _, num_blocks in runs)
         block, tokens = self._layout.block_bytes, self._layout.block_tokens
         pieces: list[Piece] = []
-        for tier, num_blocks in lease.runs_from(depth):
+        for tier, num_blocks in runs:
             cold = self.cold_tiers.get(tier)
             if cold is None:
                 load_s = self.link.seconds((num_blocks + self.promoter.num_blocks) * block)
@@ -287,6 +293,16 @@ class Ladder:
         if self.behind is None:
             raise InvariantBroken(f"{hold.owner!r} wants blocks from behind host memory, and there is nothing")
         return self.behind.haul(hold, first, lease, keys, after, time.monotonic() + self._limits.load_deadline_s)
+
+    def prefetch(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()) -> Fetch | None:
+        """Have what cold tiers have of `keys` from number `first` on read into host memory, as far as host memory lacks it and it is worth
+        it; None where that is nothing, or as much is under way as may be. A store far away is asked and not waited for."""
+        behind = self.behind
+        if behind is None or not behind.may_fetch:
+            return None
+        missing = [number for number, slot in enumerate(self.host.find_each(keys[first:]), first) if slot == ABSENT]
+        asked = behind.find(keys, missing, _PATIENCE_S, answered)
+        return behind.fetch(owner, first, keys[first:], asked, time.monotonic() + self._limits.load_deadline_s)
 
     def _send_part(self, haul: Haul, first: int, end: int) -> Promotion | None:
         pin = self._pool.pin_run(haul.hold, haul.first + first, end - first, haul.hold.owner)
@@ -397,26 +413,27 @@ class Ladder:
         """Whether anything that was taken on, launched or not, may still touch one of the device's `slots` (None: any)."""
         wanted = None if slots is None else frozenset(slots)
         flying = any(transfer.touches(wanted) for mover in (self.demoter, self.promoter) for transfer in mover.in_flight())
-        return flying or any(haul.touches(wanted) for haul in self._hauls)
+        return flying or any(reads.touches(wanted) for reads in self._reads)
 
     def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
         """Block until every transfer under way that touches one of the device's `slots` (None: any) is over, and so is what hauls into
-        them are reading: the next `settle` sends that on. Without `slots` also until the lanes of cold tiers have nothing to do."""
+        them are reading: the next `settle` sends that on. Without `slots` also until the lanes of cold tiers have nothing to do: fetches
+        touch host memory alone."""
         wanted = None if slots is None else frozenset(slots)
         self.submit_saves()
         deadline_s = time.monotonic() + timeout_s
         for mover in (self.demoter, self.promoter):
             mover.drain(max(0.0, deadline_s - time.monotonic()), lambda transfer: transfer.touches(wanted))
-        for haul in self._hauls:
-            if haul.touches(wanted):
-                haul.wait_reads(deadline_s)
+        for reads in self._reads:
+            if reads.touches(wanted):
+                reads.wait_reads(deadline_s)
         if slots is None:
             for tier in self.cold_tiers.values():
                 tier.drain(max(0.0, deadline_s - time.monotonic()))
 
     @property
-    def _hauls(self) -> Sequence[Haul]:
-        return () if self.behind is None else self.behind.hauls
+    def _reads(self) -> Sequence[Reads]:
+        return () if self.behind is None else self.behind.reads
 
     def check(self) -> None:
         """Raises where a slot of the device is pinned for something that `drain` does not know."""
@@ -426,6 +443,8 @@ class Ladder:
         if unknown := [str(pin) for pin in self._pool.pins() if pin not in known]:
             raise InvariantBroken(f"nothing under way has these pins of the device: {', '.join(unknown)}")
         self.host.check()
+        if self.behind is not None:
+            self.behind.check()
 
     def close(self, timeout_s: float | None) -> None:
         """After `drain` and `settle`."""

@@ -82,8 +82,8 @@ class Tiers:
         """What is on its way to the device takes longer than anybody should wait."""
         for promotion in self.ladder.promoter.in_flight():
             promotion.deadline_s = 0.0
-        for haul in () if self.ladder.behind is None else self.ladder.behind._hauls:
-            haul.deadline_s = 0.0
+        for reads in () if self.ladder.behind is None else self.ladder.behind.reads:
+            reads.deadline_s = 0.0
 
     def heal(self) -> None:
         """Stores are well again, and the next look at them finds out."""

@@ -174,6 +174,16 @@ class Walker:
             self.stores_go_on(r)
         self.plan(r)
 
+    def those_in_line_start_while_they_are_read_for(self, r: random.Random) -> None:
+        """A prefix comes back from far away and has to wait; then whoever is ahead of it goes."""
+        ahead = [i for i in self.world.asked if self.world.state_of(i) != "ended"]
+        self.world.cache.reset(["device", "host"])
+        self.continue_a_conversation(r)
+        self.plan(r)
+        for request_id in ahead:
+            self.world.cancel(request_id)
+        self.plan(r)
+
     def stores_go_on(self, r: random.Random) -> None:
         """One lane to a store, by a few steps."""
         lanes = [lane for lane in self.world.device.lanes if lane.name.startswith(("read", "write", "ask")) and len(lane)]
@@ -234,6 +244,7 @@ COLD_WEIGHTS = {
     **WEIGHTS,
     "a_prefix_comes_back": 6,
     "a_prefix_comes_back_from_far_away": 20,
+    "those_in_line_start_while_they_are_read_for": 2,
     "stores_go_on": 24,
     "a_block_goes_bad": 6,
     "a_store_dies_or_is_full": 2,

@@ -23,6 +23,7 @@ from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
+from penstock.kv.tiers.fetch import Fetch
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.promotion import Promotion
 
@@ -72,7 +73,18 @@ class WatchedCache(KvCache):
             fence = self.last_fence.get(slot)
             assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
         self._world.seen["haul" if isinstance(load, Haul) else "promotion"] += 1
+        self._world.seen["haul that shares a fetch"] += isinstance(load, Haul) and bool(load.awaited)
+        self._world.seen["promotion of what was fetched"] += isinstance(load, Promotion) and asked.was_fetched
         return load
+
+    def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
+        asked = self._world.asked[owner]
+        assert asked.request.may_match and self._world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
+        fetch = super().prefetch(prefix, owner, lease)
+        assert fetch is None or not asked.was_fetched, f"{owner} has its blocks read ahead twice"
+        asked.was_fetched |= fetch is not None
+        self._world.seen["prefetch"] += fetch is not None
+        return fetch
 
     def _land(self, promotion: Promotion, own: BlockTable) -> None:
         super()._land(promotion, own)
@@ -134,6 +146,7 @@ class Asked:
     num_device: int = 0  # prompt tokens found on the device
     colder: list[tuple[str, int]] = field(default_factory=list)  # and those that were promoted, by tier, in order
     load: Promotion | Haul | None = None  # the newest for it
+    was_fetched: bool = False  # something was read into host memory for it while it waited
     load_waited: bool = False  # a step has waited for it
 
     @property
@@ -333,6 +346,7 @@ class World:
         assert sorted(self.scheduler._running._free_rows) == list(range(self.budget.max_batch))
         assert self.cache.num_in_flight == self.cache.num_behind == 0
         assert not self.cache._promoting and not self.cache._hauls
+        assert self.tiers is None or self.tiers.ladder.behind is None or not self.tiers.ladder.behind.reads
         for counts in self.cache.stats().slots.values():
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:

@@ -25,6 +25,8 @@ WANTED = (
     "cancelled while loading",
     "full match",
     "partial match",
+    "prefetch",
+    "promotion of what was fetched",
 )
 
 

@@ -1,0 +1,220 @@
+"""Cold blocks of requests that wait in line are on their way into host memory: whose, how often, and what becomes of them when the request
+starts, is cancelled or cannot use them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from scheduler_cases import A, B, planned, shape, source_of, tiers_of
+from scheduler_tiers import Cold, land_in_parts
+from scheduler_world import World
+from test_cold_loading import forgotten, run_lane
+
+from penstock.contract import KvSource
+from penstock.engine.scheduling import matching
+from penstock.engine.scheduling.track import Track
+from penstock.kv.tiers.fetch import Fetch
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.promotion import Promotion
+
+
+@pytest.fixture(autouse=True)
+def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    land_in_parts(monkeypatch)
+
+
+def reads_of(world: World, tier: str = "ssd") -> Counter[bytes]:
+    """How often the store is asked for each key from now on."""
+    store, counted = tiers_of(world).stores[tier], Counter[bytes]()
+    read = store.read
+
+    def counting(keys, into):  # type: ignore[no-untyped-def]
+        counted.update(keys)
+        return read(keys, into)
+
+    store.read = counting  # type: ignore[method-assign]
+    return counted
+
+
+def line_of(world: World, *prompts: list[int]) -> list[str]:
+    """The first runs and takes the only row; the others wait."""
+    requests = [world.submit(prompt, 3, ignore_eos=True) for prompt in prompts]
+    planned(world)
+    return requests
+
+
+def track_of(world: World, request_id: str) -> Track:
+    return world.scheduler._tracks[request_id]
+
+
+def fetch_of(world: World, request_id: str) -> Fetch:
+    fetch = track_of(world, request_id).prefetch
+    assert isinstance(fetch, Fetch)
+    return fetch
+
+
+def host_has(world: World, prompt: list[int]) -> list[bool]:
+    return [slot >= 0 for slot in tiers_of(world).host.find_each(world.cache.prefix_of(prompt).keys)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_request_that_waits_has_its_cold_blocks_in_host_memory_when_it_starts(tier: str) -> None:
+    world = forgotten(tier, max_batch=1)
+    reads = reads_of(world, tier)
+    running, waiting = world.submit(B, 3, ignore_eos=True), world.submit([*A, 1], 2, ignore_eos=True)
+    if tier == "remote":
+        run_lane(world, "ask remote")
+    planned(world)
+    fetch = fetch_of(world, waiting)
+    assert fetch.num_blocks == 4 and world.state_of(running) == "running"
+    for _ in range(2):
+        world.device.lanes.run_all()
+        world.settle()
+    assert fetch.settled and host_has(world, A) == [True] * 4 and world.state_of(waiting) == "waiting"
+    while world.state_of(waiting) == "waiting":
+        world.step()
+    assert isinstance(world.asked[waiting].load, Promotion), "from host memory, layer by layer"
+    world.finish()
+    assert set(reads.values()) == {1} and len(reads) == 4
+    assert source_of(world, waiting) == KvSource(host=16, computed=1)
+    world.close()
+
+
+def test_a_request_that_starts_at_once_reads_nothing_ahead() -> None:
+    world = forgotten("ssd")
+    request = world.submit([*A, 1], 2, ignore_eos=True)
+    world.plan()
+    assert isinstance(world.asked[request].load, Haul) and track_of(world, request).prefetch is None
+    world.finish()
+    world.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_request_that_starts_while_it_is_read_for_takes_over(turns: int) -> None:
+    world = forgotten("ssd", max_batch=1)
+    reads = reads_of(world)
+    running, waiting = line_of(world, B, [*A, 1])
+    fetch = fetch_of(world, waiting)
+    for number in range(turns):
+        world.device.lanes.lane(f"read ssd {number % 2}").step()
+    world.settle()
+    world.cancel(running)
+    world.plan()
+    assert world.state_of(waiting) == "loading" and track_of(world, waiting).prefetch is None and fetch.ended
+    world.finish()
+    assert set(reads.values()) == {1} and len(reads) == 4, "nothing is read twice"
+    source = source_of(world, waiting)
+    assert source.computed == 1 and source.ssd + source.host == 16
+    world.close()
+
+
+def test_a_cancel_in_line_ends_what_is_read_for_it() -> None:
+    world = forgotten("ssd", max_batch=1)
+    _, waiting = line_of(world, B, [*A, 1])
+    fetch = fetch_of(world, waiting)
+    world.cancel(waiting)
+    assert fetch.ended
+    world.device.lanes.run_all()
+    world.settle()
+    assert fetch.settled and host_has(world, A) == [True, True, False, False], "what was being read has landed"
+    world.close()
+
+
+def test_each_request_is_looked_at_once() -> None:
+    world = forgotten("ssd", max_batch=1)
+    running, waiting = line_of(world, B, [*A, 1])
+    fetch = fetch_of(world, waiting)
+    fetch.end()
+    calls: list[str] = []
+    whole = world.cache.prefetch
+    world.cache.prefetch = lambda prefix, owner, lease=None: calls.append(owner) or whole(prefix, owner, lease)  # type: ignore[method-assign]
+    for _ in range(3):
+        world.plan()
+        world.commit()
+        world.settle()
+    assert not calls and world.state_of(running) != "waiting"
+    world.close()
+
+
+def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "_PREFETCHED", 2)
+    world = forgotten("ssd", max_batch=1, num_host=96)
+    prompts = [[number] * 16 for number in (1, 2, 3)]
+    for prompt in prompts:
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    world.cache.reset(["device", "host"])
+    requests = line_of(world, B, *prompts)
+    assert [track_of(world, request).prefetch is not None for request in requests] == [False, True, False, False]
+    world.plan()
+    assert [track_of(world, request).prefetch is not None for request in requests] == [False, True, True, False]
+    world.plan()
+    assert [track_of(world, request).prefetch is not None for request in requests] == [False, True, True, False], "the third is too far"
+    world.close()
+
+
+def test_while_as_much_is_read_as_may_be_nobody_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = forgotten("ssd", max_batch=1)
+    full = True
+    monkeypatch.setattr(type(world.cache), "may_prefetch", property(lambda self: not full))
+    _, waiting = line_of(world, B, [*A, 1])
+    assert track_of(world, waiting).prefetch is None and track_of(world, waiting).may_prefetch, "its turn comes"
+    full = False
+    world.plan()
+    assert fetch_of(world, waiting).num_blocks == 4
+    world.close()
+
+
+def test_those_that_cannot_use_it_have_nothing_read() -> None:
+    world = forgotten("ssd", max_batch=1)
+    world.submit(B, 3, ignore_eos=True)
+    echo = world.submit([*A, 1], 2, prompt_logprobs=0)
+    planned(world)
+    assert track_of(world, echo).prefetch is None and tiers_of(world).stores["ssd"].calls.count("read") == 0
+    world.close()
+
+
+def test_a_request_that_relies_on_colder_tiers_no_more_has_nothing_read() -> None:
+    world = forgotten("ssd", max_batch=1)
+    world.submit(B, 3, ignore_eos=True)
+    waiting = world.submit([*A, 1], 2, ignore_eos=True)
+    track_of(world, waiting).computes = True
+    planned(world)
+    assert track_of(world, waiting).prefetch is None
+    world.close()
+
+
+def test_a_read_that_hangs_keeps_nobody_waiting() -> None:
+    """Neither the others, nor the request that it is for: it starts when there is room, and computes when its load is late."""
+    world = forgotten("ssd", max_batch=1)
+    running, waiting = line_of(world, B, [*A, 1])
+    stuck = [lane for lane in world.device.lanes if lane.name.startswith("read ssd")]
+    for lane in stuck:
+        lane.step = lambda: False  # type: ignore[method-assign]
+    while world.state_of(running) != "ended":
+        world.step()
+    world.plan()
+    assert world.state_of(waiting) == "loading"
+    tiers_of(world).make_late()
+    assert world.plan() is not None and shape(world.in_flight[-1])[0][:2] == (waiting, 0), "it computes"
+    for lane in stuck:
+        del lane.step
+    world.finish()
+    assert source_of(world, waiting) == KvSource(computed=17)
+    world.close()
+
+
+def test_requests_in_line_leave_room_for_saves() -> None:
+    """However long the line: fetches reserve a quarter of host memory at most."""
+    world = World(max_batch=1, cold=Cold(16, behind=("ssd",)))
+    prompts = [[number] * 16 for number in range(1, 6)]
+    for prompt in prompts:
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    world.cache.reset(["device", "host"])
+    line_of(world, B, *prompts)
+    for _ in range(4):
+        world.plan()
+    assert 0 < tiers_of(world).host.slots.reserved <= 4
+    world.close()
