@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table
 from penstock.errors import DeadlineExceeded, InvariantBroken
@@ -24,10 +25,10 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.behind import Persisting, Resetting
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.host import HOST, HostLease
+from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.ladder import Ladder
 from penstock.kv.tiers.promotion import Promotion
-from penstock.kv.transfer.mover import Settling
+from penstock.kv.transfer.mover import Settling, Transfer
 from penstock.lanes.polling import POLL_MOST_S
 from penstock.observe import EngineObserver
 
@@ -48,6 +49,17 @@ class CacheStats:
     evictions_total: int
     duplicate_seals_total: int
     promoted_total: int
+
+
+class Wish(NamedTuple):
+    """What somebody wants to stay."""
+
+    prefix: Prefix
+    owner: str
+    rank: float
+
+    def end(self) -> None:
+        """It is wanted no more."""
 
 
 class KvCache:
@@ -358,6 +370,24 @@ class KvCache:
         elif own not in self._tables and self._prefix_cache:
             slots = promotion.pins[0].array[: len(promotion.keys)]
             self._pool.seal(slots, promotion.keys, range(promotion.first, promotion.first + len(slots)))
+
+    # ----------------------------------------------------------------------------------------------------------- sessions
+
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """Forget these blocks in device and host memory, but for those that a table holds; returns how many copies. What a lease or a
+        transfer still reads stays until it is done."""
+        placed = zip(keys, self._pool.find_each(keys), strict=True)
+        unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not self._pool.is_held(slot)]
+        num_copies = self._pool.forget([slot for _, slot in unheld if slot != ABSENT])
+        return num_copies if self.ladder is None else num_copies + self.ladder.host.forget([key for key, _ in unheld])
+
+    def want(self, prefix: Prefix, owner: str, rank: float) -> Wish:
+        """Blocks of `prefix` in memory are to be forgotten after all that nobody wants, of wanted ones those of the greatest rank first."""
+        return Wish(prefix, owner, rank)
+
+    def prefetch(self, prefix: Prefix, owner: str) -> Transfer | None:
+        """Have what tiers behind host memory have of `prefix` read into host memory; None where nothing is to be read."""
+        return None
 
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
         """Protect `slots` for a transfer, whatever becomes of the tables that hold them."""

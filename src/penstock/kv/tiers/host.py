@@ -340,6 +340,11 @@ class HostTier:
         with self._lock:
             return self._pool.evict(self._pool.num_slots)
 
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends."""
+        with self._lock:
+            return self._pool.forget([slot for slot in self._pool.find_each(keys) if slot != ABSENT])
+
     def tell_balance(self, observer: EngineObserver) -> None:
         """Under the lock: what the observer has seen and what is counted belong to one moment."""
         with self._lock:
