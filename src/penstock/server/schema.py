@@ -42,7 +42,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class CacheHintBody(msgspec.Struct, forbid_unknown_fields=True):
+class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What is to become of a session's KV. Null means: as it was said before."""
 
     retain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_RETAIN_S)] | None = None
@@ -76,7 +76,7 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Priority | None = None  # lower is handled earlier
     session_id: Name | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for the same
-    cache_hint: CacheHintBody | None = None
+    cache_hint: CacheHintOptions | None = None
     user: Label | None = None  # OpenAI's label for abuse reports: taken, and of no effect
     logit_bias: Unsupported = None
 
