@@ -181,7 +181,7 @@ class Engine:
             except Overloaded as error:
                 done.set_exception(error)
 
-        self._inbox.put(run, fail=lambda error: done.cancelled() or done.set_exception(error), only_open=True)
+        self._inbox.put(run, fail=functools.partial(_fail, done), only_open=True)
         return done
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
@@ -410,3 +410,8 @@ class Engine:
         if blocks_for(total, cache.block_tokens) > cache.num_blocks:
             raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")
         return tokens, known
+
+
+def _fail(done: Future[Any], error: BaseException) -> None:
+    if not done.cancelled():
+        done.set_exception(error)

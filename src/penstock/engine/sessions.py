@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 import time
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -19,7 +20,7 @@ from typing import NamedTuple, Protocol
 from penstock.contract import CacheHint, FinishReason, Listener, Prefix, Request, TokenEvent, Weight
 from penstock.errors import Overloaded
 from penstock.figures import SessionFigures
-from penstock.kv.blocks.key import KEY_BYTES
+from penstock.kv.blocks.key import KEY_BYTES, prefix_keys
 from penstock.kv.transfer.mover import Settling
 
 RETAINED_SHARE = 0.5  # of the blocks of device and host memory: what retained sessions may have in all
@@ -48,8 +49,6 @@ class SessionStorage(Protocol):
 
     @property
     def block_tokens(self) -> int: ...
-
-    def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix: ...
 
     def newest_save(self) -> Settling | None: ...
 
@@ -118,24 +117,30 @@ class _Ending:
     """A request of a session, from its submission to its last event. Collects what it generates."""
 
     def __init__(self, request: Request, ids: tuple[bytes, bytes], hint: CacheHint, listener: Listener, ended: deque[_Ending]) -> None:
-        self.request = request
+        self._request = request
         self.ids = ids
         self.hint = hint
-        self.tokens: list[int] = []
         self.num_found = 0  # tokens in memory when it began
+        self._tokens: list[int] = []
         self._listener = listener
         self._ended = ended
 
     def __call__(self, event: TokenEvent) -> None:
-        self.tokens += event.tokens
+        self._tokens += event.tokens
         if event.source is not None:
             self.num_found = event.source.device + event.source.host
         if event.finish is not None:
             if event.finish is not FinishReason.STOP:
-                del self.tokens[-1:]  # the last one was not fed back: it has no KV
+                del self._tokens[-1:]  # the last one was not fed back: it has no KV
             if event.finish is not FinishReason.ERROR:
                 self._ended.append(self)
         self._listener(event)
+
+    def prefix(self, block_tokens: int) -> Prefix:
+        """Of its prompt and of what it has generated, as far as that was computed."""
+        scope, keys = self._request.prefix or Prefix(b"", ())
+        tail = [*self._request.prompt[len(keys) * block_tokens :], *self._tokens]
+        return Prefix(scope, (*keys, *prefix_keys(tail, block_tokens, scope, keys[-1] if keys else None)))
 
 
 class _Release(NamedTuple):
@@ -240,10 +245,7 @@ class Sessions:
 
     def _end(self, ending: _Ending) -> None:
         """The KV of a session is now that of its last request."""
-        request, hint = ending.request, ending.hint
-        if request.prefix is None:
-            return
-        prefix = self._storage.extend_prefix(request.prefix, [*request.prompt, *ending.tokens])
+        hint, prefix = ending.hint, ending.prefix(self._storage.block_tokens)
         tenant = self._tenants.setdefault(ending.ids[0], _Tenant(ending.ids[0]))
         session = tenant.sessions.get(ending.ids[1]) or _Session(ending.ids[1], tenant)
         num_found = ending.num_found // self._storage.block_tokens
@@ -255,38 +257,38 @@ class Sessions:
         self._know(session, prefix)
         if hint.release:
             self._release(session, *before)
-        else:
-            self._retain(session)
+        elif session.retain_s:
+            self._retain(session, prefix)
         self._bound_known()
         self._forget_tenant(tenant)
 
     def _know(self, session: _Session, prefix: Prefix) -> None:
-        self._forget_keys(session)
+        """Its keys are those of `prefix`, most of which it mostly had before."""
+        self._end_retention(session)
         tenant = session.tenant
-        session.scope, session.keys = prefix.scope, b"".join(prefix.keys)
         self._counts["sessions"] += session.id not in tenant.sessions
         tenant.sessions.pop(session.id, None)
         tenant.sessions[session.id] = session  # the newest
-        tenant.num_known += session.num_blocks
-        self._counts["known"] += session.num_blocks
-        for number in range(0, session.num_blocks, _MARK_EVERY):
-            self._marks[_key(session.keys, number)] += 1
+        session.scope = prefix.scope
+        self._change_keys(session, b"".join(prefix.keys))
         self._note_known(tenant)
 
-    def _forget_keys(self, session: _Session) -> None:
-        """Whatever rests on them goes first."""
-        self._end_retention(session)
-        session.tenant.num_known -= session.num_blocks
-        self._counts["known"] -= session.num_blocks
-        for number in range(0, session.num_blocks, _MARK_EVERY):
-            key = _key(session.keys, number)
+    def _change_keys(self, session: _Session, keys: bytes) -> None:
+        before, session.keys = session.keys, keys
+        num_more = session.num_blocks - len(before) // KEY_BYTES
+        session.tenant.num_known += num_more
+        self._counts["known"] += num_more
+        num_same = _num_common(before, keys)
+        for key in _marks(before, num_same):
             self._marks[key] -= 1
             if not self._marks[key]:
                 del self._marks[key]
-        session.keys = b""
+        for key in _marks(keys, num_same):
+            self._marks[key] += 1
 
     def _drop(self, session: _Session) -> None:
-        self._forget_keys(session)
+        self._end_retention(session)
+        self._change_keys(session, b"")
         tenant = session.tenant
         del tenant.sessions[session.id]
         self._counts["sessions"] -= 1
@@ -309,9 +311,9 @@ class Sessions:
 
     # --------------------------------------------------------------------------------------------------------- retention
 
-    def _retain(self, session: _Session) -> None:
+    def _retain(self, session: _Session, prefix: Prefix) -> None:
         num_blocks = session.num_blocks
-        if not session.retain_s or not num_blocks:
+        if not num_blocks:
             return
         if num_blocks > self._limits.retained_blocks:  # it would push out everything else of its tenant, and then itself
             self._counts["cut"] += 1
@@ -329,7 +331,7 @@ class Sessions:
             self._end_retention(next(one for kept in self._by_retained.first().retained for one in kept.values()))
             self._counts["cut"] += 1
         if session.due is not None:
-            session.want = self._storage.want(session.prefix, f"session {session.id.hex()}", _rank(session))
+            session.want = self._storage.want(prefix, f"session {session.id.hex()}", _rank(session))
 
     def _end_retention(self, session: _Session) -> None:
         """Idempotent."""
@@ -392,14 +394,8 @@ class Sessions:
 
     def _num_shared(self, keys: bytes) -> int:
         """How many of the first blocks a known session may have as well. A key covers all before it, so what is shared has no gaps."""
-        low, high = 0, -(-(len(keys) // KEY_BYTES) // _MARK_EVERY)  # marks before `low` are shared, those from `high` on are not
-        while low < high:
-            middle = (low + high) // 2
-            if _key(keys, middle * _MARK_EVERY) in self._marks:
-                low = middle + 1
-            else:
-                high = middle
-        return low * _MARK_EVERY
+        num_marks = -(-len(keys) // (KEY_BYTES * _MARK_EVERY))
+        return _MARK_EVERY * _num_first(num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks)
 
     def _settle_prefetches(self) -> None:
         for tenant, prefetch in [pair for pair in self._prefetches if pair[1].settled]:
@@ -472,6 +468,22 @@ def session_ids(salt: str, session: str) -> tuple[bytes, bytes]:
 def _rank(session: _Session) -> float:
     """Among what is wanted: lighter ones go first, of the same weight those that were used longer ago."""
     return _RANK_STEP * (len(Weight) - session.weight) - session.used_s
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Blocks with which both begin."""
+    num = min(len(one), len(other)) // KEY_BYTES
+    return _num_first(num, lambda number: _key(one, number) == _key(other, number))
+
+
+def _num_first(num: int, holds: Callable[[int], bool]) -> int:
+    """Of the numbers below `num` those for which something holds that holds for all before it as well."""
+    return bisect_left(range(num), True, key=lambda number: not holds(number))
+
+
+def _marks(keys: bytes, first: int) -> Iterator[bytes]:
+    """Of the blocks from number `first` on."""
+    return (_key(keys, number) for number in range(-(-first // _MARK_EVERY) * _MARK_EVERY, len(keys) // KEY_BYTES, _MARK_EVERY))
 
 
 def _key(keys: bytes, number: int) -> bytes:

@@ -53,9 +53,6 @@ class Storage:
     fetches: list[Under] = field(default_factory=list)
     forgets: list[int] = field(default_factory=list)  # how many keys each call named
 
-    def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
-        return Prefix(prefix.scope, prefix_keys(tokens, BLOCK, prefix.scope))
-
     def newest_save(self) -> Under | None:
         return self.save
 
