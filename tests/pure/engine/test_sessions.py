@@ -191,15 +191,14 @@ def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> No
 
 def test_no_more_ends_than_a_turn_has_time_for_are_taken_in_at_once() -> None:
     world = World()
-    num = 3 * module._ENDS_AT_ONCE
     prefix = Prefix(b"s" * 32, ())
-    for number in range(num):
+    for number in range(48):
         request = Request(str(number), [1], SAMPLING, prefix, session=str(number))
         world.sessions.follow(request, "", None, lambda event: None)(TokenEvent("x", finish=FinishReason.STOP))
     assert world.sessions.step()
     assert world.figures.known == module._ENDS_AT_ONCE
     world.run()
-    assert world.figures.known == num
+    assert world.figures.known == 48
 
 
 # ------------------------------------------------------------------------------------------------------------- retention
@@ -243,13 +242,12 @@ def test_a_shorter_time_than_before_counts() -> None:
 
 
 def test_expiry_is_done_in_slices() -> None:
-    num = 3 * module._EXPIRIES_AT_ONCE
-    world = World(retained=10 * num)
-    for number in range(num):
+    world = World()
+    for number in range(96):
         world.ends(str(number), talk(100 * number, 1), retain_s=10)
     world.now_s += 12
     assert world.sessions.step()
-    assert world.figures.retained == num - module._EXPIRIES_AT_ONCE
+    assert world.figures.retained == 96 - module._EXPIRIES_AT_ONCE
     world.run()
     assert world.figures.retained == 0
 
@@ -424,14 +422,13 @@ def test_a_session_that_took_another_course_is_released_with_both() -> None:
 
 
 def test_a_long_release_is_done_in_slices_and_the_end_goes_first() -> None:
-    world = World(retained=10_000)
-    tokens = talk(0, 2 * module._FORGET_AT_ONCE + 10)
+    world = World()
+    tokens = talk(0, 1100)
     world.ends("chat", tokens, release=True)
-    first = set(world.storage.kept)
-    assert first == set(keys_of(tokens)[: module._FORGET_AT_ONCE + 10])
+    assert world.storage.kept == set(keys_of(tokens)[: 1100 - 512])
     world.run()
     assert not world.storage.kept
-    assert max(world.storage.forgets) == module._FORGET_AT_ONCE
+    assert world.storage.forgets == [512, 512, 76]
 
 
 @settings(max_examples=100, deadline=None)
