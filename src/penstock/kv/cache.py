@@ -152,6 +152,10 @@ class KvCache:
         answered = earlier.parts if isinstance(earlier, HostLease) else ()
         return self.ladder.lease(prefix.keys, owner, num, answered) if num < len(prefix.keys) else None
 
+    def prefetch(self, prefix: Prefix, owner: str) -> Transfer | None:
+        """Have what tiers behind host memory have of `prefix` read into host memory; None where nothing is to be read."""
+        return None
+
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`, generated ones included. They begin with those that it covers."""
         keys = prefix.keys
@@ -384,10 +388,6 @@ class KvCache:
     def want(self, prefix: Prefix, owner: str, rank: float) -> Wish:
         """Blocks of `prefix` in memory are to be forgotten after all that nobody wants, of wanted ones those of the greatest rank first."""
         return Wish(prefix, owner, rank)
-
-    def prefetch(self, prefix: Prefix, owner: str) -> Transfer | None:
-        """Have what tiers behind host memory have of `prefix` read into host memory; None where nothing is to be read."""
-        return None
 
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
         """Protect `slots` for a transfer, whatever becomes of the tables that hold them."""
