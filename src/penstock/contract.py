@@ -19,6 +19,8 @@ MAX_STOP_CHARS = 1024  # of one stop string: text that may be one is held back t
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
+MAX_PRIORITY = 2**31 - 1  # and as much below zero
+MAX_RETAIN_S = 86_400.0
 
 # ---------------------------------------------------------------------------------------------------------------- order
 
@@ -125,6 +127,29 @@ class Adapter(NamedTuple):
 
     name: str
     digest: str  # of its content
+
+
+class Weight(enum.IntEnum):
+    """How much a session's KV matters among those that are retained: the lightest are given up first."""
+
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHint:
+    """What a client says about the KV of its session. None: as it was before."""
+
+    retain_s: float | None = None  # it is wanted for so long after the session's last request; 0: no longer
+    weight: Weight | None = None
+    release: bool = False  # it is wanted no more once this request has ended
+
+    def __post_init__(self) -> None:
+        if self.retain_s is not None:
+            _range("cache_hint.retain_s", self.retain_s, 0.0, MAX_RETAIN_S)
+        if self.release and self.retain_s:
+            raise InvalidRequest("cache_hint says both release and retain_s: give one of them", "cache_hint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,3 +39,23 @@ class Traffic:
     postponed: int = 0  # saves of blocks that only the device has, while host memory is full
     checksum_failures: dict[str, int] = field(default_factory=dict)  # by tier
     usable: dict[str, bool] = field(default_factory=dict)  # by cold tier: False while it is fenced off
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFigures:
+    """A snapshot of what is known of conversations. Numbers only: names may be secrets."""
+
+    known: int = 0
+    known_blocks: int = 0  # in their last requests
+    tenants: int = 0  # that have sessions or prefetches
+    retained: int = 0
+    retained_blocks: int = 0
+    retained_blocks_max: int = 0
+    retaining_tenants: int = 0
+    retentions_cut: int = 0  # ended before their time, for want of room
+    releases: int = 0
+    released_blocks: int = 0  # copies in memory that were forgotten
+    prefetches_under_way: int = 0
+    prefetches_started: int = 0
+    prefetches_finished: int = 0
+    prefetches_refused: int = 0

@@ -27,7 +27,8 @@ LAYERS = (
     ("penstock.kv.pager", "penstock.kv.cache", "penstock.sanitizer"),
     (
         " + ".join(
-            f"penstock.engine.{name}" for name in ("engine", "build", "adapters", "inbox", "outbox", "loop", "pace", "stats", "text")
+            f"penstock.engine.{name}"
+            for name in ("engine", "build", "adapters", "inbox", "outbox", "loop", "pace", "sessions", "stats", "text")
         ),
     ),
     ("penstock.server", "penstock.bench", "penstock.testing", "penstock.connectors"),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract import Adapter, Lease, Listener, Request, SamplingParams, StepPlan
+from penstock.contract import Adapter, CacheHint, Lease, Listener, Prefix, Request, SamplingParams, StepPlan
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.outcome import RunningStep
@@ -27,6 +27,7 @@ from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.sessions import RETAINED_SHARE, Prefetched, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.kv.cache import KvCache
@@ -86,6 +87,8 @@ class Engine:
         self._flushes: list[tuple[Settling | None, Future[Any]]] = []  # who waits for saves and resets, and for which
         self._num_steps = 0
         self._pace = Pace()
+        num_blocks = sum(sum(counts) for counts in parts.cache.stats().slots.values())
+        self._sessions = Sessions(parts.cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         parts.cache.call_when_launched(self._inbox.wake)
 
@@ -102,8 +105,10 @@ class Engine:
         adapter: Adapter | None = None,
         priority: int = 0,
         session: str = "",
+        hint: CacheHint | None = None,
     ) -> str:
-        """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most."""
+        """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most. `hint`
+        is about the KV of its `session`."""
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
@@ -114,7 +119,9 @@ class Engine:
         cache = self._parts.cache
         prefix = cache.prefix_of(known, cache_salt, adapter)
         distinct = np.unique(known).astype(np.int32) if sampling.repetition_penalty != 1.0 else None
-        request = Request(request_id or uuid.uuid4().hex, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session)
+        own_id = request_id or uuid.uuid4().hex
+        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session)
+        listener = self._sessions.follow(request, cache_salt, hint, listener)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:
                 hold = self.adapters.hold(adapter)
@@ -157,6 +164,27 @@ class Engine:
             return forgotten
         except TimeoutError:
             raise DeadlineExceeded(f"the cache was not reset within {RESET_DEADLINE_S:g} s; what is under way goes on") from None
+
+    def prefetch(
+        self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
+    ) -> Future[Prefetched | None]:
+        """Begin to bring up the KV of `prompt`, or of `session`, from cold tiers; the future ends when it has begun. None: nobody knows the
+        session. Overloaded in it: too many are under way."""
+        asked: str | Prefix | None = session
+        if prompt is not None:
+            asked = self._parts.cache.prefix_of(self._checked_prompt(prompt, SamplingParams(max_tokens=0))[1], cache_salt, adapter)
+        done: Future[Prefetched | None] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
+            try:
+                done.set_result(Prefetched(0, False) if asked is None else self._sessions.prefetch(cache_salt, asked))
+            except Overloaded as error:
+                done.set_exception(error)
+
+        self._inbox.put(run, fail=functools.partial(_fail, done), only_open=True)
+        return done
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
         """Block until what was sealed before this call has been read from device memory (captured), can be found in the host tier
@@ -204,6 +232,7 @@ class Engine:
             traffic=self._parts.cache.traffic(),
             resume=self._outbox.resume.copy(),
             load_exposed_s=self._load_exposed_s,
+            sessions=self._sessions.figures(),
             sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
 
@@ -250,7 +279,8 @@ class Engine:
         previous, self._running = self._running, launched
         if previous is not None:
             self._read(previous)
-        return launched is not None or previous is not None or settled
+        more = self._sessions.step()
+        return launched is not None or previous is not None or settled or more
 
     def has_work(self) -> bool:
         """Whether requests are open. Saves may be under way beyond that; they end by themselves."""
@@ -282,6 +312,7 @@ class Engine:
             if self._running is not None:
                 running, self._running = self._running, None
                 self._read(running)
+            self._sessions.close()
             self._parts.cache.close(timeout_s)
             for lane in self._parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
@@ -382,3 +413,8 @@ class Engine:
         if blocks_for(total, cache.block_tokens) > cache.num_blocks:
             raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")
         return tokens, known
+
+
+def _fail(done: Future[Any], error: BaseException) -> None:
+    if not done.cancelled():
+        done.set_exception(error)

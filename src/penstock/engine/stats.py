@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.figures import Histogram, Traffic
+from penstock.figures import Histogram, SessionFigures, Traffic
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -28,3 +28,4 @@ class EngineStats:
     traffic: Traffic | None  # between tiers; None where there is only the device
     resume: Histogram
     load_exposed_s: float  # seconds that requests waited for a promotion while nothing else could be computed for them
+    sessions: SessionFigures = field(default_factory=SessionFigures)

@@ -27,7 +27,7 @@ from penstock.kv.tiers.behind import Persisting, Resetting
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.fetch import Fetch
 from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.host import HOST, HostLease
+from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.ladder import Ladder
 from penstock.kv.tiers.promotion import Promotion
 from penstock.kv.transfer.mover import Settling
@@ -51,6 +51,31 @@ class CacheStats:
     evictions_total: int
     duplicate_seals_total: int
     promoted_total: int
+
+
+class Retention:
+    """What somebody who is not in line wants to stay, wherever in memory it is. Ends by `end`, which is idempotent."""
+
+    def __init__(self, cache: KvCache, prefix: Prefix, rank: float) -> None:
+        self._cache = cache
+        self._keys = prefix.keys
+        self._rank = rank
+        self._on_device: Want | None = None
+        self._in_host: Want | None = None
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Blocks move between device and host memory, and are wanted where they are."""
+        cache = self._cache
+        self._on_device = cache.want(self._keys, self._rank, self._on_device)
+        if cache.ladder is not None:
+            self._in_host = cache.ladder.host.want(self._keys, self._rank, self._in_host)
+
+    def end(self) -> None:
+        if self._on_device is not None:
+            self._cache.end_want(self._on_device)
+        if self._in_host is not None and self._cache.ladder is not None:
+            self._cache.ladder.host.end_want(self._in_host)
 
 
 class KvCache:
@@ -407,6 +432,20 @@ class KvCache:
         elif own not in self._tables and self._prefix_cache:
             slots = promotion.pins[0].array[: len(promotion.keys)]
             self._pool.seal(slots, promotion.keys, range(promotion.first, promotion.first + len(slots)))
+
+    # ----------------------------------------------------------------------------------------------------------- sessions
+
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """Forget these blocks in device and host memory, but for those that a table holds; returns how many copies. What a lease or a
+        transfer still reads stays until it is done."""
+        placed = zip(keys, self._pool.find_each(keys), strict=True)
+        unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not self._pool.is_held(slot)]
+        num_copies = self._pool.forget([slot for _, slot in unheld if slot != ABSENT])
+        return num_copies if self.ladder is None else num_copies + self.ladder.host.forget([key for key, _ in unheld])
+
+    def retain(self, prefix: Prefix, rank: float) -> Retention:
+        """Blocks of `prefix` in memory are forgotten after all that nobody wants, of wanted ones those of the greatest rank first."""
+        return Retention(self, prefix, rank)
 
     def pin(self, slots: Sequence[int], owner: str) -> Pin:
         """Protect `slots` for a transfer, whatever becomes of the tables that hold them."""

@@ -120,13 +120,13 @@ class Generate:
         engine = self._service.engine
         prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
-        stops = stop_strings(body.stops)  # one table of each for all choices
+        stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids))
                 for i in range(body.num_choices):
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    reading.submit(len(choices), prompt.ids, seeded, body.cache_salt or "", adapter)
+                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
                     choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt if body.echo else None))
         head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
         return Running(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from penstock.figures import Histogram, Traffic
+from penstock.figures import Histogram, SessionFigures, Traffic
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -38,6 +38,7 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("penstock_retractions", "Running requests that gave up their device slots.", value=stats.retractions)
         blocked = "Seconds that the engine thread spent waiting or in cache calls."
         yield _by_label(CounterMetricFamily, "penstock_engine_blocked_seconds", blocked, "where", stats.blocked_s)
+        yield from _sessions(stats.sessions)
         yield CounterMetricFamily("penstock_steps", "Forward passes.", value=stats.steps)
         if stats.sanitizer:
             found = "Findings of the race sanitizer, by kind."
@@ -83,6 +84,22 @@ def _traffic(traffic: Traffic) -> Iterator[Any]:
     yield _by_label(GaugeMetricFamily, "penstock_tier_usable", usable, "tier", traffic.usable)
     yield _by_label(CounterMetricFamily, "penstock_saves_skipped", skipped, "reason", traffic.skipped)
     yield GaugeMetricFamily("penstock_leases_open", "Prefixes in colder tiers kept for requests in line.", value=traffic.leases_open)
+
+
+def _sessions(figures: SessionFigures) -> Iterator[Any]:
+    counted = {"known": figures.known, "retained": figures.retained}
+    yield _by_label(
+        GaugeMetricFamily, "penstock_sessions", "Conversations that are known, and those whose KV is retained.", "state", counted
+    )
+    yield GaugeMetricFamily("penstock_retained_blocks", "KV blocks of retained sessions.", value=figures.retained_blocks)
+    tenants = {"known": figures.tenants, "retaining": figures.retaining_tenants}
+    yield _by_label(GaugeMetricFamily, "penstock_session_tenants", "Tenants that have sessions, and that retain some.", "state", tenants)
+    cut = "Sessions whose KV is no longer retained before its time, for want of room."
+    yield CounterMetricFamily("penstock_retentions_cut", cut, value=figures.retentions_cut)
+    yield CounterMetricFamily("penstock_sessions_released", "Sessions whose clients gave up their KV.", value=figures.releases)
+    yield CounterMetricFamily("penstock_released_blocks", "Copies of KV blocks forgotten by that.", value=figures.released_blocks)
+    asked = {"started": figures.prefetches_started, "finished": figures.prefetches_finished, "refused": figures.prefetches_refused}
+    yield _by_label(CounterMetricFamily, "penstock_prefetches", "Prefetches that clients asked for.", "state", asked)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

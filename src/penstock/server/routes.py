@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -13,14 +16,15 @@ from penstock.errors import InvalidRequest
 from penstock.figures import Traffic
 from penstock.server import metrics, schema
 from penstock.server.adapters import Adapters, adapter_card
-from penstock.server.faults import json_response
+from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, Generate
 from penstock.server.limits import read_body
 from penstock.server.service import Service
-from penstock.server.text import check_ids, check_num_tokens, encode_chat
+from penstock.server.text import check_ids, check_num_tokens, encode_chat, encode_prompt
 
 if TYPE_CHECKING:
     from penstock.engine.engine import FlushLevel
+    from penstock.engine.sessions import Prefetched
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the process is not
@@ -38,6 +42,7 @@ def make_routes(service: Service) -> list[Route]:
         Route("/tokenize", small.tokenize, methods=["POST"]),
         Route("/detokenize", small.detokenize, methods=["POST"]),
         Route("/cache/flush", small.cache_flush, methods=["POST"]),
+        Route("/cache/prefetch", small.cache_prefetch, methods=["POST"]),
         Route("/cache/reset", small.cache_reset, methods=["POST"]),
         Route("/cache/stats", small.cache_stats, methods=["GET"]),
         Route("/health", small.health, methods=["GET"]),
@@ -112,6 +117,29 @@ class Small:
         await self._service.flush_cache(cast("FlushLevel", level))
         return json_response({"level": level})
 
+    async def cache_prefetch(self, request: Request) -> Response:
+        """Answers when it has begun."""
+        with self._service.side.take(1):
+            body, num_bytes = await self._body(request, schema.PrefetchBody)
+            body.check()
+            found = await self._service.prefetch(await self._service.compute(lambda: self._begin_prefetch(body), num_bytes))
+            if found is None:
+                message = "no request of this session has ended here lately, or the cache_salt is not the one that it had"
+                raise Refused(404, message, param="session_id", code="session_not_found")
+            return json_response({"blocks": found.num_blocks, "started": found.started})
+
+    def _begin_prefetch(self, body: schema.PrefetchBody) -> Future[Prefetched | None]:
+        """On a worker thread where the body is large."""
+        engine, rules, salt = self._service.engine, self._service.prompt_rules, body.cache_salt or ""
+        if body.session_id is not None:
+            return engine.prefetch(session=body.session_id, cache_salt=salt)
+        if body.messages is not None:
+            tokens: Sequence[int] = encode_chat(engine.tokenizer, body.messages, rules)
+        else:
+            tokens = encode_prompt(engine.tokenizer, body.prompt or "", rules)
+        with self._service.hold_model(body.model or engine.name) as adapter:
+            return engine.prefetch(tokens, cache_salt=salt, adapter=adapter)
+
     async def cache_stats(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         stats = self._service.engine.stats()
@@ -120,6 +148,7 @@ class Small:
             "cache": stats.cache,
             "prompt_tokens": stats.prompt_tokens,
             "retractions": stats.retractions,
+            "sessions": asdict(stats.sessions),
         }
         if stats.traffic is not None:
             content["traffic"] = _traffic(stats.traffic)

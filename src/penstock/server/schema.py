@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from starlette.datastructures import QueryParams
 
-from penstock.contract import MAX_SEED, SamplingParams
+from penstock.contract import MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
 
 MAX_INT = 2**31 - 1
@@ -20,6 +20,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Unsupported: TypeAlias = None  # a field that we know and cannot honour: only null is taken
 
@@ -38,6 +40,17 @@ _SAMPLING = (
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+
+
+class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What is to become of a session's KV. Null means: as it was said before."""
+
+    retain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_RETAIN_S)] | None = None
+    priority: Literal["low", "normal", "high"] | None = None
+    release: bool | None = None
+
+    def hint(self) -> CacheHint:
+        return CacheHint(self.retain_s, None if self.priority is None else Weight[self.priority.upper()], bool(self.release))
 
 
 class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -60,6 +73,10 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     max_tokens: Count | None = None
     cache_salt: Label | None = None
+    priority: Priority | None = None  # lower is handled earlier
+    session_id: Name | None = None
+    prompt_cache_key: Name | None = None  # OpenAI's name for the same
+    cache_hint: CacheHintOptions | None = None
     user: Label | None = None  # OpenAI's label for abuse reports: taken, and of no effect
     logit_bias: Unsupported = None
 
@@ -86,9 +103,23 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             **given,
         )
 
-    def _check_stream(self) -> None:
+    def options(self) -> dict[str, Any]:
+        """Of the engine's `submit`: who asks, and how much it matters."""
+        return {
+            "cache_salt": self.cache_salt or "",
+            "priority": self.priority or 0,
+            "session": self.session_id or self.prompt_cache_key or "",
+            "hint": None if self.cache_hint is None else self.cache_hint.hint(),
+        }
+
+    def _check_shared(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed where stream is true", "stream_options")
+        if self.cache_hint is not None:
+            self.cache_hint.hint()
+            if self.session_id is None and self.prompt_cache_key is None:
+                message = "cache_hint is about a session: name it by session_id or prompt_cache_key"
+                raise InvalidRequest(message, "cache_hint")
 
 
 class CompletionBody(Generating, kw_only=True):
@@ -109,7 +140,7 @@ class CompletionBody(Generating, kw_only=True):
 
     def check(self) -> None:
         """Everything that can be refused before a token is counted."""
-        self._check_stream()
+        self._check_shared()
         if isinstance(self.prompt, list):
             kinds = set(map(type, self.prompt))
             if len(kinds) != 1:
@@ -181,7 +212,7 @@ class ChatBody(Generating, kw_only=True):
 
     def check(self) -> None:
         """Everything that can be refused before a token is counted."""
-        self._check_stream()
+        self._check_shared()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed where logprobs is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -215,6 +246,20 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[TokenId]
 
 
+class PrefetchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A session by its name, or a prompt as one of the generating routes would take it."""
+
+    model: str | None = None
+    cache_salt: Label | None = None
+    session_id: Name | None = None
+    prompt: str | Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    messages: Messages | None = None
+
+    def check(self) -> None:
+        if sum(one is not None for one in (self.session_id, self.prompt, self.messages)) != 1:
+            raise InvalidRequest("give one of session_id, prompt and messages", "session_id")
+
+
 class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: Label
     lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -246,7 +291,7 @@ _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `
 # Made once: working out what a type allows takes milliseconds.
 _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, LoadLoraBody, UnloadLoraBody, NoFields)
+    for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, PrefetchBody, LoadLoraBody, UnloadLoraBody, NoFields)
 }
 
 

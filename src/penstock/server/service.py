@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +26,7 @@ from penstock.server.text import Rules
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine, FlushLevel
     from penstock.engine.loop import EngineLoop
+    from penstock.engine.sessions import Prefetched
 
 logger = logging.getLogger("penstock.server")
 
@@ -32,9 +34,10 @@ BEAT_LIMIT_S = 10.0  # a step takes seconds at worst; a loop that is silent for 
 WATCH_S = 0.25  # how often a dead loop is looked for
 INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a thread would take longer than the work
 NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
-NUM_SIDE = 32  # tokenise and detokenise calls in progress
+NUM_SIDE = 32  # tokenise, detokenise and prefetch calls in progress
 SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
 RESET_TIMEOUT_S = 30.0
+PREFETCH_TIMEOUT_S = 10.0  # for the engine loop to come round and begin it
 FLUSH_TIMEOUT_S = 60.0
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
 
@@ -50,7 +53,7 @@ class Service:
         self.config = config
         self.created = int(time.time())
         self.generations = Gate(config.max_concurrent, "generations")
-        self.side = Gate(NUM_SIDE, "tokenize calls")
+        self.side = Gate(NUM_SIDE, "tokenize and prefetch calls")
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._bridge: Bridge | None = None
         self._reset: asyncio.Future[dict[str, int]] | None = None
@@ -174,6 +177,13 @@ class Service:
         if not done:
             raise DeadlineExceeded(f"the cache was not reset within {RESET_TIMEOUT_S:g} s; what is under way goes on")
         return self._reset.result()
+
+    async def prefetch(self, begun: Future[Prefetched | None]) -> Prefetched | None:
+        """Wait until it has begun, not until it is over."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begun), PREFETCH_TIMEOUT_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch") from None
 
     async def flush_cache(self, level: FlushLevel) -> None:
         """One at a time, like a reset."""

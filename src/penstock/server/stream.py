@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import anyio
 from starlette.types import Receive
 
-from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.server.faults import Hangup
 from penstock.server.limits import Seats
 
@@ -80,15 +80,16 @@ class Reading:
     def widen(self, num: int) -> None:
         self._seats.widen(num)
 
-    def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str, adapter: Adapter | None = None) -> None:
-        """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end, if not before."""
+    def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
+        """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end, if not before. `options` are
+        those of the engine's `submit`."""
         if self._abandoned:
             raise Hangup
         request_id = f"{self.id}-{index}"
         self._live[index] = request_id
         listener = partial(self._bridge.post, self, index)
         try:
-            self._engine.submit(prompt, sampling, listener, cache_salt=cache_salt, request_id=request_id, adapter=adapter)
+            self._engine.submit(prompt, sampling, listener, request_id=request_id, **options)
         except BaseException:
             self._live.pop(index, None)
             raise

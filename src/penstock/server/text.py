@@ -75,12 +75,19 @@ def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules)
     return tokenizer.encode_chat([message.as_dict() for message in messages], rules.most, rules.special_in_text)
 
 
-def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules: Rules) -> Prompt:
-    """Ids that the model does not have are the engine's to refuse; here they only have no text."""
+def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules) -> Sequence[int]:
+    """Ids that the model does not have are the engine's to refuse."""
     if isinstance(given, str):
-        return Prompt(tokenizer.encode(given, most=rules.most), given)
+        return tokenizer.encode(given, most=rules.most)
     check_num_tokens(given, rules.most, "prompt")
-    return Prompt(given, tokenizer.decode(given, skip_special=False) if echo else "")
+    return given
+
+
+def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules: Rules) -> Prompt:
+    ids = encode_prompt(tokenizer, given, rules)
+    if isinstance(given, str):
+        return Prompt(ids, given)
+    return Prompt(ids, tokenizer.decode(given, skip_special=False) if echo else "")
 
 
 def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:

@@ -11,11 +11,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract import Adapter, FinishReason, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import Adapter, CacheHint, FinishReason, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.adapters import AdapterStore
+from penstock.engine.sessions import Prefetched
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
 from penstock.errors import EngineClosed, InvalidRequest
 from penstock.figures import Histogram
@@ -87,6 +89,7 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
         self.adapted: list[Adapter | None] = []  # by what was submitted
+        self.hinted: list[tuple[int, str, CacheHint | None]] = []  # priority, session and hint, by what was submitted
         self._script = script
         self._pace_s = pace_s
         self._lock = threading.Condition()
@@ -107,6 +110,9 @@ class ScriptedEngine:
         cache_salt: str = "",
         request_id: str | None = None,
         adapter: Adapter | None = None,
+        priority: int = 0,
+        session: str = "",
+        hint: CacheHint | None = None,
     ) -> str:
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -121,6 +127,7 @@ class ScriptedEngine:
             request_id = request_id or f"request-{len(self.submitted)}"
             self.submitted.append((prompt, sampling, cache_salt))
             self.adapted.append(adapter)
+            self.hinted.append((priority, session, hint))
             scope = (cache_salt, "" if adapter is None else adapter.digest)
             self._open[request_id] = _Open(request_id, prompt, sampling, scope, listener, iter(tokens))
             self._lock.notify_all()
@@ -152,6 +159,14 @@ class ScriptedEngine:
                 resume=Histogram(TTFT_BOUNDS_S),
                 load_exposed_s=0.0,
             )
+
+    def prefetch(
+        self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
+    ) -> Future[Prefetched | None]:
+        """It has no colder tier, so there is nothing to bring up."""
+        done: Future[Prefetched | None] = Future()
+        done.set_result(Prefetched(0, False) if prompt is not None or any(named == session for _, named, _ in self.hinted) else None)
+        return done
 
     @property
     def tiers(self) -> tuple[str, ...]:

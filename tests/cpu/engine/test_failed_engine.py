@@ -94,7 +94,10 @@ def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(prompts
     reset = asked(engine.reset_cache)
     late_flush = asked(lambda: engine.wait_flushed("captured", 600.0))
     soon(lambda: len(engine._inbox) == 4)
+    prefetch, given_up = engine.prefetch(prompts(20)), engine.prefetch(session="agent")
+    assert given_up.cancel()
     engine.fail_all(RuntimeError("the device is gone"))
+    assert isinstance(prefetch.exception(timeout=0), EngineClosed)
     for one in (running, queued):
         assert [event.finish for event in one.events if event.finish is not None] == [FinishReason.ERROR]
         assert "the device is gone" in str(one.error)
@@ -146,6 +149,7 @@ def test_after_a_failure_everything_is_refused_with_its_reason_and_nothing_piles
         lambda: submit(engine, prompts(10)),
         engine.reset_cache,
         lambda: engine.wait_flushed("visible", 600.0),
+        lambda: engine.prefetch(session="agent"),
     ]
     for call in calls:
         with pytest.raises(EngineClosed, match="the device is gone"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cpu.engine.test_engine import check_at_rest
-from penstock.contract import FinishReason, KvSource, StepPlan
+from penstock.contract import CacheHint, FinishReason, KvSource, SamplingParams, StepPlan
 from penstock.engine.engine import Engine
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packer
@@ -543,3 +543,80 @@ def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
     found = generate(engine, prompts(30, seed=1), logprobs=1)
     assert not any(math.isnan(entry.logprob) for entry in expected.logprobs)
     assert any(math.isnan(entry.logprob) for entry in found.logprobs)
+
+
+# --------------------------------------------------------------------------------------------------------------- sessions
+
+
+def say(engine: Engine, prompt: list[int], session: str, num_tokens: int = 8, **hint: Any) -> Collected:
+    heard = Collected()
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    engine.submit(prompt, params, heard.events.append, session=session, hint=CacheHint(**hint))
+    run_all(engine)
+    return heard
+
+
+def test_a_session_ends_with_the_blocks_that_its_requests_have_filled(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """What is retained is just what a next request that goes on from there finds."""
+    engine = make_engine(host_blocks=64)
+    first = say(engine, prompts(40), "agent", 25, retain_s=60.0)
+    assert engine.stats().sessions.retained_blocks == 4  # 40 tokens and 24 that were fed back
+    again = say(engine, [*prompts(40), *first.tokens, 5], "agent")
+    assert again.source == KvSource(device=64, computed=2)
+
+
+def test_a_released_session_leaves_both_tiers_empty_in_whatever_state_its_saves_are(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    _, save = gates(engine)
+    save.hold()
+    say(engine, prompts(70), "agent", release=True)
+    turn(engine, 5)
+    assert engine.stats().sessions.released_blocks == 0
+    save.let()
+    settle_all(engine)
+    turn(engine, 2)
+    assert engine.stats().sessions.released_blocks == 8
+    assert {tier: blocks["idle"] for tier, blocks in engine.stats().kv_blocks.items()} == {"device": 0, "host": 0}
+
+
+def test_a_listener_that_raises_does_not_keep_its_session_from_being_known(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+
+    def raises(event: object) -> None:
+        raise ValueError("mine")
+
+    engine.submit(prompts(40), SamplingParams(max_tokens=1), raises, session="agent")
+    run_all(engine)
+    assert engine.stats().sessions.known == 1
+
+
+def test_a_prefetch_that_nobody_waits_for_is_not_begun(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(host_blocks=64)
+    begun: list[object] = []
+    monkeypatch.setattr(engine.cache, "prefetch", lambda prefix, owner: begun.append(prefix.keys))
+    given_up, wanted = engine.prefetch(prompts(40)), engine.prefetch(prompts(40, seed=1), cache_salt="x")
+    assert given_up.cancel()
+    turn(engine)
+    assert wanted.result(timeout=0) == (0, False)
+    assert begun == [engine.cache.prefix_of(prompts(40, seed=1), "x").keys]
+
+
+def test_where_nothing_is_reused_there_is_nothing_to_retain_or_prefetch(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(prefix_cache=False)
+    say(engine, prompts(40), "agent", retain_s=60.0)
+    by_prompt, by_session = engine.prefetch(prompts(40)), engine.prefetch(session="agent")
+    turn(engine)
+    assert (by_prompt.result(timeout=0), by_session.result(timeout=0)) == ((0, False), None)
+
+
+def test_with_one_step_in_flight_the_session_of_a_cancelled_request_is_known(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    heard = Collected()
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    request_id = engine.submit(prompts(40), params, heard.events.append, session="agent", hint=CacheHint(retain_s=60.0))
+    while len(heard.tokens) < 10:
+        turn(engine)
+    engine.cancel(request_id)
+    run_all(engine)
+    figures = engine.stats().sessions
+    assert (figures.known, figures.retained_blocks) == (1, (40 + len(heard.tokens) - 1) // 16)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
 from penstock.engine.stats import EngineStats
-from penstock.figures import Histogram, Traffic
+from penstock.figures import Histogram, SessionFigures, Traffic
 from penstock.server.metrics import Exposition
 
 BOUNDS = (0.5, 1.0)
@@ -45,6 +45,7 @@ STATS = EngineStats(
     ),
     resume=histogram(300),
     load_exposed_s=91.5,
+    sessions=SessionFigures(*range(2001, 2015)),
 )
 
 
@@ -91,6 +92,17 @@ def test_every_figure_is_shown_under_its_own_name() -> None:
         "steps_total": 61,
         "sanitizer_reports_total race": 71,
         "load_exposed_seconds_total": 91.5,
+        "sessions known": 2001,
+        "sessions retained": 2004,
+        "retained_blocks": 2005,
+        "session_tenants known": 2003,
+        "session_tenants retaining": 2007,
+        "retentions_cut_total": 2008,
+        "sessions_released_total": 2009,
+        "released_blocks_total": 2010,
+        "prefetches_total started": 2012,
+        "prefetches_total finished": 2013,
+        "prefetches_total refused": 2014,
         "transfer_bytes_total host device": 1001,
         "transfer_bytes_total device host": 1002,
         "transfer_bytes_total ssd host": 0,
@@ -121,6 +133,22 @@ def test_the_statistics_of_the_cache_are_those_of_the_engine(served: Served, mon
         "cache": STATS.cache,
         "prompt_tokens": STATS.prompt_tokens,
         "retractions": 41,
+        "sessions": {
+            "known": 2001,
+            "known_blocks": 2002,
+            "tenants": 2003,
+            "retained": 2004,
+            "retained_blocks": 2005,
+            "retained_blocks_max": 2006,
+            "retaining_tenants": 2007,
+            "retentions_cut": 2008,
+            "releases": 2009,
+            "released_blocks": 2010,
+            "prefetches_under_way": 2011,
+            "prefetches_started": 2012,
+            "prefetches_finished": 2013,
+            "prefetches_refused": 2014,
+        },
         "traffic": {
             "bytes": {"device to host": 1001, "host to device": 1002},
             "skipped_saves": {"full": 1031, "late": 1032},

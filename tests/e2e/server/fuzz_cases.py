@@ -32,6 +32,7 @@ BODIES: dict[str, type] = {
     "/v1/load_lora_adapter": schema.LoadLoraBody,
     "/v1/unload_lora_adapter": schema.UnloadLoraBody,
     "/cache/flush": schema.NoFields,
+    "/cache/prefetch": schema.PrefetchBody,
     "/cache/reset": schema.NoFields,
 }
 QUERIES: dict[str, dict[str, list[str]]] = {
@@ -48,11 +49,17 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "passing", "lora_path": "a1"},
     "/v1/unload_lora_adapter": {"lora_name": "passing"},
     "/cache/flush": {},
+    "/cache/prefetch": {"prompt": "When the gate opens, the water arrives and the wheel turns for as long as there is some"},
     "/cache/reset": {},
 }
 WITH_FIELDS = sorted(path for path, fields in BASES.items() if fields)
 # A field may also be refused under the name of another one that it does not go with.
-RELATED: dict[str, set[str]] = {"max_completion_tokens": {"max_tokens"}, "messages": {"prompt"}, "prompt": {"max_tokens"}, "n": {"n"}}
+RELATED: dict[str, set[str]] = {
+    "max_completion_tokens": {"max_tokens"},
+    "messages": {"prompt", "session_id"},
+    "prompt": {"max_tokens", "session_id"},
+    "n": {"n"},
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,17 @@ LEGAL: dict[str, list[Any]] = {
     "max_tokens": [6, 0, 1, 13],
     "max_completion_tokens": [None],
     "cache_salt": [None, "", "a", "\x00"],
+    "priority": [None, 0, -(2**31), 2**31 - 1],
+    "session_id": [None, None, "s", "\x00", "\U0001f600" * 1024],
+    "prompt_cache_key": [None, "k"],
+    "cache_hint": [
+        None,
+        {},
+        {"retain_s": 0},
+        {"retain_s": 86400, "priority": "high"},
+        {"retain_s": 0.001, "priority": "low"},
+        {"release": True},
+    ],
     "user": [None, "u"],
     "echo": [None, True, False],
     "logprobs": [None, 0, 5, 20],
@@ -137,6 +155,8 @@ def legal_case(path: str, chosen: Mapping[str, Any]) -> Case:
     fields = {name: value for name, value in chosen.items() if value is not None}
     if not fields.get("stream"):
         fields.pop("stream_options", None)
+    if "session_id" not in fields and "prompt_cache_key" not in fields:
+        fields.pop("cache_hint", None)
     if path == "/v1/chat/completions" and not fields.get("logprobs"):
         fields.pop("top_logprobs", None)
     return Case("POST", path, encode(fields), fields=fields, legal=True)

@@ -358,6 +358,7 @@ _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     "/detokenize": _plain(_written),
     "/cache/flush": _plain(lambda case, reply: set(reply) == {"level"}),
     "/cache/reset": _plain(lambda case, reply: reply["evicted_blocks"] == sum(reply["by_tier"].values()) and set(reply) > {"tier"}),
+    "/cache/prefetch": _plain(lambda case, reply: set(reply) == {"blocks", "started"} and reply["started"] >= (reply["blocks"] > 0)),
     "/cache/stats": _plain(_blocks),
     "/health": _plain(lambda case, reply: reply == {"status": "ready"}),
     "/live": _plain(lambda case, reply: reply == {"status": "live"}),

@@ -75,6 +75,41 @@ class Cached(Rig):
 BLOCKS = [tuple(PROMPT[:4]), tuple(PROMPT[4:8])]
 
 
+def test_what_is_forgotten_is_neither_on_the_device_nor_in_host_memory() -> None:
+    rig = Cached()
+    rig.cache.release(rig.run("request"), None)
+    rig.finish()
+    assert rig.cache.forget(rig.prefix().keys[1:]) == 2
+    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.num_keys) == (1, 1)
+    assert rig.cache.forget(rig.prefix().keys) == 2 and rig.cache.forget(rig.prefix().keys) == 0
+    assert (rig.pool.counts.free, rig.host.slots.free) == (rig.pool.num_slots, rig.host.num_slots)
+    rig.end()
+
+
+def test_what_a_table_holds_is_not_forgotten_in_any_tier() -> None:
+    rig = Cached()
+    table = rig.run("request")
+    rig.finish()
+    assert rig.cache.forget(rig.prefix().keys) == 0
+    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.num_keys) == (2, 2)
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_what_a_transfer_or_a_lease_reads_can_be_forgotten_and_is_read_to_the_end() -> None:
+    rig = Cached()
+    rig.remembered()
+    table, _ = rig.loading()
+    lease = rig.cache.lease("other", rig.prefix())
+    assert lease is not None and rig.cache.forget(rig.prefix().keys) == 2 and rig.host.num_keys == 0
+    assert rig.host.slots.free == rig.host.num_slots - 2
+    assert rig.finish() and rig.content() == BLOCKS
+    lease.end()
+    assert rig.host.slots.free == rig.host.num_slots
+    rig.cache.release(table, None)
+    rig.end()
+
+
 def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_its_keys() -> None:
     rig = Cached()
     rig.remembered()

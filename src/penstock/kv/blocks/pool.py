@@ -124,6 +124,10 @@ class BlockPool:
         """Those that are out."""
         return [handle for handle in self._out or () if isinstance(handle, Pin)]
 
+    def is_held(self, slot: int) -> bool:
+        """By a table; pins do not count."""
+        return self._book.holds[slot] > 0
+
     def num_idle_of(self, slots: Run) -> int:
         return len(self._book.those_in(SlotState.IDLE, slots))
 

@@ -223,6 +223,22 @@ class HostTier:
                 lease.want = self._pool.want(as_run(here[here != ABSENT]), self._clock())
                 lease.places = np.flatnonzero(here != ABSENT)
 
+    def want(self, keys: Sequence[bytes], rank: float, earlier: Want | None = None) -> Want:
+        """Those of `keys` that are here are forgotten after all that nobody wants, in place of `earlier`."""
+        with self._lock:
+            slots = np.array([slot for slot in self._pool.find_each(keys) if slot != ABSENT], np.intp)
+            if earlier is not None and np.array_equal(earlier.slots, slots) and not self._pool.gone_of(earlier).any():
+                return earlier
+            want = self._pool.want(as_run(slots), rank)
+            if earlier is not None:
+                self._pool.end_want(earlier)
+            return want
+
+    def end_want(self, want: Want) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._pool.end_want(want)
+
     def refresh(self, lease: HostLease) -> None:
         """Take note of what it has lost meanwhile."""
         if lease.want is not None:
@@ -472,6 +488,11 @@ class HostTier:
         """Forget every block that nobody needs; returns how many."""
         with self._lock:
             return self._pool.evict(self._pool.num_slots)
+
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends."""
+        with self._lock:
+            return self._pool.forget([slot for slot in self._pool.find_each(keys) if slot != ABSENT])
 
     def tell_balance(self, observer: EngineObserver) -> None:
         """Under the lock: what the observer has seen and what is counted belong to one moment."""

@@ -1,0 +1,511 @@
+"""What clients say about their conversations: which KV is wanted again, for how long, and which is not. Owns the records of sessions and
+who may keep how much; the blocks are storage's.
+
+A session is known by its tenant's salt and its own name, of which only digests are kept. Its record holds the keys of its last request.
+Everything is bounded, and where a bound is met the tenant that has most gives way: who has no more than an equal share loses nothing to
+others. All calls come from the engine thread but `follow` and `figures`; each turn does a slice of what is due.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from penstock.contract import CacheHint, FinishReason, Listener, Prefix, Request, TokenEvent, Weight
+from penstock.errors import Overloaded
+from penstock.figures import SessionFigures
+from penstock.kv.blocks.key import KEY_BYTES, prefix_keys
+from penstock.kv.transfer.mover import Settling
+
+RETAINED_SHARE = 0.5  # of the blocks of device and host memory: what retained sessions may have in all
+_ENDS_AT_ONCE = 16  # requests whose sessions are brought up to date in one turn: a long one takes some hundred microseconds
+_EXPIRIES_AT_ONCE = 32
+_FORGET_AT_ONCE = 512  # blocks
+_MARK_EVERY = 4  # blocks: what sessions share is known to within so many
+_LOOK_EVERY = 16  # turns of the engine: a look at a long conversation takes about half a millisecond
+_RANK_STEP = 1e12  # between weights, and above any time of arrival: what a request in line wants is kept longer
+
+
+class Retained(Protocol):
+    """Blocks that are forgotten after all that nobody wants. Ends exactly once."""
+
+    def look_again(self) -> None:
+        """They may have moved."""
+
+    def end(self) -> None: ...
+
+
+class Prefetch(Settling, Protocol):
+    """Blocks on their way up from cold tiers."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class SessionStorage(Protocol):
+    """What sessions ask of KV storage. None of it blocks."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    def newest_save(self) -> Settling | None: ...
+
+    def retain(self, prefix: Prefix, rank: float) -> Retained:
+        """Of wanted blocks those of the greatest rank are forgotten first."""
+
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """Forget those of the blocks that no request holds, in memory; returns how many copies."""
+
+    def prefetch(self, prefix: Prefix, owner: str) -> Prefetch | None:
+        """Bring up what lies in cold tiers; None where that is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """In all, over all tenants."""
+
+    retained_blocks: int
+    sessions: int = 65_536
+    known_blocks: int = 1 << 21  # keys of all sessions: 16 bytes each, and as much again for what they share
+    prefetches: int = 16
+
+
+class Prefetched(NamedTuple):
+    """What came of asking for a prefetch."""
+
+    num_blocks: int  # found in tiers behind host memory
+    started: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    id: bytes
+    sessions: dict[bytes, _Session] = field(default_factory=dict)  # longest unused first
+    retained: tuple[dict[bytes, _Session], ...] = field(
+        default_factory=lambda: tuple({} for _ in Weight)
+    )  # by weight, longest unused first
+    num_known: int = 0  # blocks
+    num_retained: int = 0  # blocks
+    num_prefetches: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    id: bytes
+    tenant: _Tenant
+    scope: bytes = b""
+    keys: bytes = b""  # one behind the other: a tuple of them would take four times as much
+    found: int | None = None  # blocks that were in memory before it, whose they may be; None: not known yet
+    retain_s: float = 0.0
+    weight: Weight = Weight.NORMAL
+    used_s: float = 0.0
+    due: int | None = None  # the second in which its retention ends; None: it is not retained
+    want: Retained | None = None
+    is_looked_at: bool = False  # now and then, in turn with others
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    @property
+    def prefix(self) -> Prefix:
+        return Prefix(self.scope, tuple(_key(self.keys, number) for number in range(self.num_blocks)))
+
+
+class _Ending:
+    """A request of a session, from its submission to its last event. Collects what it generates."""
+
+    def __init__(self, request: Request, ids: tuple[bytes, bytes], hint: CacheHint, listener: Listener, ended: deque[_Ending]) -> None:
+        self._request = request
+        self.ids = ids
+        self.hint = hint
+        self.num_found = 0  # tokens in memory when it began
+        self._tokens: list[int] = []
+        self._listener = listener
+        self._ended = ended
+
+    def __call__(self, event: TokenEvent) -> None:
+        self._tokens += event.tokens
+        if event.source is not None:
+            self.num_found = event.source.device + event.source.host
+        if event.finish is not None:
+            if event.finish is not FinishReason.STOP:
+                del self._tokens[-1:]  # the last one was not fed back: it has no KV
+            if event.finish is not FinishReason.ERROR:
+                self._ended.append(self)
+        self._listener(event)
+
+    def prefix(self, block_tokens: int) -> Prefix:
+        """Of its prompt and of what it has generated, as far as that was computed."""
+        scope, keys = self._request.prefix or Prefix(b"", ())
+        tail = [*self._request.prompt[len(keys) * block_tokens :], *self._tokens]
+        return Prefix(scope, (*keys, *prefix_keys(tail, block_tokens, scope, keys[-1] if keys else None)))
+
+
+class _Release(NamedTuple):
+    """Blocks of a session that ended: forgotten from the last on, once saves of them that were under way have landed."""
+
+    scope: bytes
+    keys: bytes
+    found: int
+    after: Settling | None
+
+
+class Sessions:
+    """Records of conversations, by tenant; see the module."""
+
+    def __init__(self, storage: SessionStorage, limits: SessionLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._storage = storage
+        self._limits = limits
+        self._clock = clock
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._by_sessions, self._by_known, self._by_retained = _Largest(), _Largest(), _Largest()
+        self._marks: Counter[bytes] = Counter()  # every so many keys of a session: in how many it is
+        self._ended: deque[_Ending] = deque()
+        self._due: dict[int, dict[_Session, None]] = {}  # retained sessions by the second in which that ends
+        self._seconds: list[int] = []  # a heap of those
+        self._releases: deque[_Release] = deque()
+        self._prefetches: list[tuple[_Tenant, Prefetch]] = []  # under way
+        self._moving: deque[_Session] = deque()  # those that are retained, and some that were
+        self._num_steps = 0
+        self._counts: Counter[str] = Counter()
+
+    # -------------------------------------------------------------------------------------------------- from any thread
+
+    def follow(self, request: Request, salt: str, hint: CacheHint | None, listener: Listener) -> Listener:
+        """A listener for `request` that notes what becomes of it. Where nothing is reused there is nothing to know."""
+        if not request.session or request.prefix is None:
+            return listener
+        return _Ending(request, session_ids(salt, request.session), hint or CacheHint(), listener, self._ended)
+
+    def figures(self) -> SessionFigures:
+        """Numbers only: names of tenants and sessions may be secrets."""
+        counts = self._counts
+        return SessionFigures(
+            known=counts["sessions"],
+            known_blocks=counts["known"],
+            tenants=len(self._tenants),
+            retained=counts["retained_sessions"],
+            retained_blocks=counts["retained"],
+            retained_blocks_max=self._limits.retained_blocks,
+            retaining_tenants=len(self._by_retained),
+            retentions_cut=counts["cut"],
+            releases=counts["releases"],
+            released_blocks=counts["released"],
+            prefetches_under_way=len(self._prefetches),
+            prefetches_started=counts["started"],
+            prefetches_finished=counts["finished"],
+            prefetches_refused=counts["refused"],
+        )
+
+    # ------------------------------------------------------------------------------------------------- the engine thread
+
+    def step(self) -> bool:
+        """A slice of what is due; says whether more of it is due at once."""
+        for _ in range(min(len(self._ended), _ENDS_AT_ONCE)):
+            self._end(self._ended.popleft())
+        is_late = self._expire()
+        self._settle_prefetches()
+        self._release_some()
+        self._look_again()
+        return bool(self._ended) or is_late or self._may_release
+
+    def _look_again(self) -> None:
+        """Now and then, for one session: its blocks move between device and host memory, and are to be wanted where they are."""
+        self._num_steps += 1
+        if self._moving and self._num_steps % _LOOK_EVERY == 0:
+            session = self._moving.popleft()
+            session.is_looked_at = session.want is not None
+            if session.want is not None:
+                session.want.look_again()
+                self._moving.append(session)
+
+    def prefetch(self, salt: str, asked: str | Prefix) -> Prefetched | None:
+        """Bring up the KV of a session by its name, or of a prefix. None: there is no such session. Raises Overloaded where too many are
+        under way: a tenant may have no more of them than it leaves free for others."""
+        ids = session_ids(salt, asked if isinstance(asked, str) else "")
+        while self._ended:  # it may be the session of a request that has just ended
+            self._end(self._ended.popleft())
+        tenant = self._tenants.get(ids[0])
+        if isinstance(asked, str):
+            session = None if tenant is None else tenant.sessions.get(ids[1])
+            if session is None:
+                return None
+            asked = session.prefix
+        tenant = tenant or _Tenant(ids[0])
+        if tenant.num_prefetches >= self._limits.prefetches - len(self._prefetches):
+            self._counts["refused"] += 1
+            raise Overloaded(f"{tenant.num_prefetches} prefetches of this tenant are under way, {len(self._prefetches)} in all")
+        prefetch = self._storage.prefetch(asked, f"prefetch {self._counts['started']}") if asked.keys else None
+        if prefetch is None:
+            return Prefetched(0, False)
+        self._counts["started"] += 1
+        self._tenants[tenant.id] = tenant
+        tenant.num_prefetches += 1
+        self._prefetches.append((tenant, prefetch))
+        return Prefetched(prefetch.num_blocks, True)
+
+    def close(self) -> None:
+        """Nothing is wanted any more. Idempotent."""
+        self._ended.clear()
+        self._releases.clear()
+        for tenant in list(self._tenants.values()):
+            for session in list(tenant.sessions.values()):
+                self._drop(session)
+
+    # ---------------------------------------------------------------------------------------------------------- requests
+
+    def _end(self, ending: _Ending) -> None:
+        """The KV of a session is now that of its last request."""
+        hint, prefix = ending.hint, ending.prefix(self._storage.block_tokens)
+        tenant = self._tenants.setdefault(ending.ids[0], _Tenant(ending.ids[0]))
+        session = tenant.sessions.get(ending.ids[1]) or _Session(ending.ids[1], tenant)
+        num_found = ending.num_found // self._storage.block_tokens
+        session.found = num_found if session.found is None else min(session.found, num_found)
+        session.retain_s = session.retain_s if hint.retain_s is None else hint.retain_s
+        session.weight = session.weight if hint.weight is None else hint.weight
+        session.used_s = self._clock()
+        before = session.scope, session.keys
+        self._know(session, prefix)
+        if hint.release:
+            self._release(session, *before)
+        elif session.retain_s:
+            self._retain(session, prefix)
+        self._bound_known()
+        self._forget_tenant(tenant)
+
+    def _know(self, session: _Session, prefix: Prefix) -> None:
+        """Its keys are those of `prefix`, most of which it mostly had before."""
+        self._end_retention(session)
+        tenant = session.tenant
+        self._counts["sessions"] += session.id not in tenant.sessions
+        tenant.sessions.pop(session.id, None)
+        tenant.sessions[session.id] = session  # the newest
+        session.scope = prefix.scope
+        self._change_keys(session, b"".join(prefix.keys))
+        self._note_known(tenant)
+
+    def _change_keys(self, session: _Session, keys: bytes) -> None:
+        before, session.keys = session.keys, keys
+        num_more = session.num_blocks - len(before) // KEY_BYTES
+        session.tenant.num_known += num_more
+        self._counts["known"] += num_more
+        num_same = _num_common(before, keys)
+        for key in _marks(before, num_same):
+            self._marks[key] -= 1
+            if not self._marks[key]:
+                del self._marks[key]
+        for key in _marks(keys, num_same):
+            self._marks[key] += 1
+
+    def _drop(self, session: _Session) -> None:
+        self._end_retention(session)
+        self._change_keys(session, b"")
+        tenant = session.tenant
+        del tenant.sessions[session.id]
+        self._counts["sessions"] -= 1
+        self._note_known(tenant)
+        self._forget_tenant(tenant)
+
+    def _note_known(self, tenant: _Tenant) -> None:
+        self._by_sessions.note(tenant, len(tenant.sessions))
+        self._by_known.note(tenant, tenant.num_known)
+
+    def _forget_tenant(self, tenant: _Tenant) -> None:
+        if not tenant.sessions and not tenant.num_prefetches:
+            self._tenants.pop(tenant.id, None)
+
+    def _bound_known(self) -> None:
+        while self._counts["sessions"] > self._limits.sessions:
+            self._drop(next(iter(self._by_sessions.first().sessions.values())))
+        while self._counts["known"] > self._limits.known_blocks:
+            self._drop(next(iter(self._by_known.first().sessions.values())))
+
+    # --------------------------------------------------------------------------------------------------------- retention
+
+    def _retain(self, session: _Session, prefix: Prefix) -> None:
+        num_blocks = session.num_blocks
+        if not num_blocks:
+            return
+        if num_blocks > self._limits.retained_blocks:  # it would push out everything else of its tenant, and then itself
+            self._counts["cut"] += 1
+            return
+        tenant = session.tenant
+        tenant.retained[session.weight][session.id] = session
+        self._count_retained(tenant, num_blocks, 1)
+        second = int(session.used_s + session.retain_s) + 1
+        if second not in self._due:
+            self._due[second] = {}
+            heapq.heappush(self._seconds, second)
+        self._due[second][session] = None
+        session.due = second
+        while self._counts["retained"] > self._limits.retained_blocks:
+            self._end_retention(next(one for kept in self._by_retained.first().retained for one in kept.values()))
+            self._counts["cut"] += 1
+        if session.due is not None:
+            session.want = self._storage.retain(prefix, _rank(session))
+            if not session.is_looked_at:
+                session.is_looked_at = True
+                self._moving.append(session)
+
+    def _end_retention(self, session: _Session) -> None:
+        """Idempotent."""
+        if session.due is None:
+            return
+        del self._due[session.due][session]
+        session.due = None
+        for kept in session.tenant.retained:
+            kept.pop(session.id, None)
+        self._count_retained(session.tenant, -session.num_blocks, -1)
+        if session.want is not None:
+            session.want.end()
+            session.want = None
+
+    def _count_retained(self, tenant: _Tenant, num_blocks: int, num_sessions: int) -> None:
+        tenant.num_retained += num_blocks
+        self._counts["retained"] += num_blocks
+        self._counts["retained_sessions"] += num_sessions
+        self._by_retained.note(tenant, tenant.num_retained)
+
+    def _expire(self) -> bool:
+        """Says whether it has left some for the next turn."""
+        now = self._clock()
+        for _ in range(_EXPIRIES_AT_ONCE):
+            if not self._seconds or self._seconds[0] > now:
+                return False
+            sessions = self._due[self._seconds[0]]
+            if sessions:
+                self._end_retention(next(iter(sessions)))
+            if not sessions:
+                del self._due[heapq.heappop(self._seconds)]
+        return True
+
+    # ----------------------------------------------------------------------------------------------------------- release
+
+    def _release(self, session: _Session, scope: bytes, keys: bytes) -> None:
+        """Its KV goes, and what it had `before` under `keys` where that is no part of it."""
+        found = session.found or 0
+        mine = session.scope, session.keys
+        self._drop(session)
+        self._counts["releases"] += 1
+        after = self._storage.newest_save()
+        if not mine[1].startswith(keys):
+            self._releases.append(_Release(scope, keys, found, after))
+        self._releases.append(_Release(*mine, found, after))
+
+    @property
+    def _may_release(self) -> bool:
+        return bool(self._releases) and ((after := self._releases[0].after) is None or after.settled)
+
+    def _release_some(self) -> None:
+        if not self._may_release:
+            return
+        release = self._releases.popleft()
+        num_blocks = len(release.keys) // KEY_BYTES
+        first = max(release.found, self._num_shared(release.keys), num_blocks - _FORGET_AT_ONCE)
+        if first < num_blocks:  # the last ones go first: a prefix is of use without its continuation
+            self._counts["released"] += self._storage.forget([_key(release.keys, number) for number in range(first, num_blocks)])
+            self._releases.appendleft(release._replace(keys=release.keys[: first * KEY_BYTES]))
+
+    def _num_shared(self, keys: bytes) -> int:
+        """How many of the first blocks a known session may have as well. A key covers all before it, so what is shared has no gaps."""
+        num_marks = -(-len(keys) // (KEY_BYTES * _MARK_EVERY))
+        return _MARK_EVERY * _num_first(num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks)
+
+    def _settle_prefetches(self) -> None:
+        for tenant, prefetch in [pair for pair in self._prefetches if pair[1].settled]:
+            self._prefetches.remove((tenant, prefetch))
+            tenant.num_prefetches -= 1
+            self._counts["finished"] += 1
+            self._forget_tenant(tenant)
+
+
+class _Largest:
+    """Which tenant has most of something: a heap in which a tenant's number can change. Those with none are not in it."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Tenant] = []
+        self._nums: dict[_Tenant, int] = {}
+        self._places: dict[_Tenant, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def first(self) -> _Tenant:
+        return self._heap[0]
+
+    def note(self, tenant: _Tenant, num: int) -> None:
+        if tenant not in self._places:
+            if not num:
+                return
+            self._places[tenant] = len(self._heap)
+            self._heap.append(tenant)
+        self._nums[tenant] = num
+        place = self._up(self._places[tenant])
+        self._down(place)
+        if not num:  # it is behind all others on its way down: what took its place is put right
+            self._remove(tenant)
+
+    def _remove(self, tenant: _Tenant) -> None:
+        place, last = self._places.pop(tenant), self._heap.pop()
+        del self._nums[tenant]
+        if last is not tenant:
+            self._heap[place], self._places[last] = last, place
+            self._down(self._up(place))
+
+    def _up(self, place: int) -> int:
+        while place and self._nums[self._heap[(place - 1) // 2]] < self._nums[self._heap[place]]:
+            self._exchange(place, (place - 1) // 2)
+            place = (place - 1) // 2
+        return place
+
+    def _down(self, place: int) -> None:
+        while True:
+            below = [at for at in (2 * place + 1, 2 * place + 2) if at < len(self._heap)]
+            largest = max(below, key=lambda at: self._nums[self._heap[at]], default=place)
+            if self._nums[self._heap[largest]] <= self._nums[self._heap[place]]:
+                return
+            self._exchange(place, largest)
+            place = largest
+
+    def _exchange(self, one: int, other: int) -> None:
+        heap = self._heap
+        heap[one], heap[other] = heap[other], heap[one]
+        self._places[heap[one]], self._places[heap[other]] = one, other
+
+
+def session_ids(salt: str, session: str) -> tuple[bytes, bytes]:
+    """Of the tenant and of its session."""
+    tenant = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock tenant").digest()
+    return tenant, blake2b(tenant + session.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock session").digest()
+
+
+def _rank(session: _Session) -> float:
+    """Among what is wanted: lighter ones go first, of the same weight those that were used longer ago."""
+    return _RANK_STEP * (len(Weight) - session.weight) - session.used_s
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Blocks with which both begin."""
+    num = min(len(one), len(other)) // KEY_BYTES
+    return _num_first(num, lambda number: _key(one, number) == _key(other, number))
+
+
+def _num_first(num: int, holds: Callable[[int], bool]) -> int:
+    """Of the numbers below `num` those for which something holds that holds for all before it as well."""
+    return bisect_left(range(num), True, key=lambda number: not holds(number))
+
+
+def _marks(keys: bytes, first: int) -> Iterator[bytes]:
+    """Of the blocks from number `first` on."""
+    return (_key(keys, number) for number in range(-(-first // _MARK_EVERY) * _MARK_EVERY, len(keys) // KEY_BYTES, _MARK_EVERY))
+
+
+def _key(keys: bytes, number: int) -> bytes:
+    return keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]

@@ -1,0 +1,230 @@
+"""Session hints over HTTP: how they are checked and handed on, before a scripted engine; what becomes of a session's KV, before a real one
+with tiers, under the sanitizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import MODEL, Served, completion, serving, until
+from tiered_server import PROMPT, Tiered, error_of, tiered
+
+from penstock.contract import CacheHint, Weight
+from penstock.engine.sessions import Prefetched
+from penstock.errors import Overloaded
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+OTHER = [9 + 7 * i % 450 for i in range(70)]
+
+
+@pytest.fixture
+def server() -> Iterator[Tiered]:
+    with tiered() as running:
+        yield running
+
+
+def sessions(server: Tiered | Served) -> dict[str, int]:
+    found: dict[str, int] = server.http.get("/cache/stats").json()["sessions"]
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- fields
+
+
+def test_what_a_client_says_reaches_the_engine_from_both_routes(served: Served) -> None:
+    hint = {"retain_s": 60, "priority": "high"}
+    fields = {"priority": -5, "session_id": "agent", "cache_hint": hint}
+    assert served.http.post("/v1/completions", json=completion(max_tokens=1, **fields)).status_code == 200
+    assert served.http.post("/v1/chat/completions", json={**CHAT, **fields}).status_code == 200
+    assert served.engine.hinted == [(-5, "agent", CacheHint(60.0, Weight.HIGH, False))] * 2
+
+
+def test_without_them_a_request_is_what_it_was(served: Served) -> None:
+    nothing = dict.fromkeys(("priority", "session_id", "prompt_cache_key", "cache_hint"))
+    assert served.http.post("/v1/completions", json=completion(max_tokens=1)).status_code == 200
+    assert served.http.post("/v1/completions", json=completion(max_tokens=1, **nothing)).status_code == 200
+    assert served.engine.hinted == [(0, "", None)] * 2
+
+
+def test_prompt_cache_key_names_a_session_unless_session_id_does(served: Served) -> None:
+    client = served.client()
+    client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body={"prompt_cache_key": "k", "cache_hint": {"release": True}})
+    client.chat.completions.create(**CHAT, prompt_cache_key="k", extra_body={"session_id": "s"})
+    assert served.engine.hinted == [(0, "k", CacheHint(release=True)), (0, "s", None)]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "priority as text": ({"priority": "high"}, "priority", "`str`"),
+    "a fractional priority": ({"priority": 1.5}, "priority", "`float`"),
+    "too low a priority": ({"priority": -(2**31) - 1}, "priority", ">= -2147483648"),
+    "too high a priority": ({"priority": 2**31}, "priority", "<= 2147483647"),
+    "a session without a name": ({"session_id": ""}, "session_id", "length >= 1"),
+    "too long a name": ({"session_id": "s" * 1025}, "session_id", "length <= 1024"),
+    "a number for a name": ({"session_id": 5}, "session_id", "`int`"),
+    "too long a key": ({"prompt_cache_key": "s" * 1025}, "prompt_cache_key", "length <= 1024"),
+    "a hint about nothing": ({"cache_hint": {}}, "cache_hint", "session_id or prompt_cache_key"),
+    "a hint that is none": ({"session_id": "s", "cache_hint": "keep"}, "cache_hint", "`str`"),
+    "an unknown hint": ({"session_id": "s", "cache_hint": {"retain": 5}}, "cache_hint.retain", "not a field"),
+    "negative time": ({"session_id": "s", "cache_hint": {"retain_s": -1}}, "cache_hint.retain_s", ">= 0"),
+    "more than a day": ({"session_id": "s", "cache_hint": {"retain_s": 86_401}}, "cache_hint.retain_s", "<= 86400"),
+    "an unknown weight": ({"session_id": "s", "cache_hint": {"priority": "highest"}}, "cache_hint.priority", "highest"),
+    "a number for release": ({"session_id": "s", "cache_hint": {"release": 1}}, "cache_hint.release", "`int`"),
+    "both at once": ({"session_id": "s", "cache_hint": {"release": True, "retain_s": 5}}, "cache_hint", "give one of them"),
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_hints_are_refused_by_name(served: Served, name: str, path: str) -> None:
+    fields, param, words = WRONG[name]
+    reply = served.http.post(path, json={**(CHAT if "chat" in path else completion()), **fields})
+    assert reply.status_code == 400
+    found = error_of(reply)
+    assert found["param"] == param
+    assert words in found["message"]
+    assert not served.engine.submitted
+
+
+# ------------------------------------------------------------------------------------------------------------ what is kept
+
+
+def wait_figures(server: Tiered, **wanted: int) -> None:
+    """A session's record is made in the turn in which its request ends, which may be a moment after the answer."""
+    until(lambda: {name: sessions(server)[name] for name in wanted} == wanted, f"{wanted}")
+
+
+def test_a_session_is_known_with_what_its_last_request_generated(server: Tiered) -> None:
+    server.ask(max_tokens=30, extra_body={"ignore_eos": True, "session_id": "agent"})
+    wait_figures(server, known=1, known_blocks=6, tenants=1, retained=0)  # 70 tokens and 29 that were fed back
+    _, again = server.ask(extra_body={"ignore_eos": True, "session_id": "agent"})
+    assert again["kv_source"]["device"] == 64
+    wait_figures(server, known=1, known_blocks=4, tenants=1, retained=0)
+
+
+def test_a_retained_session_shows_in_the_figures_until_it_is_given_up(server: Tiered) -> None:
+    server.ask(extra_body={"ignore_eos": True, "prompt_cache_key": "agent", "cache_hint": {"retain_s": 3600}})
+    server.ask(extra_body={"ignore_eos": True, "session_id": "agent", "cache_salt": "x", "cache_hint": {"retain_s": 3600}})
+    wait_figures(server, retained=2, retained_blocks=8, retaining_tenants=2, retained_blocks_max=(256 + 64) // 2)
+    metrics = server.scrape()
+    assert metrics["penstock_sessions", (("state", "retained"),)] == 2
+    assert metrics["penstock_retained_blocks", ()] == 8
+    server.ask(extra_body={"ignore_eos": True, "session_id": "agent", "cache_hint": {"retain_s": 0}})
+    wait_figures(server, known=2, retained=1, retained_blocks=4)
+
+
+def test_names_of_tenants_and_sessions_show_nowhere(server: Tiered) -> None:
+    server.ask(extra_body={"ignore_eos": True, "session_id": "hush-hush", "cache_salt": "hush-salt", "cache_hint": {"retain_s": 60}})
+    wait_figures(server, retained=1)
+    assert "hush" not in server.http.get("/cache/stats").text + server.http.get("/metrics").text
+
+
+def test_a_released_session_is_gone_from_device_and_host(server: Tiered) -> None:
+    session = {"ignore_eos": True, "session_id": "agent"}
+    server.ask(extra_body=session)
+    server.ask(OTHER)
+    _, again = server.ask(extra_body={**session, "cache_hint": {"release": True}})
+    assert again["cached_tokens"] == 64
+    wait_figures(server, released_blocks=8)  # four, on the device and in host memory
+    assert (sessions(server)["known"], sessions(server)["releases"]) == (0, 1)
+    assert server.ask(OTHER)[1]["kv_source"]["device"] == 64
+    assert server.ask()[1]["kv_source"]["computed"] == 70
+
+
+def test_a_release_right_after_the_first_request_forgets_what_is_still_being_saved(server: Tiered) -> None:
+    server.ask(extra_body={"ignore_eos": True, "session_id": "agent", "cache_hint": {"release": True}})
+    wait_figures(server, released_blocks=8)  # four, on the device and in host memory
+    server.forget_the_device()
+    assert server.ask()[1]["kv_source"]["computed"] == 70
+
+
+def test_a_release_leaves_what_another_session_shares(server: Tiered) -> None:
+    longer = [*PROMPT[:64], *OTHER]
+    server.ask(extra_body={"ignore_eos": True, "session_id": "one"})
+    server.ask(longer, extra_body={"ignore_eos": True, "session_id": "two"})
+    server.ask(extra_body={"ignore_eos": True, "session_id": "one", "cache_hint": {"release": True}})
+    wait_figures(server, releases=1)
+    assert server.ask(longer)[1]["kv_source"]["device"] == 128
+
+
+def test_a_stop_string_ends_a_request_like_any_other(server: Tiered) -> None:
+    tokens, _ = server.ask()
+    server.ask(stop=tokens[1], extra_body={"ignore_eos": True, "session_id": "agent", "cache_hint": {"retain_s": 60}})
+    wait_figures(server, retained_blocks=4)
+
+
+# --------------------------------------------------------------------------------------------------------------- prefetch
+
+
+def test_a_prefetch_of_a_prompt_a_chat_and_a_session_finds_nothing_colder_where_there_is_no_colder_tier(server: Tiered) -> None:
+    server.ask(extra_body={"ignore_eos": True, "session_id": "agent"})
+    for body in ({"prompt": PROMPT}, {"prompt": "a text"}, {"session_id": "agent"}, {"prompt": PROMPT, "model": "tiny-qwen3"}):
+        reply = server.http.post("/cache/prefetch", json=body)
+        assert (reply.status_code, reply.json()) == (200, {"blocks": 0, "started": False})
+
+
+@pytest.mark.parametrize("body", [{"session_id": "other"}, {"session_id": "agent", "cache_salt": "other"}])
+def test_a_session_that_nobody_knows_is_a_404(server: Tiered, body: dict[str, str]) -> None:
+    server.ask(extra_body={"ignore_eos": True, "session_id": "agent", "cache_salt": "mine"})
+    reply = server.http.post("/cache/prefetch", json=body)
+    found = error_of(reply)
+    assert (reply.status_code, found["param"], found["code"]) == (404, "session_id", "session_not_found")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "session_id"),
+        ({"session_id": "s", "prompt": "x"}, 400, "session_id"),
+        ({"prompt": "x", "messages": CHAT["messages"]}, 400, "session_id"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": ["a"]}, 400, "prompt[0]"),
+        ({"prompt": [10**6]}, 400, "prompt"),
+        ({"prompt": [1] * 100_000}, 400, "prompt"),
+        ({"prompt": "x", "retain_s": 5}, 400, "retain_s"),
+        ({"prompt": "x", "model": "no"}, 404, "model"),
+    ],
+)
+def test_a_wrong_prefetch_is_refused(server: Tiered, body: dict[str, Any], status: int, param: str) -> None:
+    reply = server.http.post("/cache/prefetch", json=body)
+    assert (reply.status_code, error_of(reply)["param"]) == (status, param)
+
+
+def test_one_prefetch_too_many_is_a_429(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*prompt: object, **options: object) -> Future[Prefetched | None]:
+        done: Future[Prefetched | None] = Future()
+        done.set_exception(Overloaded("too many"))
+        return done
+
+    monkeypatch.setattr(served.engine, "prefetch", full)
+    reply = served.http.post("/cache/prefetch", json={"prompt": "x"})
+    assert (reply.status_code, error_of(reply)["code"]) == (429, "overloaded")
+
+
+def test_an_engine_that_does_not_come_round_is_a_504_and_nobody_does_it_later(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.service.PREFETCH_TIMEOUT_S", 0.05)
+    pending: Future[Prefetched | None] = Future()
+    monkeypatch.setattr(served.engine, "prefetch", lambda *prompt, **options: pending)
+    assert served.http.post("/cache/prefetch", json={"prompt": "x"}).status_code == 504
+    assert pending.cancelled()
+
+
+def test_a_prefetch_needs_the_key() -> None:
+    with serving(api_key="k") as served:
+        assert served.http.post("/cache/prefetch", json={"prompt": "x"}).status_code == 401
+        assert served.http.post("/cache/prefetch", json={"prompt": "x"}, headers={"Authorization": "Bearer k"}).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{"session_id": "agent"}, {"prompt": PROMPT}], ids=["session", "prompt"])
+def test_a_prefetch_brings_blocks_from_the_disk_into_host_memory(tmp_path: Path, body: dict[str, Any]) -> None:
+    with tiered(ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05) as server:
+        server.ask(extra_body={"ignore_eos": True, "session_id": "agent"})
+        assert server.http.post("/cache/flush?level=persisted").status_code == 200
+        server.forget_the_device()
+        assert server.http.post("/cache/reset?tier=host").status_code == 200
+        assert server.http.post("/cache/prefetch", json=body).json() == {"blocks": 4, "started": True}
+        wait_figures(server, prefetches_finished=1)
+        assert server.ask()[1]["kv_source"] == {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 6}
