@@ -48,6 +48,7 @@ class Asking:
     requests: int = 16  # of a conversation at most
     tokens: int = 200  # output at most
     think: float = 0.0  # factor of the recorded pauses
+    max_think_s: float | None = None  # that a pause has then; the longest that were recorded are hours
     limit_s: float | None = None
     scale: int = 1  # all lengths are divided by this
     seed: int = 0
@@ -71,7 +72,7 @@ class Asking:
             at += len(one.blocks)
             num_tail = self._prompt_tokens(conversation, one.num_tokens) - len(blocks)
             tail = _tokens(("tail", conversation.id, self.seed), np.array([number]), num_tail, vocab)[0]
-            think_s = one.think_s * self.think if asks else 0.0
+            think_s = self._think_s(one.think_s) if asks else 0.0
             asks.append(Ask(np.concatenate([blocks, tail]), self._output(one.num_output), think_s))
         return User(conversation.id, tuple(asks))
 
@@ -84,6 +85,9 @@ class Asking:
     def _prompt_tokens(self, conversation: Conversation, num_tokens: int) -> int:
         blocks, tail = divmod(num_tokens, conversation.block_tokens)
         return max(1, blocks * self._block_tokens(conversation) + tail // self.scale)
+
+    def _think_s(self, recorded_s: float) -> float:
+        return min(recorded_s * self.think, float("inf") if self.max_think_s is None else self.max_think_s)
 
     def _output(self, num_tokens: int) -> int:
         return max(1, min(num_tokens, self.tokens) // self.scale)

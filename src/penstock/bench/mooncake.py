@@ -33,6 +33,7 @@ class Trace:
     num_tokens: int  # of recorded prompts, unfinished blocks included
     num_scans: int = 0  # one-off documents among the prompts, of `scan_blocks` blocks each
     scan_blocks: int = 0
+    interleave: str | None = None  # how conversations were put in order; None: there are none, and the order is the file's
 
     @property
     def num_requests(self) -> int:

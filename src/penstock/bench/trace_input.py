@@ -42,7 +42,8 @@ def _agentic_trace(path: Path, num_requests: int | None, interleave: str) -> Tra
     requests = requests[:num_requests]
     if not any(keys for _, _, keys in requests):
         raise ConfigError(f"the trace {path} has no prompt with a full block of {BLOCK_TOKENS} tokens: there is nothing to keep")
-    return Trace(path.name, [keys for _, _, keys in requests], sum(one.num_tokens for _, one, _ in requests))
+    prompts, num_tokens = [keys for _, _, keys in requests], sum(one.num_tokens for _, one, _ in requests)
+    return Trace(path.name, prompts, num_tokens, interleave=interleave)
 
 
 def _keys(conversation: Conversation) -> list[list[bytes]]:

@@ -56,6 +56,7 @@ class TraceReport:
                 "block_tokens": BLOCK_TOKENS,
                 "blocks": trace.num_blocks,
                 "distinct_blocks": trace.num_distinct,
+                **({"interleave": trace.interleave} if trace.interleave is not None else {}),
                 **({"scans": trace.num_scans, "scan_blocks": trace.scan_blocks} if trace.num_scans else {}),
             },
             "results": self.rows,

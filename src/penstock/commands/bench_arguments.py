@@ -6,7 +6,7 @@ Measurements are imported when they run, so that `--help` and argument errors ne
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +143,7 @@ def _add_agents(kinds: Any) -> None:
     group.add_argument("--requests", type=positive, default=16, metavar="N", help="requests of each conversation at most")
     group.add_argument("--tokens", type=positive, default=200, metavar="N", help="tokens that each answer has at most")
     group.add_argument("--think", type=_not_negative, default=0.0, metavar="X", help="factor of the recorded pauses before requests")
+    group.add_argument("--max-think-s", type=_not_negative, metavar="X", help="no pause is longer; some that were recorded take hours")
     group.add_argument(
         "--limit-s", type=_not_negative, metavar="X", help="stop after so long, and report what was done (unset: at the end)"
     )
@@ -172,18 +173,8 @@ def _agents(args: argparse.Namespace) -> int:
 def _asking(args: argparse.Namespace) -> Asking:
     from penstock.bench.agents_users import Asking
 
-    return Asking(
-        args.trace.name,
-        args.users,
-        args.context,
-        args.requests,
-        args.tokens,
-        args.think,
-        args.limit_s,
-        args.scale,
-        args.seed,
-        args.subagents,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(Asking) if field.name != "trace"}
+    return Asking(args.trace.name, **given)
 
 
 def _agents_here(args: argparse.Namespace, chosen: list[Conversation]) -> int:

@@ -147,6 +147,8 @@ def test_prompts_share_the_tokens_of_the_blocks_that_they_share_and_no_others(wr
     assert (one[128:] != two[128:200]).mean() > 0.9
     assert [ask.max_tokens for ask in user.asks] == [9, 200]
     assert [ask.think_s for ask in user.asks] == [0.0, 1.0]
+    (hurried,) = Asking("trace", think=0.5, max_think_s=0.25).users_of(read_conversations(write(line_of("a", requests))), 50_000)
+    assert [ask.think_s for ask in hurried.asks] == [0.0, 0.25]
     assert one.min() >= 0 and one.max() < 50_000 and len(np.unique(one)) > 190, "ids are spread over the vocabulary"
 
 

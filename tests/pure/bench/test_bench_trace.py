@@ -371,6 +371,7 @@ def test_the_command_replays_conversations_and_a_scan(conversations, tmp_path, c
     assert "6 requests and 2 one-off documents of 3 blocks" in capsys.readouterr().out
     report = json.loads(out.read_text())
     assert (report["trace"]["requests"], report["trace"]["scans"], report["trace"]["scan_blocks"]) == (6, 2, 3)
+    assert report["trace"]["interleave"] == "turns"
     assert report["results"][1]["hit_blocks"] == 4
 
 
