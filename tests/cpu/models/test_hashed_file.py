@@ -145,3 +145,17 @@ def test_a_file_that_is_rewritten_in_place_is_noticed_however_soon(tmp_path: Pat
         os.utime(path, ns=(first_ns + later_ns, first_ns + later_ns))
         with pytest.raises(ModelError, match="was written to"):
             file.check_unchanged()
+
+
+def test_a_file_that_cannot_be_hashed_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[WeightFile] = []
+    begin = WeightFile.__init__
+    monkeypatch.setattr(WeightFile, "__init__", lambda self, path: (opened.append(self), begin(self, path))[1])
+    (tmp_path / "weights").write_bytes(b"bytes")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        HashedFile(tmp_path / "weights", interrupted)
+    assert [file._file.closed for file in opened] == [True]

@@ -16,7 +16,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
     "top-k": {"top_k": 3},
-    "top-k off": {"top_k": -1, "top_p": 0.7},
     "top-p": {"top_p": 0.9},
     "min-p": {"min_p": 0.2},
     "presence": {"presence_penalty": 0.5},
@@ -49,6 +48,16 @@ def test_a_row_that_is_used_again_is_as_one_that_is_new(after: str) -> None:
 
 def told(plan: SamplePlan) -> tuple[object, ...]:
     return plan.greedy, plan.penalties, plan.filters, plan.num_logprobs, None if plan.params is None else plan.params.tolist()
+
+
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.7, "frequency_penalty": 1.0}], ids=str)
+def test_a_top_k_below_zero_is_one_that_is_off(others: dict[str, float]) -> None:
+    plans = []
+    for top_k in (0, -1):
+        rows = Rows(1)
+        started(rows, top_k=top_k, **others)
+        plans.append(told(planned(rows)))
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("sampling", [{"min_p": 1.0}, {"min_p": 1.0, "top_p": 0.5}, {"top_k": 1}])
