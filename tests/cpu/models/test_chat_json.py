@@ -17,5 +17,5 @@ MESSAGE = {"role": "user", "content": "b < a & 'é' 東京"}
 )
 def test_json_is_written_as_the_template_asks_for_it(options: dict[str, Any]) -> None:
     arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    text = ChatTemplate("{{ messages[0] | tojson(%s) }}" % arguments, {}).render([MESSAGE], False)
+    text = ChatTemplate("{{ messages[0] | tojson(" + arguments + ") }}", {}).render([MESSAGE], False)
     assert text == json.dumps(MESSAGE, **{"ensure_ascii": False, **options})
