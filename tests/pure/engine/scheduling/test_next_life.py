@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scheduler_cases import A, B, remembered, shape, tiers_of
+from scheduler_cases import A, B
 from scheduler_world import World
 
 from penstock.contract import KvSource, Match, Request, Sampled, SamplingParams
@@ -53,15 +53,3 @@ def test_what_is_found_no_more_was_computed_and_what_is_found_later_was_its_own(
     assert sources(3, 1) == KvSource(device=16, computed=48)
     assert sources(1, 3) == KvSource(device=16, computed=48)
     assert sources(2, 0, 2) == KvSource(computed=64)
-
-
-def test_a_load_that_was_late_is_not_asked_for_again() -> None:
-    """The link that it waited for may hang for good."""
-    world = remembered(A[:8])
-    again = world.submit([*A[:8], 1], 2, ignore_eos=True)
-    world.plan()
-    tiers = tiers_of(world)
-    tiers.make_late()
-    assert shape(world.plan()) == [(again, 0, 8)]
-    assert len(tiers.ladder.promoter.in_flight()) == 1
-    world.close()
