@@ -65,7 +65,7 @@ async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> byt
     """The whole body, or a refusal as soon as it is known to be too large or too slow; no more bytes than allowed are ever held."""
     limit, timeout_s = config.max_body_bytes, config.read_timeout_s
     headers = Headers(scope=scope)
-    if headers.get("content-encoding", "identity") != "identity":
+    if headers.get("content-encoding", "identity").lower() != "identity":
         raise Refused(415, "compressed bodies are not supported: send it without Content-Encoding")
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

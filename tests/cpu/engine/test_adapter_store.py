@@ -203,3 +203,16 @@ def test_the_books_are_touched_by_whoever_has_the_lock_only(tmp_path: Path) -> N
         assert hold is not None
         hold.end()
     assert store.unload("a") and not store._weights and not store._num_holds
+
+
+def test_what_had_a_name_before_another_content_is_gone_once_nobody_uses_it(tmp_path: Path) -> None:
+    """Its weights would fill the device, one reload after the other."""
+    store = store_in(None)
+    first = store.load("a", folder(tmp_path / "first", "1")).adapter
+    with store.hold(first):
+        second = store.load("a", folder(tmp_path / "second", "2")).adapter
+        store.hold(first).end()
+    for number, before in ((3, first), (4, second)):
+        with pytest.raises(InvalidRequest, match="no longer with this content"):
+            store.hold(before)
+        store.load("a", folder(tmp_path / str(number), str(number)))

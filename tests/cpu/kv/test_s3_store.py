@@ -394,3 +394,14 @@ def test_a_url_that_cannot_work_is_refused_without_repeating_it(url: str, slots:
 def test_a_url_says_bucket_prefix_and_options() -> None:
     address = parse("s3://bucket/some/where/?endpoint=https://host:1&region=eu-1")
     assert address == ("bucket", "some/where", {"endpoint": "https://host:1", "region": "eu-1"})
+
+
+def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(store: BucketStore, slots: Slots) -> None:
+    """Nobody has read it since: what `find` and `write` look at has to show it."""
+    keys = keys_of("cut short", 3)
+    slots.write(store, keys)
+    raw_put(store, keys[1], raw_get(store, keys[1])[:-1])
+    assert store.find(keys) == 1
+    assert slots.write(store, keys) == [DONE] * 3
+    assert store.find(keys) == 3
+    assert slots.read(store, keys) == [DONE] * 3

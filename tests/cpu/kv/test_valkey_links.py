@@ -7,10 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from valkey_rig import PATIENT_S, num_idle, opened
 
+from penstock.errors import StoreFailed
+from penstock.kv.tiers.remote import valkey_links
+from penstock.kv.tiers.remote.valkey_url import Node
 from penstock.testing.servers import LOOPBACK
 
 
@@ -60,3 +64,21 @@ def test_a_link_that_is_in_use_when_its_store_is_closed_is_not_kept(answering: s
         store.close()
         assert link._sock is not None, "whoever has it may go on"
     assert link._sock is None and num_idle(store) == 0
+
+
+def test_each_node_that_may_know_the_others_has_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is switched off would leave nothing for those that are not. The clock stands still, and nobody answers."""
+    asked: list[tuple[int, float]] = []
+
+    @contextlib.contextmanager
+    def link(node: Node, deadline: float) -> Iterator[None]:
+        asked.append((node.port, deadline))
+        raise StoreFailed("no answer in time")
+        yield
+
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1,{LOOPBACK}:2,{LOOPBACK}:3?cluster=1")) as store:
+        monkeypatch.setattr(valkey_links, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+        monkeypatch.setattr(store._links, "link", link)
+        with pytest.raises(StoreFailed):
+            store._links.nodes(1006.0)
+    assert asked == [(1, 1002.0), (2, 1003.0), (3, 1006.0)]

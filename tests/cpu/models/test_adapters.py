@@ -374,3 +374,12 @@ def test_the_comparison_with_merged_weights_turns_red_with(tmp_path: Path, llama
     dense = load(write_tiny_model(tmp_path / "merged", tensors=merged(tiny_tensors(TINY_LLAMA), tensors, 2.0)))
     weights = read_adapter(write_adapter(tmp_path / "adapter", tensors), llama).weights
     assert error(logits(llama, faulty(weights, fault)), logits(dense)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_not_finite_is_enough_to_refuse_an_adapter(tmp_path: Path, llama: Model, wrong: float) -> None:
+    tensors = adapter_tensors(TINY_LLAMA, seed=1)
+    name = next(name for name in tensors if name.endswith("k_proj.lora_B.weight"))
+    tensors[name][-1, -1] = wrong
+    with pytest.raises(ModelError, match=r"not finite: .*k_proj"):
+        read_adapter(write_adapter(tmp_path / "adapter", tensors), llama)

@@ -164,3 +164,13 @@ def test_without_the_disguise_the_property_above_fails(monkeypatch: pytest.Monke
     monkeypatch.setattr(chat_module.Rendered, "plain", lambda self, part: part)
     ids = tokenizer(TEMPLATES["plain"]).encode_chat(messages)
     assert "<|im_end|>b" not in REAL.decode(ids)
+
+
+def test_no_two_characters_have_the_same_disguise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second draws what the first one has: it has to draw again."""
+    draws = iter([0xF0001, *[0xF0001] * 3, 0xF0002, *range(0xF0003, 0xF0100)])
+    monkeypatch.setattr(chat_module.secrets, "choice", lambda _: next(draws))
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    rendered = template.render_apart([{"role": "user", "content": "<E> [E] <E>"}], False, ["<E>", "[E]"])
+    assert len(rendered.disguises) == 2
+    assert rendered.plain(rendered.text) == "<E> [E] <E>"

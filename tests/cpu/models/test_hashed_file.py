@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -129,3 +130,32 @@ def test_what_is_read_of_a_hashed_file_is_what_was_hashed_or_an_error(noise: Pat
         for start, num_bytes in ((5000, 10), (5500, 1), (4999, 2), (0, 100_000)):
             with pytest.raises(ModelError, match="was written to while it was read"):
                 file.read(start, num_bytes)
+
+
+@pytest.mark.parametrize("later_ns", [1, 1000, 10**9])
+def test_a_file_that_is_rewritten_in_place_is_noticed_however_soon(tmp_path: Path, later_ns: int) -> None:
+    """It is as long as it was, and its time differs by less than a second."""
+    path, first_ns = tmp_path / "weights", 1_700_000_000 * 10**9 + 5
+    path.write_bytes(b"before")
+    os.utime(path, ns=(first_ns, first_ns))
+    with WeightFile(path) as file:
+        file.check_unchanged()
+        with path.open("r+b") as same:
+            same.write(b"behind")
+        os.utime(path, ns=(first_ns + later_ns, first_ns + later_ns))
+        with pytest.raises(ModelError, match="was written to"):
+            file.check_unchanged()
+
+
+def test_a_file_that_cannot_be_hashed_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[WeightFile] = []
+    begin = WeightFile.__init__
+    monkeypatch.setattr(WeightFile, "__init__", lambda self, path: (opened.append(self), begin(self, path))[1])
+    (tmp_path / "weights").write_bytes(b"bytes")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        HashedFile(tmp_path / "weights", interrupted)
+    assert [file._file.closed for file in opened] == [True]

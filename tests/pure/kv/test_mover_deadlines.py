@@ -142,3 +142,19 @@ def opened() -> Gate:
     gate = Gate()
     gate.opened.set()
     return gate
+
+
+def test_what_is_still_being_launched_when_a_mover_closes_has_a_lane_to_go_to(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = Gated(rig.launch)
+    rig.copy.opened.set()
+    rig.mover.submit(transfer)
+    close = rig.mover._launcher.close
+
+    def closing(timeout_s: float | None) -> None:
+        rig.launch.opened.set()
+        close(timeout_s)
+
+    monkeypatch.setattr(rig.mover._launcher, "close", closing)
+    rig.mover.close(PATIENCE_S)
+    assert rig.mover.settle() == [transfer]
+    assert transfer.error() is None and transfer.num_landed == 2

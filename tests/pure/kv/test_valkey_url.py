@@ -118,3 +118,8 @@ def test_any_text_is_understood_or_refused_as_a_mistake(text: str) -> None:
         except ConfigError:
             continue
         assert address.nodes and all(node.host and 0 < node.port < 65536 for node in address.nodes)
+
+
+def test_marks_that_are_escaped_in_user_and_password_are_not_when_they_are_sent() -> None:
+    address = parse("valkey://team%3Aa%40b:pass%2Fword%23@host", {})
+    assert (address.user, address.password) == ("team:a@b", "pass/word#")

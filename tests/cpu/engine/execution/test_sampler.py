@@ -243,3 +243,11 @@ def test_every_bit_of_a_seed_counts() -> None:
         assert params is not None
         drawn[seed] = params[-2:].tobytes()
     assert len(set(drawn.values())) == len(drawn)
+
+
+def test_a_rank_counts_only_what_is_likelier() -> None:
+    """Tokens that are equally likely have the same rank, the best one that they could have."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 1.0]]).expand(5, -1)
+    found = token_logprobs(logits, torch.arange(5), 0)
+    assert found.ranks is not None
+    assert found.ranks.tolist() == [4, 1, 1, 3, 4]

@@ -1,0 +1,55 @@
+"""What a request that was pushed out takes into its next life, and what it has to ask for again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from scheduler_cases import A, B
+from scheduler_world import World
+
+from penstock.contract import KvSource, Match, Request, Sampled, SamplingParams
+from penstock.engine.scheduling.events import Events, SchedulerCounts
+from penstock.engine.scheduling.track import State, Track
+
+
+def test_colder_tiers_are_asked_once_in_each_life() -> None:
+    """What another request has saved meanwhile may be what it needs to come back."""
+    world = World(num_slots=6, overcommit=2.0)
+    asked: Counter[str] = Counter()
+    lease = world.cache.lease
+
+    def counted(owner: str, *given: object) -> object:
+        asked[owner] += 1
+        return lease(owner, *given)  # type: ignore[arg-type]
+
+    ids = [world.submit(prompt[:4], 12, ignore_eos=True) for prompt in (A, B)]
+    world.cache.lease = counted  # type: ignore[method-assign,assignment]
+    while not world.scheduler.counts.retractions:
+        world.plan()
+        if len(world.in_flight) > 1:
+            world.commit()
+    assert [asked[i] for i in ids] == [1, 1]
+    world.close()
+    assert [asked[i] for i in ids] == [1, 2]
+
+
+def sources(*lives: int) -> KvSource:
+    """Of a prompt of four blocks, which finds so many on the device in each of its lives and is pushed out inside its prompt."""
+    prompt = list(range(64))
+    track = Track(Request("r", prompt, SamplingParams(max_tokens=3)), 1, None, tokens=list(prompt))
+    for num_blocks in lives:
+        track.begin(Match(num_blocks, 0, False), 16)
+        track.state = State.RUNNING
+        track.ran = True
+        track.move(State.RETRACTED)
+        track.start_over()
+    event = Events((), SchedulerCounts()).of_tokens(track, Sampled("r", (7,)))
+    assert event.source is not None
+    return event.source
+
+
+def test_what_is_found_no_more_was_computed_and_what_is_found_later_was_its_own() -> None:
+    assert sources(3) == KvSource(device=48, computed=16)
+    assert sources(3, 1) == KvSource(device=16, computed=48)
+    assert sources(1, 3) == KvSource(device=16, computed=48)
+    assert sources(2, 0, 2) == KvSource(computed=64)
