@@ -30,6 +30,7 @@ from penstock.errors import InvariantBroken, TransferFailed
 
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
 _LOOK_AGAIN = 4  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
+_LOOK_FOR_ROOM = 8  # plans in which the next request waits for others to end: in one of them room is made for it ahead
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -53,6 +54,7 @@ class Scheduler:
         self._steps = Steps()
         self._num_orders = 0
         self._shortest_first = False
+        self._num_looks = 0
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.lives: list[tuple[str, State]] = []  # retractions and resumptions, for whoever times them and clears the list
@@ -175,13 +177,21 @@ class Scheduler:
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
-                has_room = self._running.has_room(track, match)  # also where it does not fit yet: then there is time to make some
-                if not has_room or not self._running.fits(track, match):
+                if not self._running.fits(track, match):
+                    self._make_room_ahead(track, match)
                     return  # nobody overtakes: what is freed goes to the first in line
+                if not self._running.has_room(track, match):
+                    return
                 if self._claim(track, match):
                     self._start(track, match)
                     self._take_first_tokens(track, room)
             waiting = iter(self._line)
+
+    def _make_room_ahead(self, track: Track, match: Match) -> None:
+        """It is next, and waits for others to end: until then there is time to save what would be lost for it. Looked at now and then."""
+        self._num_looks += 1
+        if self._num_looks % _LOOK_FOR_ROOM == 0:
+            self._running.has_room(track, match)
 
     def _claim(self, track: Track, match: Match) -> bool:
         """What it was matched with in colder tiers stays; False where some of it has gone since."""
