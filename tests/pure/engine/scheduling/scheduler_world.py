@@ -58,6 +58,7 @@ class WatchedCache(KvCache):
         assert owner not in self.tables, f"{owner} opens a second table"
         if owner in self._world.asked:
             check_turn(self._world, owner)
+            self._world.admitted.append(owner)
         self.tables[owner] = super().open(owner, prefix, num_blocks)
         if owner in self._world.asked:
             self._world.asked[owner].num_opened, self._world.asked[owner].runs = num_blocks, []
@@ -205,6 +206,7 @@ class World:
         self.num_run = 0
         self.sound = True  # False once a check has failed: what comes after that means nothing
         self.asked: dict[str, Asked] = {}
+        self.admitted: list[str] = []  # in order; those that were admitted again again
         self.in_flight: deque[StepPlan] = deque()
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
@@ -245,6 +247,10 @@ class World:
     def outcome(self, request_id: str) -> tuple[list[int], FinishReason | None]:
         asked = self.asked[request_id]
         return asked.got, asked.ended
+
+    def in_line(self) -> list[str]:
+        """Whoever is next first."""
+        return [track.request.id for track in self.scheduler._line]
 
     def state_of(self, request_id: str) -> str:
         track = self.scheduler._tracks.get(request_id)
