@@ -36,7 +36,8 @@ def test_a_long_prompt_has_every_second_step_however_many_short_ones_come() -> N
 
 def test_of_prompts_as_long_as_each_other_the_older_goes_first_in_every_step() -> None:
     world = World(num_slots=40, max_batch=4, prefill_chunk=8)
-    first, second = world.submit(A, 1), world.submit(B, 1)
+    first = world.submit(A, 1)
+    world.submit(B, 1)
     assert [shape(planned(world)) for _ in range(2)] == [[(first, 0, 8)], [(first, 8, 8)]]
     world.close()
 
