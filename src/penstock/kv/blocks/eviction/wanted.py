@@ -27,7 +27,7 @@ class Want:
     def __init__(self, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
         self.rank = rank
         self.slots = slots
-        self.found: Any = None  # an answer of the pool's index, where it came from one
+        self.found: Any = None  # the newest answer of the pool's index when it was made, most likely about these blocks
         self._losses = losses  # of these slots, when it was made
 
     @property
