@@ -76,16 +76,28 @@ def test_somebody_who_wants_the_blocks_that_are_leaving_does_not_keep_the_next_o
     world.close()
 
 
+def test_as_many_blocks_leave_as_room_is_needed_for_and_no_more_while_they_do() -> None:
+    world = full(num_host=4)
+    world.submit(D[:12], 12, ignore_eos=True)  # six blocks, and four slots are free
+    for _ in range(3):
+        assert world.plan() is None
+        assert world.cache.stats().slots["device"].pinned == 2
+    world.close()
+
+
 def test_what_others_were_promised_can_be_drawn_while_blocks_leave() -> None:
-    world = full(num_host=6)
-    runs = world.submit(A[:4], 9, ignore_eos=True)  # three blocks, one drawn at once
+    world = full(num_host=24)
+    world.submit(D, 1, ignore_eos=True)
+    world.finish()
+    runs = world.submit(A[:4], 9, ignore_eos=True)  # three blocks, one drawn at once in the place of one that host memory has
     planned(world)
-    next_one = world.submit(D[:12], 8, ignore_eos=True)  # five: the rest of the device
-    for _ in range(4):
+    world.cache.reset(["host"])
+    next_one = world.submit([5, 6] * 6, 8, ignore_eos=True)  # five: all that is not promised
+    for _ in range(6):
         world.plan()
         world.commit()
         world.check()
-    assert world.state_of(next_one) == "waiting" and len(world.asked[runs].got) >= 4, "who runs goes on"
+    assert world.state_of(next_one) == "waiting" and len(world.asked[runs].got) >= 6, "who runs goes on"
     world.close()
 
 
