@@ -82,7 +82,7 @@ class BlockPool:
     def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: Want | None = None) -> Want:
         """Want the longest run of leading `keys` that are here, in place of `earlier`."""
         run = self.find(keys, earlier)
-        if earlier is not None and earlier in self._idle and earlier.num_blocks == len(run):
+        if earlier is not None and earlier in self._idle and earlier.num_blocks == len(run) and not self.gone_of(earlier).any():
             earlier.rank = rank
             return earlier
         want = self.want(run, rank)
@@ -280,8 +280,8 @@ class BlockPool:
         return self._evicted(self._idle.pop(num_slots))
 
     def evict_these(self, slots: Sequence[int]) -> int:
-        """Forget those of `slots` that are idle and that nobody wants. Returns how many."""
-        idle = self._idle.unwanted(self._book.those_in(SlotState.IDLE, as_run(slots)))
+        """Forget those of `slots` that are idle, wanted or not. Returns how many."""
+        idle = self._book.those_in(SlotState.IDLE, as_run(slots))
         self._idle.remove(idle)
         self._idle.lost(as_list(idle))
         return self._evicted(as_list(idle))

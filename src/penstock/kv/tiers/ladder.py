@@ -368,7 +368,9 @@ class Ladder:
             self.host.drop(transfer.parts.popleft())
         for pin in transfer.pins:
             pin.end()
-            if transfer.moves:
+            if (
+                transfer.moves
+            ):  # also where somebody wants them by now: kept, they would be moved again, and the next in line waits for ever
                 self._pool.evict_these(pin.slots)
         self._num_moving -= transfer.num_offered if transfer.moves else 0
 

@@ -153,10 +153,6 @@ class WantedLast:
             self._num_losses[slot] += 1
             self._num_wants[slot] = 0
 
-    def unwanted(self, slots: Run) -> Run:
-        """Those of `slots` that nobody wants."""
-        return self._parted(slots, self._num_wants, self._wanting)[1]
-
     def _set_aside(self, slots: Run, aside: bool) -> None:
         if len(slots):
             self._aside[slots] = aside
