@@ -289,7 +289,8 @@ def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) ->
         transfer = self.demoter.in_flight()[-1]
         for pin in transfer.pins:
             pin.end()
-        transfer.pins, self._num_moving = [], 0
+        assert isinstance(transfer, Demotion)
+        transfer.pins, transfer.num_offered, self._num_moving = [], 0, 0
 
     monkeypatch.setattr(Ladder, "_move", faulty)
 

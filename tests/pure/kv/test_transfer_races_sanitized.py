@@ -90,7 +90,6 @@ def test_the_sanitizer_is_silent_about(program: Program, monkeypatch: pytest.Mon
         (races.read_what_is_being_promoted, races.arrivals_marked_before_the_copy),
         (races.replay_what_is_being_promoted, races.waits_for_the_first_group_only),
         (watched.move_what_the_device_has_alone, races.pins_that_end_at_submit),
-        (watched.share_what_is_being_moved, races.pins_that_end_at_submit),
         (watched.overwrite_what_was_flushed, races.a_drain_that_sees_only_what_is_launched),
     ],
     ids=lambda value: value.__name__,
