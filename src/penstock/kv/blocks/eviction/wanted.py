@@ -110,8 +110,8 @@ class WantedLast:
         return want.gone(self._losses)
 
     def expose(self, num: int) -> None:
-        """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or no want is left."""
-        while len(self._others) < num and self._wants:
+        """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
+        while len(self._others) < num and self._num_aside:
             self.num_dropped += 1
             self.end(max(self._wants, key=lambda want: want.rank))
 
