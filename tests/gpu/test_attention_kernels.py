@@ -238,7 +238,8 @@ def test_a_few_long_sequences_are_cut_into_more_shares_than_short_ones_and_one_a
     attention._num_sms = 132
     launch = backend._Launch(0, num_chunks, 0, num_chunks, 1)
     deep, short = attention.grid(launch, deep=True), attention.grid(launch, deep=False)
-    assert deep[:2] == short[:2] and (deep[2] > short[2]) == (num_chunks > 1)
+    assert deep[:2] == short[:2] and backend.MAX_SPLITS >= deep[2] >= short[2]
+    assert (deep[2] > short[2]) == (num_chunks > 1 and short[2] < backend.MAX_SPLITS)
 
 
 def test_sequences_of_different_lengths_in_many_shares_agree_with_the_reference() -> None:

@@ -82,7 +82,7 @@ class BlockPool:
     def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: Want | None = None) -> Want:
         """Want the longest run of leading `keys` that are here, in place of `earlier`."""
         run = self.find(keys, earlier)
-        if earlier is not None and earlier.num_blocks == len(run) and self.protects(earlier) and not self.gone_of(earlier).any():
+        if earlier is not None and earlier.num_blocks == len(run) and self.protects(earlier):
             earlier.rank = rank
             return earlier
         want = self.want(run, rank)
