@@ -77,7 +77,13 @@ class Rig:
     """A scheduler over real KV books; every step is over as soon as it is launched, and samples the same token for everybody."""
 
     def __init__(
-        self, num_blocks: int, max_batch: int = 1, chunk: int = CHUNK, num_host: int = 0, has_disk: bool = True, max_overtaken_s: float = 0.0
+        self,
+        num_blocks: int,
+        max_batch: int = 1,
+        chunk: int = CHUNK,
+        num_host: int = 0,
+        has_disk: bool = True,
+        max_overtaken_s: float = 0.0,
     ) -> None:
         self.pool = BlockPool(num_blocks, "device")
         self.lanes = SteppedLanes()
@@ -207,7 +213,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
     """All but one wait, each for its turn in one of 48 conversations, of which the device has a third, and host memory another. Between two
     plans both lose some blocks. Whoever is cheapest to start goes first."""
     num = blocks(num_tokens)
-    rig = Rig(16 * num + 64, 1, num_host=16 * num, has_disk=False, max_overtaken_s=60.0)
+    rig = Rig(16 * num + num_requests // 4 + 64, 1, num_host=16 * num, has_disk=False, max_overtaken_s=60.0)
     ladder = rig.cache.ladder
     assert ladder is not None
     ladder.prefill.add(8192, 4096.0, 0.2)
@@ -219,17 +225,19 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
             remember(rig.pool, prefix.keys)
         else:
             remember(ladder.host._pool, prefix.keys)
-    rig.submit([1, 2, 3], max_tokens=1000)
+    rig.submit([1, 2, 3], max_tokens=2 * num_requests + 100)
     rig.step()
-    for number in range(num_requests):
+    for number in range(num_requests):  # one comes in each turn
         tokens, prefix = known[number % 48]
         assert prefix is not None
         rig.submit(tokens, 16, Prefix(prefix.scope, (*prefix.keys[:-1], number.to_bytes(32, "big"))))
-    for turn in range(40):
-        rig.pool.evict(8)
-        ladder.host._pool.evict(8)
         ms, plan = timed(rig.plan)
-        yield "line: plan" if turn >= 20 else "line: plan, first looks", ms
+        yield "line: plan, one is new", ms
+        rig.commit(plan)
+    for _ in range(50):
+        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), ladder.host._pool.evict(8)))[0]
+        ms, plan = timed(rig.plan)
+        yield "line: plan", ms
         rig.commit(plan)
     for _ in range(10):
         for request_id in list(rig.scheduler._running.tracks):
