@@ -19,6 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import InvalidRequest, StoreFailed
 from penstock.testing.driving import generate, run_all, settle_all, submit
+from penstock.testing.gates import gates
 from penstock.testing.stores import MemoryStore
 
 MakeEngine = Callable[..., Engine]
@@ -201,13 +202,28 @@ def test_what_was_read_while_the_store_was_being_emptied_is_written_by_the_next_
     assert len(shared.blocks) == 6
 
 
-def test_a_reset_of_host_memory_leaves_what_a_request_was_leased(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_reset_of_host_memory_takes_what_a_waiting_request_wants_and_it_computes(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
     cold = generate(engine, prompts(SIX))
     settle_all(engine)
     engine.cache.reset(("device",))
     found = submit(engine, prompts(SIX))
+    assert engine.cache.reset(("device", "host")) == {"device": 0, "host": 6}
+    run_all(engine)
+    assert found.tokens == cold.tokens and found.source == KvSource(computed=100)
+
+
+def test_a_reset_of_host_memory_leaves_what_a_request_is_admitted_with(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(host_blocks=64)
+    cold = generate(engine, prompts(SIX))
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    load, _ = gates(engine)
+    load.hold()
+    found = submit(engine, prompts(SIX))
+    until(engine, lambda: engine.stats().requests["loading"] == 1)
     assert engine.cache.reset(("device", "host")) == {"device": 0, "host": 0}
+    load.let()
     run_all(engine)
     assert found.tokens == cold.tokens and found.source == KvSource(host=96, computed=4)
 

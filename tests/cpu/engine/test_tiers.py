@@ -261,7 +261,7 @@ def test_a_retracted_request_whose_save_hangs_computes_instead_of_waiting(make_e
     engine = retracting(make_engine, blocks=40, load_deadline_s=0.2)
     _, save = gates(engine)
     found = [submit(engine, prompts(60 + i, seed=10 + i), max_tokens=80) for i in range(6)]
-    until(engine, lambda: engine.stats().requests["running"] == 6 and not engine.cache.num_in_flight)
+    until(engine, lambda: all(one.tokens for one in found) and not engine.cache.num_in_flight)  # their prompts are saved
     save.hold()
     run_all(engine)
     alone = make_engine(prefix_cache=False)
@@ -348,17 +348,20 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_
     check_at_rest(engine)
 
 
-def test_a_full_host_pool_skips_saves_and_disturbs_nobody(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(host_blocks=4)
-    _, save = gates(engine)
-    save.hold()  # four slots are taken and none can be evicted
-    found = [generate(engine, prompts(64, seed=i)) for i in range(3)]
-    save.let()
-    settle_all(engine)
+def test_a_full_host_pool_takes_no_more_and_disturbs_nobody(make_engine: MakeEngine, prompts: Prompts) -> None:
     alone = make_engine()
-    assert [one.tokens for one in found] == [generate(alone, prompts(64, seed=i)).tokens for i in range(3)]
-    traffic = engine.stats().traffic
-    assert traffic is not None and traffic.skipped["full"] == 8
+    expected = [generate(alone, prompts(64, seed=i)).tokens for i in range(3)]
+    for reuses in (True, False):  # the device keeps what was computed meanwhile, alone; where it is not used again it has to be skipped
+        engine = make_engine(host_blocks=4, prefix_cache=reuses)
+        _, save = gates(engine)
+        save.hold()  # four slots are taken and none can be evicted
+        found = [generate(engine, prompts(64, seed=i)) for i in range(3)]
+        save.let()
+        settle_all(engine)
+        assert [one.tokens for one in found] == expected
+        traffic = engine.stats().traffic
+        assert traffic is not None and (traffic.postponed, traffic.skipped["full"]) == ((8, 0) if reuses else (0, 8))
+        assert [generate(engine, prompts(64, seed=i)).tokens for i in range(3)] == expected
 
 
 def test_a_flush_covers_what_is_submitted_and_not_launched(make_engine: MakeEngine, prompts: Prompts) -> None:

@@ -19,6 +19,7 @@ from stacked_rig import ALL, Stacked
 from event_walks import Event, choose_events, told_shortly
 from penstock.config import AdmissionName
 from penstock.contract import Lease, Prefix
+from penstock.kv.blocks.eviction import Want
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers import behind
 from penstock.kv.tiers.behind import Persisting
@@ -43,6 +44,7 @@ class Asked:
     num_wanted: int = 0  # that are loaded behind them
     load: Haul | Promotion | None = None
     filled: bool = False
+    want: Want | None = None  # while it waits
 
 
 @dataclass
@@ -143,8 +145,15 @@ class Walker:
         asked, cache = r.choice(waiting), self.rig.cache
         match = cache.match(asked.prefix.keys, asked.lease)
         self.seen["pending"] += match.pending
-        if match.pending or asked.num_blocks - match.num_blocks > cache.num_available - match.num_idle:
+        num_new = asked.num_blocks - match.num_blocks
+        if match.pending or num_new > cache.num_available - match.num_idle:
             return
+        if r.random() < 0.7 and not cache.make_room(num_new, match.num_idle):
+            self.seen["room is being made"] += 1
+            return
+        if asked.lease is not None and match.num_colder:
+            assert cache.claim(asked.lease, match.num_blocks, match.num_colder), "nothing has happened since the match"
+        self._end_want(asked)
         asked.table = cache.open(f"request {self.asked.index(asked)}", asked.prefix, match.num_blocks)
         asked.first, asked.num_wanted = match.num_blocks, match.num_colder
         lease, asked.lease = asked.lease, None
@@ -154,6 +163,17 @@ class Walker:
             self.seen["haul that shares a fetch"] += isinstance(asked.load, Haul) and bool(asked.load.awaited)
         elif lease is not None:
             lease.end()
+
+    def rank(self, r: random.Random) -> None:
+        """Those that wait are looked at again: what the device has of them is wanted."""
+        for asked in self._those(lambda one: one.table is None):
+            asked.want = self.rig.cache.want(asked.prefix.keys, r.random(), asked.want)
+            if asked.lease is not None:
+                asked.lease.set_rank(r.random())
+
+    def _end_want(self, asked: Asked) -> None:
+        if asked.want is not None:
+            self.rig.cache.end_want(asked.want)
 
     def a_prefix_comes_back(self, r: random.Random) -> None:
         """It was computed, and hotter tiers have forgotten it."""
@@ -187,6 +207,7 @@ class Walker:
     def end(self, r: random.Random) -> None:
         if self.asked:
             asked = self.asked.pop(r.randrange(len(self.asked)))
+            self._end_want(asked)
             if asked.lease is not None:
                 asked.lease.end()
             if asked.table is not None:
@@ -282,6 +303,7 @@ WEIGHTS = {
     "submit": 8,
     "start": 14,
     "a_prefix_comes_back": 8,
+    "rank": 6,
     "prefetch": 8,
     "a_fetch_is_not_wanted_any_more": 1,
     "compute": 10,

@@ -20,6 +20,7 @@ WANTED = (
     "fetched",
     "fetched in part",
     "haul that shares a fetch",
+    "room is being made",
 )
 
 

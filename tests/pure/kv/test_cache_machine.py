@@ -304,7 +304,7 @@ def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def matches_beyond_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "find", lambda self, keys: [slot for key in keys for slot in self._index.find([key])])
+    monkeypatch.setattr(BlockPool, "find", lambda self, keys, like=None: [slot for key in keys for slot in self._index.find([key])])
 
 
 def keys_that_ignore_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:

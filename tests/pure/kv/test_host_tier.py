@@ -52,9 +52,10 @@ def test_a_lease_covers_every_block_that_is_here_and_knows_the_gaps() -> None:
     assert [slot == ABSENT for slot in lease.slots] == [False, False, True, False, True]
     assert [lease.num_from(block) for block in range(7)] == [2, 1, 0, 1, 0, 0, 0]
     assert lease.num_tokens == 5 * BLOCK and lease.ready and not lease.expired
-    assert (tier.num_leases, tier.slots.pinned) == (1, 3)
+    assert (tier.num_leases, tier.slots.pinned, tier.num_spare) == (1, 0, 5), "its blocks are wanted, and not held"
+    assert tier.claim(lease, 0, 5) and tier.slots.pinned == 3
     lease.end()
-    assert (tier.num_leases, tier.slots.pinned, tier.slots.idle) == (0, 0, 3)
+    assert (tier.num_leases, tier.slots.pinned, tier.slots.idle, tier.num_spare) == (0, 0, 3, 8)
     tier.close()
 
 
@@ -62,7 +63,7 @@ def test_a_lease_from_a_block_on_leaves_those_before_alone() -> None:
     tier = new_tier()
     fill(tier, KEYS[:4])
     lease = tier.lease(KEYS[:4], "request", 3)
-    assert lease is not None and tier.slots.pinned == 1
+    assert lease is not None and tier.num_spare == 7
     assert [lease.num_from(block) for block in range(5)] == [0, 0, 0, 1, 0]
     lease.end()
 
@@ -73,15 +74,32 @@ def test_there_is_no_lease_where_nothing_is_here() -> None:
     assert tier.num_leases == 0
 
 
-def test_a_leased_block_is_not_evicted() -> None:
+def test_a_claimed_block_is_never_evicted() -> None:
     tier = new_tier(num_slots=4)
     fill(tier, KEYS[:4])
     lease = leased(tier, KEYS[:2])
+    assert tier.claim(lease, 0, 2)
     fill(tier, KEYS[10:14])
     assert [tier.has(key) for key in KEYS[:2]] == [True, True] and not any(map(tier.has, KEYS[2:4]))
     assert tier.reset() == 2 and all(map(tier.has, KEYS[:2]))
     lease.end()
     assert tier.reset() == 2 and tier.num_keys == 0
+
+
+def test_a_wanted_block_is_forgotten_after_all_others_and_no_save_takes_its_place() -> None:
+    tier = new_tier(num_slots=4)
+    fill(tier, KEYS[:4])
+    lease = leased(tier, KEYS[:2])
+    fill(tier, KEYS[10:14])
+    assert [tier.has(key) for key in KEYS[:2]] == [True, True] and not any(map(tier.has, KEYS[2:4]))
+    assert tier.counts.skipped_full == 2 and tier.num_spare == 2
+    tier.refresh(lease)
+    assert lease.num_from(0) == 2
+    assert tier.reset() == 4, "nobody has a table for them: they are held by nobody"
+    assert lease.num_from(0) == 2 and not tier.claim(lease, 0, 2), "it does not know yet, and finds out before anybody relies on it"
+    assert lease.num_from(0) == 0 and tier.slots.pinned == 0 and tier.num_leases == 1
+    lease.end()
+    tier.close()
 
 
 def test_two_leases_on_a_block_are_two() -> None:

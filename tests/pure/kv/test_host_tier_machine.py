@@ -3,17 +3,19 @@ must notice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from penstock.errors import PenstockError
+from penstock.kv.blocks.eviction import WantedLast
 from penstock.kv.blocks.handles import Handle, Reservation
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Taken
+from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
 
 KEYS = [bytes([i]) * 16 for i in range(10)]
 NUM_SLOTS = 6
@@ -27,8 +29,25 @@ class Coming:
     keys: list[bytes]
 
 
+@dataclass
+class Entry:
+    """A lease, and what the reference knows of it."""
+
+    lease: HostLease
+    keys: list[bytes]
+    here: set[int]  # places of blocks that it has, and that have not gone since
+    known: set[int]  # the same when it was looked at last
+    rank: float
+    wants: bool = True  # neither claimed nor dropped
+    claimed: set[bytes] = field(default_factory=set)
+
+    @property
+    def wanted(self) -> set[bytes]:
+        return {self.keys[place] for place in self.here} if self.wants else set()
+
+
 class TierMachine(RuleBasedStateMachine):
-    """The order of eviction is the pool's; all else is predicted."""
+    """Which of the blocks that nobody wants is evicted is the pool's choice; all else is predicted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,39 +55,64 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = HostTier(BlockPool(NUM_SLOTS, "host"), 16, 10.0, lambda: self.now_s)
         self.coming: list[Coming] = []
         self.private: list[Reservation] = []
-        self.leases: list[tuple[HostLease, list[bytes]]] = []
-        self.reading: list[tuple[list[Handle], list[bytes]]] = []  # by transfers: protected whatever becomes of the lease
+        self.leases: list[Entry] = []
+        self.reading: list[tuple[list[Handle], set[bytes]]] = []  # by transfers: protected whatever becomes of the lease
         self.here: set[bytes] = set()
+        self.num_leased = 0
 
     @property
-    def protected(self) -> set[bytes]:
-        return {key for _, keys in [*self.leases, *self.reading] for key in keys}
+    def pinned(self) -> set[bytes]:
+        return {key for entry in self.leases for key in entry.claimed} | {key for _, keys in self.reading for key in keys}
+
+    @property
+    def wanted(self) -> set[bytes]:
+        return {key for entry in self.leases for key in entry.wanted} - self.pinned
+
+    @property
+    def unwanted(self) -> set[bytes]:
+        return self.here - self.pinned - self.wanted
 
     @property
     def num_reserved(self) -> int:
         return sum(len(c.keys) for c in self.coming) + sum(len(r.slots) for r in self.private)
 
     @property
-    def num_available(self) -> int:
-        return NUM_SLOTS - self.num_reserved - len(self.protected)
+    def num_free(self) -> int:
+        return NUM_SLOTS - self.num_reserved - len(self.here)
 
-    def evicted(self, num_new: int) -> None:
-        """So many slots were reserved: what was free goes first, then idle blocks, of which the pool chooses."""
-        idle = self.here - self.protected
-        gone = {key for key in idle if not self.tier.has(key)}
-        num_free = NUM_SLOTS - self.num_reserved - len(self.here)
+    def num_in(self, displaces: Displaces) -> int:
+        idle = {Displaces.NOTHING: set(), Displaces.UNWANTED: self.unwanted, Displaces.ANYTHING: self.here - self.pinned}[displaces]
+        return self.num_free + len(idle)
+
+    def expose(self, num: int) -> None:
+        """So many that nobody wants are looked for: who comes last gives way first, as long as anybody wants what could go."""
+        while len(self.unwanted) < num and self.wanted:
+            max((entry for entry in self.leases if entry.wants), key=lambda entry: entry.rank).wants = False
+
+    def evicted(self, num_new: int, num_free: int) -> None:
+        """So many slots were reserved: what was free goes first, then blocks that nobody wants, of which the pool chooses."""
+        self.expose(num_new - num_free)
+        gone = {key for key in self.here if not self.tier.has(key)}
         assert len(gone) == max(0, num_new - num_free), "as many are forgotten as room is needed for"
-        self.here -= gone
+        assert gone <= self.unwanted, "what is claimed stays, and what is wanted goes after all else"
+        self.lose(gone)
 
-    @rule(keys=some_keys)
-    def take(self, keys: list[bytes]) -> None:
+    def lose(self, gone: set[bytes]) -> None:
+        self.here -= gone
+        for entry in self.leases:
+            entry.here = {place for place in entry.here if entry.keys[place] not in gone}
+
+    # --------------------------------------------------------------------------------------------------------------- blocks
+
+    @rule(keys=some_keys, displaces=st.sampled_from(Displaces))
+    def take(self, keys: list[bytes], displaces: Displaces) -> None:
         arriving = {key for c in self.coming for key in c.keys}
         new = [place for place, key in enumerate(keys) if key not in self.here and key not in arriving]
-        room = min(len(new), self.num_available)
-        taken = self.tier.take(keys, range(len(keys)), "demote")
+        room, num_free = min(len(new), self.num_in(displaces)), self.num_free
+        taken = self.tier.take(keys, range(len(keys)), "demote", displaces)
         assert taken.places == new[:room]
         assert (taken.reservation is None) == (room == 0)
-        self.evicted(room)
+        self.evicted(room, num_free)
         if room:
             self.coming.append(Coming(taken, [keys[place] for place in taken.places]))
 
@@ -76,7 +120,7 @@ class TierMachine(RuleBasedStateMachine):
     def fill(self, keys: list[bytes]) -> None:
         """In one move, so that there is always something to lease."""
         num_coming = len(self.coming)
-        self.take(keys)
+        self.take(keys, Displaces.UNWANTED)
         if len(self.coming) > num_coming:
             self.arrive(num_coming, True)
 
@@ -89,11 +133,11 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(num=st.integers(1, 4))
     def take_private(self, num: int) -> None:
-        fits = num <= self.num_available
+        fits, num_free = num <= self.num_in(Displaces.UNWANTED), self.num_free
         private = self.tier.take_private(num, "retract")
         assert (private is not None) == fits
         if private is not None:
-            self.evicted(num)
+            self.evicted(num, num_free)
             self.private.append(private)
 
     @precondition(lambda self: self.private)
@@ -103,29 +147,83 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.keep(lease, self.private.pop(which % len(self.private)))
         lease.end()
 
-    @rule(keys=some_keys, first=st.integers(0, 2))
-    def lease(self, keys: list[bytes], first: int) -> None:
-        covered = [key for key in keys[first:] if key in self.here]
+    @rule(keys=some_keys, most=st.integers(0, 3))
+    def give_way(self, keys: list[bytes], most: int) -> None:
+        """Wanted or not, but nothing that a transfer needs; what is deepest in a prompt first."""
+        those = [key for key in keys if key in self.here and key not in self.pinned]
+        gone = set(those[max(0, len(those) - most) :])
+        assert self.tier.give_way(keys, most) == len(gone)
+        self.lose(gone)
+
+    # --------------------------------------------------------------------------------------------------------------- leases
+
+    @rule(keys=some_keys, first=st.integers(0, 2), is_last=st.booleans())
+    def lease(self, keys: list[bytes], first: int, is_last: bool) -> None:
+        covered = {place for place, key in enumerate(keys) if place >= first and key in self.here}
         lease = self.tier.lease(keys, "request", first)
         assert (lease is None) == (not covered)
         if lease is not None:
-            assert [slot != ABSENT for slot in lease.slots] == [at >= first and key in self.here for at, key in enumerate(keys)]
-            self.leases.append((lease, covered))
+            assert [slot != ABSENT for slot in lease.slots] == [place in covered for place in range(len(keys))]
+            self.num_leased += 1
+            rank = float(self.num_leased if is_last else -self.num_leased)
+            lease.set_rank(rank)
+            self.leases.append(Entry(lease, keys, covered, set(covered), rank))
 
     @precondition(lambda self: self.leases)
     @rule(which=index)
     def end(self, which: int) -> None:
-        lease, _ = self.leases.pop(which % len(self.leases))
-        lease.end()
-        lease.end()
+        entry = self.leases.pop(which % len(self.leases))
+        entry.lease.end()
+        entry.lease.end()
+
+    @precondition(lambda self: self.leases)
+    @rule(which=index)
+    def refresh(self, which: int) -> None:
+        entry = self.leases[which % len(self.leases)]
+        self.tier.refresh(entry.lease)
+        if entry.lease.want is not None:  # not claimed
+            entry.known = set(entry.here)
+        assert set(np.flatnonzero(entry.lease.slots != ABSENT).tolist()) == entry.known
+
+    @precondition(lambda self: self.leases)
+    @rule(which=index, first=st.integers(0, 3), num=st.integers(1, 4))
+    def claim(self, which: int, first: int, num: int) -> None:
+        entry = self.leases[which % len(self.leases)]
+        wants = entry.lease.want is not None
+        some = set(range(first, first + num))
+        unchanged = entry.here & some == entry.known & some
+        assert self.tier.claim(entry.lease, first, num) == (unchanged or not wants)
+        if wants:
+            entry.known = set(entry.here)
+            if unchanged:
+                entry.claimed, entry.wants = {entry.keys[place] for place in entry.here & some}, False
+
+    @rule(keys=some_keys, num=st.integers(1, 3), is_last=st.booleans())
+    def two_wait_and_somebody_needs_room(self, keys: list[bytes], num: int, is_last: bool) -> None:
+        self.fill(keys)
+        self.lease(keys[:2], 0, True)
+        self.lease(keys[2:], 0, is_last)
+        self.fill(KEYS)
+        self.take(KEYS[-num:], Displaces.ANYTHING)
+
+    @rule(keys=some_keys, is_last=st.booleans(), most=st.integers(0, 2), first=st.integers(0, 2))
+    def a_request_waits_under_pressure(self, keys: list[bytes], is_last: bool, most: int, first: int) -> None:
+        """In one move, so that claims come too late often enough."""
+        self.fill(keys)
+        self.lease(keys, 0, is_last)
+        self.give_way(keys, most)
+        self.fill(KEYS[-2:])
+        if self.leases:
+            self.claim(len(self.leases) - 1, first, 4)
 
     @precondition(lambda self: self.leases)
     @rule(which=index)
     def read(self, which: int) -> None:
-        lease, keys = self.leases.pop(which % len(self.leases))
-        kept = self.tier.take_lease(lease)
+        entry = self.leases.pop(which % len(self.leases))
+        protected = {entry.keys[place] for place in entry.here} if entry.lease.want is not None else entry.claimed
+        kept = self.tier.take_lease(entry.lease)
         assert kept is not None
-        self.reading.append((kept, keys))
+        self.reading.append((kept, protected))
 
     @precondition(lambda self: self.reading)
     @rule(which=index)
@@ -137,23 +235,30 @@ class TierMachine(RuleBasedStateMachine):
     def time_goes_by(self, seconds: float) -> None:
         self.now_s += seconds
         self.tier.expire()
-        for lease, _ in self.leases:
-            assert lease.expired == (lease.deadline_s < self.now_s)
-        self.leases = [entry for entry in self.leases if not entry[0].expired]
+        for entry in self.leases:
+            assert entry.lease.expired == (entry.lease.deadline_s < self.now_s)
+            if entry.lease.expired:
+                assert not self.tier.claim(entry.lease, 0, 1) and self.tier.take_lease(entry.lease) is None
+        self.leases = [entry for entry in self.leases if not entry.lease.expired]
 
     @rule()
     def reset(self) -> None:
-        forgotten = self.here - self.protected
+        forgotten = self.here - self.pinned
+        self.expose(NUM_SLOTS)
         assert self.tier.reset() == len(forgotten)
-        self.here -= forgotten
+        self.lose(forgotten)
+
+    # --------------------------------------------------------------------------------------------------------------- always
 
     @invariant()
     def the_books_add_up(self) -> None:
         self.tier.check()
-        idle = len(self.here - self.protected)
         counts = self.tier.slots
-        assert (counts.reserved, counts.active, counts.pinned, counts.idle) == (self.num_reserved, 0, len(self.protected), idle)
+        pinned, idle = len(self.pinned & self.here), len(self.here - self.pinned)
+        assert (counts.reserved, counts.active, counts.pinned, counts.idle) == (self.num_reserved, 0, pinned, idle)
         assert sum(counts) == NUM_SLOTS and self.tier.num_leases == len(self.leases)
+        assert (self.tier.num_free, self.tier.num_spare) == (self.num_free, self.num_free + len(self.unwanted))
+        assert self.tier.num_available == self.num_in(Displaces.ANYTHING)
 
     @invariant()
     def what_should_be_here_is(self) -> None:
@@ -162,12 +267,13 @@ class TierMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for coming in self.coming:
             self.tier.drop(coming.taken)
-        for lease, _ in self.leases:
-            lease.end()
+        for entry in self.leases:
+            entry.lease.end()
         for kept, _ in self.reading:
             self.tier.end_handles(kept)
         for private in self.private:
             private.rollback()
+        assert self.tier.num_spare == NUM_SLOTS, "nobody wants anything any more"
         self.tier.close()
 
 
@@ -178,17 +284,79 @@ TestHostTierAgainstItsReference = TierMachine.TestCase
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
-def evicts_what_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = HostTier.lease
+def evicts_what_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = HostTier.claim
 
-    def faulty(self: HostTier, *args):
-        given = lease(self, *args)
-        if given is not None:
-            self._end_handles(self._leases[given])
-            self._leases[given] = []
-        return given
+    def faulty(self: HostTier, lease, *args):
+        claimed = claim(self, lease, *args)
+        if claimed:
+            self._end_handles(self._leases[lease])
+            self._leases[lease] = []
+        return claimed
 
-    monkeypatch.setattr(HostTier, "lease", faulty)
+    monkeypatch.setattr(HostTier, "claim", faulty)
+
+
+def evicts_what_is_wanted_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = HostTier._want
+
+    def faulty(self: HostTier, lease, here):
+        want(self, lease, here)
+        self._pool.end_want(lease.want)
+
+    monkeypatch.setattr(HostTier, "_want", faulty)
+
+
+def drops_who_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostLease, "set_rank", lambda self, rank: setattr(self.want, "rank", -rank))
+
+
+def claims_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = HostTier.claim
+
+    def faulty(self: HostTier, lease, *args):
+        self.refresh(lease)
+        return claim(self, lease, *args)
+
+    monkeypatch.setattr(HostTier, "claim", faulty)
+
+
+def pins_though_a_claim_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = HostTier.claim
+
+    def faulty(self: HostTier, lease, *args):
+        claimed = claim(self, lease, *args)
+        if not claimed and lease in self._leases:
+            claim(self, lease, *args)
+        return claimed
+
+    monkeypatch.setattr(HostTier, "claim", faulty)
+
+
+def wants_what_its_lease_wanted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostTier, "_end_want", lambda self, lease: setattr(lease, "want", None))
+
+
+def wants_what_comes_into_a_slot_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: WantedLast, slots):
+        for slot in slots:
+            self._num_losses[slot] += 1
+
+    monkeypatch.setattr(WantedLast, "lost", faulty)
+
+
+def gives_way_with_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_way = HostTier.give_way
+    monkeypatch.setattr(HostTier, "give_way", lambda self, keys, most: give_way(self, keys[::-1], most))
+
+
+def displaces_where_only_free_slots_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_in = HostTier._num_in
+    monkeypatch.setattr(HostTier, "_num_in", lambda self, displaces: num_in(self, max(displaces, Displaces.UNWANTED, key=_as_number)))
+
+
+def _as_number(displaces: Displaces) -> int:
+    return list(Displaces).index(displaces)
 
 
 def takes_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +386,8 @@ def remembers_for_ever_what_was_on_its_way(monkeypatch: pytest.MonkeyPatch) -> N
 def takes_the_last_blocks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     take = HostTier.take
 
-    def faulty(self: HostTier, keys, depths, owner):
-        taken = take(self, keys[::-1], list(depths)[::-1], owner)
+    def faulty(self: HostTier, keys, depths, owner, displaces):
+        taken = take(self, keys[::-1], list(depths)[::-1], owner, displaces)
         taken.places = sorted(len(keys) - 1 - place for place in taken.places)
         return taken
 
@@ -248,7 +416,15 @@ def loses_private_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = [
-    evicts_what_is_leased,
+    evicts_what_is_claimed,
+    evicts_what_is_wanted_like_any_other,
+    drops_who_comes_first,
+    claims_what_has_gone,
+    pins_though_a_claim_fails,
+    wants_what_its_lease_wanted_for_ever,
+    wants_what_comes_into_a_slot_next,
+    gives_way_with_the_first_blocks,
+    displaces_where_only_free_slots_are_to_be_had,
     takes_what_is_on_its_way,
     publishes_what_did_not_arrive,
     remembers_for_ever_what_was_on_its_way,

@@ -11,9 +11,10 @@ import pytest
 from test_host_tier import BLOCK, KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
 
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
+from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier
 
-GUARDED = {"find_each", "pin", "hold", "seal", "try_reserve", "evict", "take_back", "commit", "counts", "check"}
+GUARDED = {"find", "find_each", "pin", "hold", "seal", "try_reserve", "evict", "take_back", "commit", "counts", "check"}
+GUARDED |= {"want", "end_want", "gone_of", "protects", "forget_idle", "forget", "note_hits"}
 
 
 class LockedPool(BlockPool):
@@ -31,10 +32,17 @@ class LockedPool(BlockPool):
 def every_use_is_under_the_lock(tier: HostTier, pool: LockedPool) -> None:
     pool.lock = tier._lock
     fill(tier, KEYS[:3])
-    lease, other = leased(tier, KEYS[:2]), leased(tier, KEYS[:2])
+    lease, other, third = leased(tier, KEYS[:2]), leased(tier, KEYS[:2]), leased(tier, KEYS[:2])
+    tier.refresh(lease)
     kept = tier.take_lease(lease)
     tier.end_handles(kept or ())
     other.end()
+    tier.claim(third, 0, 2)
+    third.end()
+    want = tier.want(KEYS[:3], 1.0)
+    tier.end_want(tier.want(KEYS[:3], 1.0, want))
+    tier.give_way(KEYS[2:3], 1)
+    tier.absent(KEYS[:3])
     tier.drop(taken(tier, KEYS[5:6]))
     private = tier.take_private(1, "retract")
     saved = HostLease(tier, "request", [], 0)
@@ -54,7 +62,11 @@ def test_every_use_of_the_pool_is_under_the_lock() -> None:
     every_use_is_under_the_lock(HostTier(pool, BLOCK, LEASE_S, Clock()), pool)
 
 
-@pytest.mark.parametrize("method", ["lease", "take", "land", "drop", "end_lease", "end_handles", "take_private", "pin_each", "reset"])
+METHODS = ["lease", "take", "land", "drop", "end_lease", "end_handles", "take_private", "pin_each", "reset"]
+METHODS += ["refresh", "claim", "want", "end_want", "give_way", "absent", "take_lease"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_method_that_forgets_the_lock_is_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = getattr(HostTier, method)
 
@@ -73,7 +85,6 @@ def test_a_method_that_forgets_the_lock_is_noticed(method: str, monkeypatch: pyt
 def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
     tier = new_tier(num_slots=12)
     failures: list[BaseException] = []
-    start = threading.Barrier(4)
 
     def run(work: Callable[[int], None]) -> None:
         try:
@@ -89,8 +100,9 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
         lease = tier.lease(keys, "request")
         if lease is not None:
             with tier._lock:
+                tier._refresh(lease)
                 there = tier._pool.find_each(keys)
-            assert all(slot in (ABSENT, found) for slot, found in zip(lease.slots, there, strict=True)), "a leased block has moved"
+            assert all(slot in (ABSENT, found) for slot, found in zip(lease.slots, there, strict=True)), "it has gone, and nobody says so"
             lease.end()
 
     def write(turn: int) -> None:
@@ -102,7 +114,32 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
         assert sum(tier.slots) == tier.num_slots
         tier.check()
 
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in (lease, lease, write, look)]
+    def claim(turn: int) -> None:
+        """The engine's thread admits: what it has claimed is where it was when its request was matched, whatever the launcher takes."""
+        keys = [KEYS[(2 * turn + i) % 20] for i in range(5)]
+        lease = tier.lease(keys, "request")
+        if lease is None:
+            return
+        tier.refresh(lease)
+        matched = lease.slots
+        if tier.claim(lease, 0, 5):
+            with tier._lock:
+                there = tier._pool.find_each(keys)
+            assert all(slot in (ABSENT, found) for slot, found in zip(matched, there, strict=True)), "a claimed block has gone"
+            num_claimed.append(1)
+        else:
+            with tier._lock:
+                assert tier._leases[lease] == [], "a claim that fails pins nothing"
+        lease.end()
+
+    def haul(turn: int) -> None:
+        """Somebody who has a table takes what others want."""
+        tier.land(tier.take([KEYS[(7 * turn + i) % 20] for i in range(6)], range(6), "haul", Displaces.ANYTHING))
+
+    num_claimed: list[int] = []
+    works = (lease, lease, claim, write, haul, look)
+    start = threading.Barrier(len(works))
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -114,5 +151,6 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
         sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads) and failures == []
     tier.check()
-    assert tier.num_leases == 0 and tier.counts.landed > 0
+    assert tier.num_leases == 0 and tier.counts.landed > 0 and num_claimed
+    assert tier.num_spare == tier.num_slots, "nobody wants anything any more"
     tier.close()

@@ -118,6 +118,12 @@ class World:
         self.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
         return table, load
 
+    def never_save(self) -> None:
+        """What was offered is not sent: the device alone has it."""
+        for offer in self.ladder._offers:
+            offer.pin.end()
+        self.ladder._offers.clear()
+
     def in_host(self, name: str, num_blocks: int) -> list[object]:
         slots = self.ladder.host._pool.find_each(self.prefix(name, num_blocks).keys)
         return [cell for slot in slots if slot >= 0 for cell in self.host[slot]]
@@ -199,6 +205,21 @@ def flush_between_submit_and_launch(sequencer: Sequencer) -> None:
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
 
 
+def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
+    """Blocks that were never saved leave the device for another request, which gets their slots."""
+    world = World(sequencer, num_slots=2)
+    table, fence = world.compute_blocks("a", 2)
+    world.cache.seal(table, world.tokens("a", 2), 2 * BLOCK, fence)  # earlier than an engine would: the step has not been read
+    world.never_save()
+    world.cache.release(table, fence)
+    assert not world.cache.make_room(2, 0)
+    while not world.cache.make_room(2, 0):
+        world.cache.drain(1.0)
+    table, fence = world.compute_blocks("b", 2)
+    world.finish(table, fence)
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
+
+
 # -------------------------------------------------------------------------------------------------------------------- faults
 
 
@@ -220,8 +241,8 @@ def no_wait_before_writing(monkeypatch: pytest.MonkeyPatch) -> None:
 def pins_that_end_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Demotion.__init__
 
-    def unpinned(self: Demotion, *args: object) -> None:
-        make(self, *args)  # type: ignore[arg-type]
+    def unpinned(self: Demotion, *args: object, **named: object) -> None:
+        make(self, *args, **named)  # type: ignore[arg-type]
         for pin in self.pins:
             pin.end()
         self.pins = []
@@ -256,6 +277,24 @@ def a_drain_that_sees_only_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Transfer, "touches", lambda self, slots: touches(self, slots) and (slots is None or self._launched))
 
 
+def a_move_that_knows_no_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "last_use", lambda self, slots: ())
+
+
+def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = Ladder._move
+
+    def faulty(self: Ladder, slots: Sequence[int]) -> None:
+        move(self, slots)
+        transfer = self.demoter.in_flight()[-1]
+        for pin in transfer.pins:
+            pin.end()
+        assert isinstance(transfer, Demotion)
+        transfer.pins, transfer.num_offered, self._num_moving = [], 0, 0
+
+    monkeypatch.setattr(Ladder, "_move", faulty)
+
+
 PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {
     demote_while_the_producer_runs: [no_fence_of_the_producer],
     promote_into_slots_that_a_step_still_reads: [no_fence_of_the_last_use, no_wait_before_writing],
@@ -263,6 +302,7 @@ PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {
     read_what_is_being_promoted: [no_wait_for_arrivals, waits_for_the_first_group_only, arrivals_marked_before_the_copy],
     replay_what_is_being_promoted: [no_wait_for_arrivals, waits_for_the_first_group_only],
     flush_between_submit_and_launch: [a_drain_that_sees_only_what_is_launched],
+    move_what_a_step_still_writes: [a_move_that_knows_no_last_use, no_fence_of_the_last_use, a_move_that_gives_its_slots_back_at_once],
 }
 
 

@@ -210,15 +210,40 @@ def a_promotion_of_which_only_the_first_copy_could_be_launched(sequencer: Sequen
 # ---------------------------------------------------------------------------------------------------------------------- leases
 
 
-def promote_what_was_leased_under_pressure(sequencer: Sequencer) -> None:
+def promote_what_was_claimed_under_pressure(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer)
     world.bring_to_host("a", 2)
     lease = world.cache.lease("a", world.prefix("a", 2))
-    assert lease is not None
+    assert lease is not None and world.cache.claim(lease, 0, 2)
     world.cache.reset(("host",))  # everything that is not protected is forgotten, and its slots go to others
     world.bring_to_host("b", 4)
     world.bring_to_host("c", 4)
     table = world.cache.open("a", world.prefix("a", 2), 0)
+    load = world.cache.promote(table, lease, 2, num_next=1)
+    world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
+    seen: list[object] = []
+    world.finish(table, world.read_blocks(table, 2, seen, Arriving([load])))
+    assert seen == ["a"] * 2 * LAYERS, seen
+    world.close()
+
+
+def promote_what_was_wanted_under_pressure(sequencer: Sequencer) -> None:
+    """Saves leave it alone, though host memory is full, whatever the launcher is at when it is claimed."""
+    world = WatchedWorld(sequencer)
+    world.bring_to_host("a", 2)
+    lease = world.cache.lease("a", world.prefix("a", 2))
+    assert lease is not None
+    for name in "bcd":
+        table, fence = world.compute_blocks(name, 2)
+        fence.wait_passed()
+        world.seal(table, name, 2, fence)
+        world.cache.release(table, fence)
+        world.cache.submit_saves()
+    assert world.cache.claim(lease, 0, 2)
+    world.cache.reset(("host",))
+    table = world.cache.open("a", world.prefix("a", 2), 0)
+    while world.cache.num_available < 2:
+        world.cache.drain(1.0)
     load = world.cache.promote(table, lease, 2, num_next=1)
     world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
     seen: list[object] = []
@@ -274,6 +299,98 @@ def a_promotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     world.close()
 
 
+# ----------------------------------------------------------------------------------------------------------------------- moves
+
+
+def keep_on_the_device_alone(world: WatchedWorld, name: str, num_blocks: int) -> list[object]:
+    """Blocks that host memory does not have, and that a step still reads when their request has ended: what it sees."""
+    seen: list[object] = []
+    table, fence = world.compute_blocks(name, num_blocks)
+    fence.wait_passed()
+    world.seal(table, name, num_blocks, fence)
+    world.cache.submit_saves()
+    world.cache.drain(1.0)
+    world.cache.reset(("host",))
+    fence = world.read_blocks(table, num_blocks, seen)
+    world.cache.release(table, fence)
+    return seen
+
+
+def compute_where_room_was_made(world: WatchedWorld, name: str, num_blocks: int) -> None:
+    while not world.cache.make_room(num_blocks, 0):
+        world.cache.drain(1.0)
+    world.finish(*world.compute_blocks(name, num_blocks))
+
+
+def move_what_the_device_has_alone(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=3)
+    seen = keep_on_the_device_alone(world, "a", 2)
+    assert not world.cache.make_room(3, 0)
+    compute_where_room_was_made(world, "b", 3)
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
+    assert seen == ["a"] * 2 * LAYERS, seen
+    world.close()
+
+
+def draw_what_is_left_while_blocks_are_moved(sequencer: Sequencer) -> None:
+    """What others were promised can be drawn at once; what is being moved cannot."""
+    world = WatchedWorld(sequencer, num_slots=4)
+    keep_on_the_device_alone(world, "a", 3)
+    assert not world.cache.make_room(4, 2) and world.cache.num_available >= 2
+    table, fence = world.compute_blocks("b", 2)
+    assert world.cache.num_available <= 2
+    world.finish(table, fence)
+    compute_where_room_was_made(world, "c", 4)
+    assert world.in_host("a", 3).count("a") >= 2 * LAYERS, world.host
+    world.close()
+
+
+def share_what_is_being_moved(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=3)
+    keep_on_the_device_alone(world, "a", 2)
+    assert not world.cache.make_room(3, 0)
+    seen: list[object] = []
+    table = world.cache.open("again", world.prefix("a", 2), 2)
+    fence = world.read_blocks(table, 2, seen)
+    world.cache.drain(1.0)
+    assert world.cache.match(world.prefix("a", 2).keys).num_blocks == 2, "somebody has them again: they stay"
+    world.finish(table, fence)
+    assert seen == ["a"] * 2 * LAYERS and world.in_host("a", 2) == ["a"] * 2 * LAYERS, (seen, world.host)
+    world.close()
+
+
+def a_move_that_fails(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    keep_on_the_device_alone(world, "a", 2)
+    world.demotions.num = 1
+    assert not world.cache.make_room(2, 0)
+    compute_where_room_was_made(world, "b", 2)
+    assert world.in_host("a", 2) == []
+    world.close()
+
+
+def a_move_that_could_not_be_submitted(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    keep_on_the_device_alone(world, "a", 2)
+    world.refuse_launch(world.ladder.demoter)
+    with contextlib.suppress(OSError):
+        world.cache.make_room(2, 0)
+        raise AssertionError("it was refused")
+    world.cache.check()
+    compute_where_room_was_made(world, "b", 2)
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
+    world.close()
+
+
+def reset_and_close_while_blocks_are_moved(sequencer: Sequencer) -> None:
+    world = WatchedWorld(sequencer, num_slots=2)
+    keep_on_the_device_alone(world, "a", 2)
+    assert not world.cache.make_room(2, 0)
+    world.cache.check()
+    assert world.cache.reset() == {"device": 0, "host": 0}
+    world.close()
+
+
 # ----------------------------------------------------------------------------------------------------------------- retractions
 
 
@@ -288,6 +405,7 @@ def retract_behind_a_step_that_still_writes(sequencer: Sequencer) -> None:
     assert isinstance(lease, SavedLease)
     world.finish(*world.compute_blocks("b", 2))
     assert lease.ready and lease.num_from(0) == 2, "both are kept for it"
+    assert world.cache.claim(lease, 0, 2)
     world.cache.reset()  # but not what nobody has come for
     seen = world.resume("a", lease, 2)
     assert sorted(map(str, seen)) == ["a"] * LAYERS + ["tail"] * LAYERS, seen

@@ -52,8 +52,7 @@ class KeyIndex:
         A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both.
         `like`: an earlier answer, for whoever keeps his own; one that is about other keys is not taken."""
         num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
-        known = self._found.get(id(keys)) or self._found_before.get(id(keys))
-        known = known or _as_far_as(like or self._last, keys) or _as_far_as(self._last, keys)
+        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(like, keys) or _as_far_as(self._last, keys)
         run: Run = []
         if known is not None:
             run = known.run if known.num_forgets == num_forgets else self._still_here(known)
@@ -150,7 +149,9 @@ class KeyIndex:
             raise InvariantBroken(f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed)} that are said to be sealed")
 
 
-def _as_far_as(found: Found, keys: Sequence[bytes]) -> Found | None:
-    """`found` where `keys` begin with all of it."""
+def _as_far_as(found: Found | None, keys: Sequence[bytes]) -> Found | None:
+    """`found` where `keys` begin with all of it: whoever hands in an answer of his own may have got another's by mistake."""
+    if found is None or not isinstance(keys, tuple):
+        return None
     num = len(found.run)
-    return found if isinstance(keys, tuple) and 0 < num <= len(keys) and keys[num - 1] == found.keys[num - 1] else None
+    return found if 0 < num <= len(keys) and keys[num - 1] == found.keys[num - 1] else None

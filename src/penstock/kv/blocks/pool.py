@@ -82,7 +82,7 @@ class BlockPool:
     def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: Want | None = None) -> Want:
         """Want the longest run of leading `keys` that are here, in place of `earlier`."""
         run = self.find(keys, earlier)
-        if earlier is not None and earlier in self._idle and earlier.num_blocks == len(run) and not self.gone_of(earlier).any():
+        if earlier is not None and earlier.num_blocks == len(run) and self.protects(earlier):
             earlier.rank = rank
             return earlier
         want = self.want(run, rank)
@@ -270,6 +270,10 @@ class BlockPool:
     def end_want(self, want: Want) -> None:
         """Idempotent."""
         self._idle.end(want)
+
+    def protects(self, want: Want) -> bool:
+        """Whether it does all that it did when it was made: it has neither ended nor been dropped, and none of its blocks has gone."""
+        return want in self._idle and not self._idle.gone(want).any()
 
     def gone_of(self, want: Want) -> NDArray[np.bool_]:
         """Which of its slots have lost the block that was wanted."""

@@ -228,7 +228,8 @@ class HostTier:
         """Those of `keys` that are here are forgotten after all that nobody wants, in place of `earlier`."""
         with self._lock:
             slots = np.array([slot for slot in self._pool.find_each(keys) if slot != ABSENT], np.intp)
-            if earlier is not None and np.array_equal(earlier.slots, slots) and not self._pool.gone_of(earlier).any():
+            if earlier is not None and np.array_equal(earlier.slots, slots) and self._pool.protects(earlier):
+                earlier.rank = rank
                 return earlier
             want = self._pool.want(as_run(slots), rank)
             if earlier is not None:

@@ -370,9 +370,7 @@ class Ladder:
             self.host.drop(transfer.parts.popleft())
         for pin in transfer.pins:
             pin.end()
-            if (
-                transfer.moves
-            ):  # also where somebody wants them by now: kept, they would be moved again, and the next in line waits for ever
+            if transfer.moves:  # also what somebody wants by now: it would be moved again, and whoever is next would wait for ever
                 self._pool.evict_these(pin.slots)
         self._num_moving -= transfer.num_offered if transfer.moves else 0
 

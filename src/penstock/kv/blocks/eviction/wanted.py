@@ -110,14 +110,14 @@ class WantedLast:
         return want.gone(self._losses)
 
     def expose(self, num: int) -> None:
-        """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or no want is left."""
+        """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
         if len(self._others) >= num:
             return
         for want in sorted(self._wants, key=lambda want: want.rank, reverse=True):
+            if len(self._others) >= num or not self._num_aside:
+                return
             self.num_dropped += 1
             self.end(want)
-            if len(self._others) >= num:
-                return
 
     # ------------------------------------------------------------------------------------------------------- as every order
 
