@@ -222,13 +222,29 @@ def test_decodes_agree_with_the_reference_however_many_there_are_per_multiproces
             super().__init__(*args, **how)
             self._num_sms = 8
 
-        def num_splits(self, num_chunks: int, num_tiles: int) -> int:
-            assert super().num_splits(num_chunks, num_tiles) == 2
+        def num_splits(self, num_chunks: int, num_tiles: int, deep: bool = False) -> int:
+            assert super().num_splits(num_chunks, num_tiles, deep) == 2
             return 2
 
     made = OnEight(step.arena, step.config, step.rope)
     assert made.grid(backend._Launch(0, num_chunks, 0, num_chunks, 1), deep=False)[2] == splits
     assert_agrees(step, OnEight)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 16])
+def test_a_few_long_sequences_are_cut_into_more_shares_than_short_ones_and_one_alone_is_not(num_chunks: int) -> None:
+    step = make_step(DECODES, dtype=HALF)
+    attention = TritonAttention(step.arena, step.config, step.rope)
+    attention._num_sms = 132
+    launch = backend._Launch(0, num_chunks, 0, num_chunks, 1)
+    deep, short = attention.grid(launch, deep=True), attention.grid(launch, deep=False)
+    assert deep[:2] == short[:2] and backend.MAX_SPLITS >= deep[2] >= short[2]
+    assert (deep[2] > short[2]) == (num_chunks > 1 and short[2] < backend.MAX_SPLITS)
+
+
+def test_sequences_of_different_lengths_in_many_shares_agree_with_the_reference() -> None:
+    tuning = backend.TUNING[2]._replace(programs_per_sm=64)
+    assert_agrees(make_step([Span(3, 1), Span(900, 1), Span(64, 1), Span(250, 1), Span(0, 1)], dtype=HALF), tuning=tuning)
 
 
 def test_a_long_chunk_over_a_longer_prefix_has_a_tile_of_its_own() -> None:

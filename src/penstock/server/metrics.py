@@ -83,6 +83,8 @@ def _traffic(traffic: Traffic) -> Iterator[Any]:
     yield _by_label(CounterMetricFamily, "penstock_checksum_failures", damaged, "tier", traffic.checksum_failures)
     yield _by_label(GaugeMetricFamily, "penstock_tier_usable", usable, "tier", traffic.usable)
     yield _by_label(CounterMetricFamily, "penstock_saves_skipped", skipped, "reason", traffic.skipped)
+    postponed = "Blocks that stayed on the device alone while host memory was full."
+    yield CounterMetricFamily("penstock_saves_postponed", postponed, value=traffic.postponed)
     yield GaugeMetricFamily("penstock_leases_open", "Prefixes in colder tiers kept for requests in line.", value=traffic.leases_open)
 
 

@@ -52,7 +52,7 @@ def test_without_the_prefix_cache_everything_comes_from_the_host(tiered_config):
 
 
 def test_a_cache_that_serves_nothing_is_not_reported_as_served(engine, config, monkeypatch):
-    monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys: [])
+    monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys, like=None: [])
     with pytest.raises(InvariantBroken, match="expected 63 from the device"):
         TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
 

@@ -61,7 +61,7 @@ def test_cuda_that_is_not_there_is_a_failure(penstock, tmp_path, monkeypatch):
 
 
 def test_a_cache_that_never_matches_is_found_by_the_generation(monkeypatch):
-    monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys: [])
+    monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys, like=None: [])
     assert doctor._tiny_generation("cpu").status is doctor.Status.FAIL
 
 

@@ -50,8 +50,8 @@ def test_a_full_tier_forgets_as_the_setting_says_and_the_device_by_recency(
     monkeypatch.setattr(build_module, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
     engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
     expected = type(make_order(eviction, 8))
-    assert type(ladder_of(engine).host._pool._idle) is expected
-    assert type(engine.cache._pool._idle) is type(make_order("lru", 8))
+    assert type(ladder_of(engine).host._pool._idle._others) is expected
+    assert type(engine.cache._pool._idle._others) is type(make_order("lru", 8))
     ((directory, num_bytes, _, name),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
 

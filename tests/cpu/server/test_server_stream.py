@@ -36,7 +36,7 @@ class CountingLoop:
 def a_reading(engine: ScriptedEngine, bridge: Bridge, num: int, gate: Gate) -> Reading:
     reading = Reading(engine, bridge, gate.take(num))
     for index in range(num):
-        reading.submit(index, [1], SamplingParams(max_tokens=10), "")
+        reading.submit(index, [1], SamplingParams(max_tokens=10), cache_salt="")
     return reading
 
 
@@ -129,7 +129,7 @@ def test_a_failed_submit_holds_nothing() -> None:
     loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
     bridge = Bridge(loop)
     with pytest.raises(InvalidRequest), Reading(engine, bridge, gate.take(2)) as reading:
-        reading.submit(0, [], SamplingParams(max_tokens=1), "")
+        reading.submit(0, [], SamplingParams(max_tokens=1), cache_salt="")
     assert (gate.taken, bridge.readings, engine.num_open) == (0, set(), 0)
 
 

@@ -63,7 +63,8 @@ CHAT = {
     "logprobs": [None, True],
     "top_logprobs": [None, 3],
 }
-UNUSED = {"stream_options", "user", "max_completion_tokens", "response_format"}  # not about sampling, or another name of one that is
+# Not about sampling, or another name of one that is.
+UNUSED = {"stream_options", "user", "max_completion_tokens", "response_format", "priority", "session_id", "prompt_cache_key", "cache_hint"}
 
 
 @pytest.fixture(scope="module")

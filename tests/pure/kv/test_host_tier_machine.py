@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from penstock.errors import PenstockError
+from penstock.kv.blocks.eviction import WantedLast
 from penstock.kv.blocks.handles import Handle, Reservation
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.eviction import WantedLast
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
 
 KEYS = [bytes([i]) * 16 for i in range(10)]

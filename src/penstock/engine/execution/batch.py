@@ -14,6 +14,10 @@ from torch import Tensor
 from penstock.contract import Chunk
 from penstock.errors import InvariantBroken
 
+# A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than shorter ones', and their keys
+# are cut into so many shares that no multiprocessor waits for another.
+DEEP_TOKENS = 8192
+
 
 @dataclass(slots=True)
 class StepInputs:
@@ -24,7 +28,8 @@ class StepInputs:
     behind them that belongs to it. The first `num_decodes` chunks have exactly one token each.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
-    from them and not from host numbers; `max_q_len` and `max_kv_len` are only for eager steps (0 in a capture).
+    from them and not from host numbers; `max_q_len` and `max_kv_len` are for eager steps. In a capture the first is 0, and the second
+    says no more than whether the step is deep.
     """
 
     tokens: Tensor  # [T]
@@ -54,6 +59,7 @@ class Shape:
     num_tokens: int
     num_chunks: int
     num_samples: int
+    deep: bool = False  # of a captured step: some of its sequences have more than `DEEP_TOKENS` tokens
 
     @property
     def is_decode(self) -> bool:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.contract import StepPlan
-from penstock.engine.execution.batch import Packer, Shape
+from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Replay
 
+MOST_DEEP = 16  # decodes for which there is a replay of long sequences as well: more of them keep every multiprocessor busy by their number
 MIXED_KV_TOKENS = 8192  # a replay of chunks and decodes together does not split long sequences; beyond this an eager step is faster
 
 
@@ -31,9 +32,10 @@ def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
     decodes, whose launches would take longer than their work."""
     sizes = [1, 2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_batch + 64, 64)]
     decodes = (*(size for size in sizes if size < max_batch), max_batch)
+    deep = (Shape(size, size, size, deep=True) for size in decodes if 1 < size <= MOST_DEEP)
     lone = [Shape(tokens, 1, 1) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048) if tokens <= prefill_chunk]
     mixed = [Shape(tokens, 32, 32) for tokens in (64, 128, 256, 512, 1088, 2176) if tokens <= prefill_chunk and max_batch >= 32]
-    return (*(Shape(size, size, size) for size in decodes), *lone, *mixed)
+    return (*(Shape(size, size, size) for size in decodes), *deep, *lone, *mixed)
 
 
 class Replays:
@@ -55,14 +57,16 @@ class Replays:
         self._others = others
         self._captured: dict[Shape, Captured] = {}
         self.inputs = inputs
-        self.buckets = tuple(sorted(buckets, key=lambda shape: (shape.num_tokens, shape.num_chunks)))
+        self.buckets = tuple(sorted(buckets, key=lambda shape: (shape.num_tokens, shape.num_chunks, not shape.deep)))
 
     def bucket_for(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds the step; None where it has to run eagerly."""
-        num_tokens, num_chunks = plan.num_tokens, len(plan.chunks)
-        if not plan.is_decode and num_chunks > 1 and max(c.kv_len for c in plan.chunks) > MIXED_KV_TOKENS:
+        num_tokens, num_chunks, longest = plan.num_tokens, len(plan.chunks), max(c.kv_len for c in plan.chunks)
+        if not plan.is_decode and num_chunks > 1 and longest > MIXED_KV_TOKENS:
             return None
         for shape in self.buckets:
+            if shape.deep and longest <= DEEP_TOKENS:
+                continue
             if shape.num_tokens >= num_tokens and shape.num_chunks >= num_chunks and shape.is_decode == plan.is_decode:
                 return shape
         return None
@@ -84,7 +88,8 @@ class Replays:
         """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
         host = np.empty(bucket.fixed_ints + 1, np.int32)
         packed = self._packer.pack((), bucket, host)
-        flow = Flow(packed.shape.views(self.inputs, bucket.num_chunks if bucket.is_decode else 0, max_q_len=0, max_kv_len=0))
+        num_decodes, max_kv_len = bucket.num_chunks if bucket.is_decode else 0, DEEP_TOKENS + 1 if bucket.deep else 0
+        flow = Flow(packed.shape.views(self.inputs, num_decodes, max_q_len=0, max_kv_len=max_kv_len))
         ops = self._forward.ops(flow)
         if self.inputs.device.type == "cuda":
             self._lane.drain()
@@ -92,7 +97,7 @@ class Replays:
             self._lane.submit(lambda: self.inputs[: len(ints)].copy_(ints), label="padding").wait_done()
             for op, _, label in ops:
                 self._lane.submit(op, label=label).wait_done()
-        with self._lane.capture(f"step {bucket.num_tokens} x {bucket.num_chunks}") as capture:
+        with self._lane.capture(f"step {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}") as capture:
             for op, _, label in ops:
                 self._lane.submit(op, label=label)
         return Captured(capture.replay, flow, self._addresses())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.contract import Adapter, Chunk, Request, SamplingParams, Start, StepPlan
-from penstock.engine.execution.batch import Shape
+from penstock.engine.execution.batch import DEEP_TOKENS, Shape
 
 BLANK = Adapter("blank", "")  # of steps that are to be run with adapters
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -70,7 +70,9 @@ def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
     kinds = [
         StepKind(_decodes(b.num_chunks) if b.is_decode else (*_decodes(b.num_chunks - 1), Work(b.num_tokens - b.num_chunks + 1)))
         for b in buckets
+        if not b.deep
     ]
+    kinds += [StepKind((Work(1, DEEP_TOKENS),) * b.num_chunks) for b in buckets if b.deep]
     batches = [num for num in _BATCHES if num < most] + [most]
     kinds += [StepKind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
     kinds += [StepKind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), StepKind((Work(100),), _EVERYTHING)]

@@ -11,8 +11,9 @@ not overtake.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 
 from penstock.engine.scheduling.track import State, Track
 
@@ -32,7 +33,7 @@ class Line:
         self._bound_s = bound_s
         self._queued: list[Track] = []  # those that find nothing, by arrival
         self._ranked: list[Track] = []  # the others, by rank
-        self._to_look_at: deque[Track] = deque()  # all of them, and some that have left
+        self._to_look_at: OrderedDict[Track, None] = OrderedDict()  # all of them, whoever was looked at longest ago first
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._ranked)
@@ -54,11 +55,12 @@ class Line:
         insort(self._ranked, track, key=_by_rank)
         self.num_retracted += track.state is State.RETRACTED
         if self._bound_s:
-            self._to_look_at.append(track)
+            self._to_look_at[track] = None
 
     def remove(self, track: Track) -> None:
         """Before its state changes."""
         self._take_out(track)
+        self._to_look_at.pop(track, None)
         self.num_retracted -= track.state is State.RETRACTED
 
     def rank(self, track: Track, start_s: float | None, found_share: float) -> bool:
@@ -80,13 +82,12 @@ class Line:
             insort(self._queued, track, key=_by_arrival)
         return True
 
-    def look_again(self, most: int) -> Iterator[Track]:
+    def look_again(self, most: int) -> list[Track]:
         """Some of those in line, others each time."""
-        for _ in range(min(most, len(self._to_look_at))):
-            track = self._to_look_at.popleft()
-            if track.state in (State.WAITING, State.RETRACTED):
-                self._to_look_at.append(track)
-                yield track
+        tracks = list(islice(self._to_look_at, most))
+        for track in tracks:
+            self._to_look_at.move_to_end(track)
+        return tracks
 
     def _take_out(self, track: Track) -> None:
         line, key = (self._ranked, _by_rank) if track.is_ranked else (self._queued, _by_arrival)
@@ -99,7 +100,7 @@ def _by_rank(track: Track) -> tuple[int, float, int]:
 
 
 def _by_arrival(track: Track) -> tuple[int, float, int]:
-    return track.request.priority, float(track.order), track.order
+    return track.request.priority, track.request.arrival_s, track.order
 
 
 def arrival(track: Track) -> int:

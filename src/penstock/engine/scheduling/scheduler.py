@@ -163,7 +163,7 @@ class Scheduler:
         self._line.add(track)
 
     def _admit(self, room: Room) -> None:
-        for known in tuple(self._line.look_again(_LOOK_AGAIN)):
+        for known in self._line.look_again(_LOOK_AGAIN):
             if is_ready(known):
                 self._rank(known, find_match(known, self._ledger))
         passed: set[Track] = set()  # those that wait, and let others go ahead

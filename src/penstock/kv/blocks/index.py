@@ -50,7 +50,7 @@ class KeyIndex:
         """Slots of the longest run of leading `keys` that are here, which nobody may change. A waiting request asks in every plan: for
         the same tuple only what was added behind the last answer is looked up, and of that only what was forgotten since is taken back.
         A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both.
-        `like`: an earlier answer, for whoever keeps his own."""
+        `like`: an earlier answer, for whoever keeps his own; one that is about other keys is not taken."""
         num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
         known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(like, keys) or _as_far_as(self._last, keys)
         run: Run = []

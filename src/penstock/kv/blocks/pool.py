@@ -284,8 +284,8 @@ class BlockPool:
         return self._evicted(self._idle.pop(num_slots))
 
     def evict_these(self, slots: Sequence[int]) -> int:
-        """Forget those of `slots` that are idle and that nobody wants. Returns how many."""
-        idle = self._idle.unwanted(self._book.those_in(SlotState.IDLE, as_run(slots)))
+        """Forget those of `slots` that are idle, wanted or not. Returns how many."""
+        idle = self._book.those_in(SlotState.IDLE, as_run(slots))
         self._idle.remove(idle)
         self._idle.lost(as_list(idle))
         return self._evicted(as_list(idle))

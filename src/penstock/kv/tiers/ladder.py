@@ -69,7 +69,6 @@ class Ladder:
         self._limits = limits
         self._offers: list[Offer] = []
         self._num_moving = 0  # blocks of the device that are on their way to host memory to make room
-        self._moved_in_vain = False  # host memory had no room for some of them, and they are wanted where they are
         self._whole = [Group((0, layout.num_layers))]
 
     @property
@@ -155,9 +154,6 @@ class Ladder:
             return True
         if self._num_moving:
             return False  # what it frees comes first
-        if self._moved_in_vain:
-            self._moved_in_vain = False  # the same would come of it again, and whoever waits for the room would wait for ever
-            return True
         slots = pool.coldest_slots(num_evicted)
         absent = self.host.absent(pool.keys_of(slots))
         alone = [slot for slot, is_alone in zip(slots, absent, strict=True) if is_alone][: max(0, pool.num_available - floor)]
@@ -372,10 +368,8 @@ class Ladder:
             self.host.drop(transfer.parts.popleft())
         for pin in transfer.pins:
             pin.end()
-            if transfer.moves:
+            if transfer.moves:  # also what somebody wants by now: it would be moved again, and whoever is next would wait for ever
                 self._pool.evict_these(pin.slots)
-                stay = [slot for slot in pin.slots if not self._pool.is_held(slot)]  # those that are wanted again
-                self._moved_in_vain |= any(self.host.absent(self._pool.keys_of(stay)))
         self._num_moving -= transfer.num_offered if transfer.moves else 0
 
     def _end_retraction(self, transfer: Retraction) -> None:

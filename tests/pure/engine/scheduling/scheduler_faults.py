@@ -64,7 +64,7 @@ class SealsWhatIsOnlyPlanned(Scheduler):
 
 class ResumesWithATokenInFlight(Scheduler):
     def _admit(self, room: int) -> None:
-        in_flight = {track: track.num_in_flight for track in self._line.tracks}
+        in_flight = {track: track.num_in_flight for track in self._line}
         for track in in_flight:
             track.num_in_flight = 0
         super()._admit(room)
@@ -126,7 +126,7 @@ class RetractsTheOldest(Scheduler):
         drawn = super()._draw(track, num_tokens)
         for other, order in others.items():
             other.order = order
-        self._line.tracks.sort(key=lambda t: t.order)
+        self._line._ranked.sort(key=lambda t: t.order)
         return drawn
 
 

@@ -9,11 +9,50 @@ from scheduler_device import BLOCK, prompt_logprobs
 
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Start, StepPlan, TokenEvent
 from penstock.engine.scheduling.budget import blocks_for
-from penstock.engine.scheduling.track import State
+from penstock.engine.scheduling.matching import is_pending, is_ready
+from penstock.engine.scheduling.track import State, Track
 from penstock.kv.tiers.haul import Haul
 
 if TYPE_CHECKING:
     from scheduler_world import Asked, World
+
+
+def check_turn(world: World, request_id: str) -> None:
+    """A request is admitted now. None in line could have been, that is of a higher priority, or of the same and arrived so much earlier."""
+    scheduler, admitted = world.scheduler, world.scheduler._tracks[request_id]
+    bound_s, mine = world.budget.max_overtaken_s, (admitted.request.arrival_s, admitted.order)
+    for other in tuple(scheduler._line):
+        theirs = (other.request.arrival_s, other.order)
+        overtakes = (admitted.request.priority, mine) > (other.request.priority, theirs)
+        if other is admitted or not overtakes:
+            continue
+        if not _may_start(world, other):
+            world.seen["overtakes one that waits for others' blocks"] += 1
+            continue
+        assert admitted.request.priority == other.request.priority, f"{request_id} goes before {other.request.id} of a higher priority"
+        late_s = mine[0] - theirs[0]
+        assert bound_s and late_s <= bound_s, f"{request_id} arrived {late_s} s after {other.request.id} and goes first"
+        assert admitted.is_ranked or other.is_ranked, (
+            f"neither {request_id} nor {other.request.id} finds anything: the later one goes first"
+        )
+        world.seen["overtakes"] += 1
+
+
+def _may_start(world: World, track: Track) -> bool:
+    """It need not wait for a step, a save, a store, or for what somebody else computes or loads."""
+    others = len(world.scheduler._running) or world.cache.num_settling
+    return is_ready(track) and not (others and is_pending(track, world.cache))
+
+
+def check_wants(world: World) -> None:
+    """Whatever blocks are wanted, somebody in line wants them."""
+    waiting = [track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)]
+    assert set(world.cache.pool._idle._wants) <= {track.want for track in waiting}, "blocks are wanted by nobody in line"
+    if world.tiers is not None:
+        host = world.tiers.host
+        assert set(host._pool._idle._wants) <= {lease.want for lease in host._leases}, "host blocks are wanted without a lease"
+        leases = {track.lease for track in waiting}
+        assert all(lease in leases or getattr(lease, "saving", False) for lease in host._leases), "a lease is nobody's in line"
 
 
 def check_plan(world: World, plan: StepPlan) -> None:

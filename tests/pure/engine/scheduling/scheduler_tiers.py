@@ -35,6 +35,7 @@ class Cold:
     behind: tuple[str, ...] = ()
     ladder: Callable[..., Ladder] = Ladder
     host: Callable[..., HostTier] = HostTier
+    postpones: bool = False  # what the device keeps need not be in a full host memory as well
 
 
 class Tiers:
@@ -47,7 +48,7 @@ class Tiers:
         self._device = device
         self.promotions, self.demotions = TagCopier(device.host, device.arena), TagCopier(device.arena, device.host)
         movers = self._mover(device.host, device.arena, self.promotions), self._mover(device.arena, device.host, self.demotions)
-        self.ladder = cold.ladder(pool, self.host, movers, LAYOUT, LadderLimits(cold.overlap_tokens, 1e9))
+        self.ladder = cold.ladder(pool, self.host, movers, LAYOUT, LadderLimits(cold.overlap_tokens, 1e9, postpones=cold.postpones))
         self.clock = HandClock()
         self.stores = {name: MemoryStore(name, local=name == "ssd") for name in cold.behind}
         if cold.behind:

@@ -39,6 +39,10 @@ class Shape(NamedTuple):
     depth: int  # steps in flight at most; the engine has two
     behind: tuple[str, ...] = ()  # tiers behind the host
     timed: Timed = UNTIMED
+    max_overtaken_s: float = 0.0
+    postpones: bool = False
+    prioritizes: bool = False  # requests have different priorities
+    token_s: float = 0.0  # what computing a token is believed to take; 0: nobody knows
 
 
 class Walker:
@@ -46,13 +50,20 @@ class Walker:
 
     def __init__(self, shape: Shape) -> None:
         self.depth = shape.depth
-        self.world = World(*shape[:5], cold=Cold(shape.num_host, shape.overlap_tokens, shape.behind), timed=shape.timed)
+        self._num_submitted = 0
+        self._prioritizes = shape.prioritizes
+        cold = Cold(shape.num_host, shape.overlap_tokens, shape.behind, postpones=shape.postpones)
+        self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s)
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
+        if shape.token_s:
+            self.tiers.ladder.prefill.add(100, 0.0, 100 * shape.token_s)
 
     def do(self, event: Event) -> None:
         name, number = event
-        getattr(self, name)(random.Random(number))
+        r = random.Random(number)
+        getattr(self, name)(r)
+        self.world.now_s += r.choice((0.0, 0.0, 0.5, 1.0, 8.0))
         self.world.check()
 
     def end(self) -> None:
@@ -67,7 +78,9 @@ class Walker:
 
     def _submit(self, prompt: Sequence[int], max_tokens: int, kind: dict[str, object]) -> None:
         if len(self.world.scheduler._tracks) < MAX_OPEN:
-            self.world.submit(prompt[: self.world.cache.num_blocks * BLOCK - max_tokens], max_tokens, **kind)
+            priority = self._num_submitted * 7 % 11 % 3 - 1 if self._prioritizes else 0
+            self._num_submitted += 1
+            self.world.submit(prompt[: self.world.cache.num_blocks * BLOCK - max_tokens], max_tokens, priority, **kind)
 
     def _max_tokens(self, r: random.Random) -> int:
         return r.choice([0, 1, 1, 2, 5, 9, 9])
@@ -267,7 +280,14 @@ def choose(seed: int, behind: bool = False) -> tuple[Shape, list[Event]]:
     )
     if behind:
         shape = shape._replace(behind=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]))
-    return shape, choose_events(r, COLD_WEIGHTS if behind else WEIGHTS, r.randint(20, 80))
+    events = choose_events(r, COLD_WEIGHTS if behind else WEIGHTS, r.randint(20, 80))
+    shape = shape._replace(
+        max_overtaken_s=r.choice([0.0, 2.0, 20.0]),
+        postpones=r.random() < 0.6,
+        prioritizes=r.random() < 0.3,
+        token_s=r.choice([0.0, 0.001, 0.02, 0.5]),
+    )
+    return shape, events
 
 
 def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler_device import BLOCK, EOS, SCOPE, Device, generate
-from scheduler_rules import check_event, check_plan
+from scheduler_rules import check_event, check_plan, check_turn, check_wants
 from scheduler_tiers import Cold, Tiers
 from scheduler_times import UNTIMED, Timed, check_time
 
@@ -56,6 +56,9 @@ class WatchedCache(KvCache):
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         assert owner not in self.tables, f"{owner} opens a second table"
+        if owner in self._world.asked:
+            check_turn(self._world, owner)
+            self._world.admitted.append(owner)
         self.tables[owner] = super().open(owner, prefix, num_blocks)
         if owner in self._world.asked:
             self._world.asked[owner].num_opened, self._world.asked[owner].runs = num_blocks, []
@@ -194,13 +197,16 @@ class World:
         make: type[Scheduler] = Scheduler,
         cold: Cold | None = None,
         timed: Timed = UNTIMED,
+        max_overtaken_s: float = 0.0,
     ) -> None:
-        self.budget = Budget(max_batch, prefill_chunk, overcommit, timed.chunk_s, timed.min_chunk)
+        self.budget = Budget(max_batch, prefill_chunk, overcommit, max_overtaken_s, timed.chunk_s, timed.min_chunk)
+        self.now_s = 0.0  # when requests arrive
         self.times = timed.times
         self.newest_fence: StepFence | None = None
         self.num_run = 0
         self.sound = True  # False once a check has failed: what comes after that means nothing
         self.asked: dict[str, Asked] = {}
+        self.admitted: list[str] = []  # in order; those that were admitted again again
         self.in_flight: deque[StepPlan] = deque()
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
@@ -212,10 +218,11 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 4, **sampling: Any) -> str:
+    def submit(self, prompt: Sequence[int], max_tokens: int = 4, priority: int = 0, **sampling: Any) -> str:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
         assert blocks_for(len(prompt) + max_tokens, BLOCK) <= self.cache.num_blocks, "the engine refuses what can never fit"
-        request = Request(f"r{len(self.asked)}", list(prompt), params, self.cache.prefix_of(prompt))
+        prefix = self.cache.prefix_of(prompt)
+        request = Request(f"r{len(self.asked)}", list(prompt), params, prefix, self.now_s, priority=priority)
         self.asked[request.id] = Asked(request, *generate(prompt, params))
         lease = self.cache.lease(request.id, request.prefix) if request.prefix is not None and request.may_match else None
         self.scheduler.add(request, lease)
@@ -240,6 +247,10 @@ class World:
     def outcome(self, request_id: str) -> tuple[list[int], FinishReason | None]:
         asked = self.asked[request_id]
         return asked.got, asked.ended
+
+    def in_line(self) -> list[str]:
+        """Whoever is next first."""
+        return [track.request.id for track in self.scheduler._line]
 
     def state_of(self, request_id: str) -> str:
         track = self.scheduler._tracks.get(request_id)
@@ -351,6 +362,8 @@ class World:
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:
             assert self.tiers.host.num_leases == 0, "a lease is left"
+            assert self.tiers.host._pool._idle.num_wants == 0, "host blocks are wanted by somebody who has ended"
+        assert self.cache.pool._idle.num_wants == 0, "blocks are wanted by somebody who has ended"
         assert self.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 0, "retracted": 0}
 
     def close(self) -> None:
@@ -363,6 +376,7 @@ class World:
         self.sound = False
         self.scheduler.check()
         self.cache.check()
+        check_wants(self)
         slots = self.cache.stats().slots
         assert sum(slots["device"]) == self.cache.num_blocks
         if self.budget.overcommit == 1.0:

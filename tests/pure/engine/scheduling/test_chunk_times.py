@@ -33,7 +33,7 @@ def room(
     block: int = 4,
     decodes: bool = True,
 ) -> Room:
-    return Room(Budget(8, tokens, 1.0, chunk_s, min_chunk), block, times or Ticks(), decodes)
+    return Room(Budget(8, tokens, chunk_s=chunk_s, min_chunk=min_chunk), block, times or Ticks(), decodes)
 
 
 def measured(per_token: float, per_depth: float) -> PrefillRate:
@@ -147,18 +147,17 @@ def test_a_prompt_alone_has_the_whole_chunk_and_one_beside_decodes_has_what_fits
     world.close()
 
 
-def test_no_request_is_admitted_behind_one_that_time_has_cut_short() -> None:
+def test_a_prompt_behind_one_that_time_has_cut_short_is_computed_in_the_next_step() -> None:
     world = World(num_slots=60, max_batch=4, prefill_chunk=64, timed=Timed(16.0, 4, Ticks()))
     decoding = world.submit([3] * 4, 9, ignore_eos=True)
     planned(world)
     long, waits = world.submit([4] * 30, 1), world.submit([5] * 3, 1)
     assert shape(planned(world)) == [(decoding, 4, 1), (long, 0, 16)]
-    assert world.state_of(waits) == "waiting"
+    assert world.state_of(waits) == "running", "it has a table, and no time of this step"
     world.commit()
-    assert shape(planned(world)) == [(decoding, 5, 1), (long, 16, 14)], "2 ticks are left: not for a block of the next"
-    assert world.state_of(waits) == "running"
+    assert shape(planned(world)) == [(decoding, 5, 1), (waits, 0, 3), (long, 16, 12)], "the shortest is the first of the next step"
     world.commit()
-    assert shape(planned(world)) == [(decoding, 6, 1), (waits, 0, 3)], "it is the first of the next step"
+    assert shape(planned(world)) == [(decoding, 6, 1), (long, 28, 2)]
     world.finish()
     world.close()
 
@@ -177,7 +176,8 @@ def test_a_prompt_behind_a_full_chunk_of_another_waits_as_it_does_without_a_targ
     for world in (plain, timed):
         long, other = world.submit([3] * 24, 1), world.submit([4] * 5, 1)
         assert shape(planned(world)) == [(long, 0, 8)]
-        assert shape(planned(world)) == [(long, 8, 8)] and world.state_of(other) == "waiting"
+        assert world.state_of(other) == "running", "it is admitted, and no step has had room for it"
+        assert shape(planned(world)) == [(long, 8, 8)], "the oldest prompt has every second step"
         world.finish()
         world.close()
 

@@ -251,17 +251,22 @@ def publishes_a_promotion_that_failed(patch: Patch) -> None:
 
 
 def evicts_what_is_leased(patch: Patch) -> None:
+    """As if nobody had said that he wants it."""
+
     def make(lease: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: HostTier, *args: Any) -> HostLease | None:
             given: HostLease | None = lease(self, *args)
-            if given is not None:
-                self._end_handles(self._leases[given])
-                self._leases[given] = []
+            if given is not None and given.want is not None:
+                self._pool.end_want(given.want)
             return given
 
         return faulty
 
     _around(patch, HostTier, "lease", make)
+
+
+def promotes_what_has_gone_since_it_was_found(patch: Patch) -> None:
+    patch.setattr(HostTier, "_refresh", lambda self, lease: None)
 
 
 def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
@@ -347,7 +352,7 @@ WALKED: list[Fault] = [
     publishes_before_the_bytes_have_landed,
     publishes_a_demotion_that_failed,
     publishes_a_promotion_that_failed,
-    evicts_what_is_leased,
+    promotes_what_has_gone_since_it_was_found,
     keeps_what_was_saved_for_one_request,
     takes_one_end_for_the_end_of_all,
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.execution.attention import triton_kernels as kernels
 from penstock.engine.execution.attention.geometry import Geometry
-from penstock.engine.execution.batch import Shape, StepInputs
+from penstock.engine.execution.batch import DEEP_TOKENS, Shape, StepInputs
 from penstock.errors import ConfigError
 from penstock.models.model import ModelConfig
 
@@ -50,6 +50,7 @@ class Tuning(NamedTuple):
     long: Tile
     deep: Tile  # the same over a prefix that is longer than the chunk
     programs_per_sm: int = 2  # keys are split until about so many programs exist
+    deep_programs_per_sm: int = 12  # the same for several decodes over long sequences: those of different lengths end together
     rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
     rotate_many: RotateTile = RotateTile(tokens=8, heads=8, warps=4)
 
@@ -194,26 +195,29 @@ class TritonAttention:
 
     # ------------------------------------------------------------------------------------------------- paged, by Triton
 
-    def num_splits(self, num_chunks: int, num_tiles: int) -> int:
-        """Shares that the keys are cut into, so that every multiprocessor has something to do."""
-        wanted = self._tuning.programs_per_sm * self._num_sms
+    def num_splits(self, num_chunks: int, num_tiles: int, deep: bool = False) -> int:
+        """Shares that the keys are cut into, so that every multiprocessor has something to do. `deep`: until all have done it."""
+        per_sm = self._tuning.deep_programs_per_sm if deep and num_chunks > 1 else self._tuning.programs_per_sm
+        wanted = per_sm * self._num_sms
         return max(1, min(MAX_SPLITS, wanted // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
 
     def grid(self, launch: _Launch, deep: bool) -> tuple[Tile, int, int]:
-        """Tile, tiles per chunk, and splits. Those of decodes follow from the shape of the launch alone, so that captured and eager steps
-        agree to the bit."""
+        """Tile, tiles per chunk, and splits. Those of decodes follow from the shape of the launch, and from whether the step is `deep`, so
+        that captured and eager steps of the same requests agree to the bit."""
         sizes, tuning, splits = self._sizes, self._tuning, None
         num_rows = launch.max_q_len * sizes.group
-        if num_rows <= tuning.decode.rows:
+        is_decode = num_rows <= tuning.decode.rows
+        if is_decode:
             tile, splits = tuning.decode_tile(launch.num_chunks * sizes.num_kv_heads / self._num_sms)
         else:
             tile = tuning.prefill_tile(num_rows, deep)
         num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
-        return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles)
+        return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles, is_decode and deep)
 
     def _attend_paged(self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch) -> None:
         sizes = self._sizes
-        tile, num_tiles, splits = self.grid(launch, deep=inputs.max_kv_len > 2 * inputs.max_q_len)
+        least = DEEP_TOKENS if launch.max_q_len == 1 else 2 * inputs.max_q_len
+        tile, num_tiles, splits = self.grid(launch, deep=inputs.max_kv_len > least)
         target, lse, first_row = out, out, 0
         if splits > 1:
             target = torch.empty(splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device)

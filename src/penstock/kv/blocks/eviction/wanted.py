@@ -27,7 +27,7 @@ class Want:
     def __init__(self, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
         self.rank = rank
         self.slots = slots
-        self.found: Any = None  # an answer of the pool's index, where it came from one
+        self.found: Any = None  # the newest answer of the pool's index when it was made, most likely about these blocks
         self._losses = losses  # of these slots, when it was made
 
     @property
@@ -152,10 +152,6 @@ class WantedLast:
         for slot in slots:
             self._num_losses[slot] += 1
             self._num_wants[slot] = 0
-
-    def unwanted(self, slots: Run) -> Run:
-        """Those of `slots` that nobody wants."""
-        return self._parted(slots, self._num_wants, self._wanting)[1]
 
     def _set_aside(self, slots: Run, aside: bool) -> None:
         if len(slots):

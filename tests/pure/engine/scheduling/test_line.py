@@ -1,0 +1,232 @@
+"""The order of those in line, without anything that they wait for: who is next, whatever is found out about them meanwhile."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.contract import Request, SamplingParams
+from penstock.engine.scheduling.line import Line
+from penstock.engine.scheduling.track import State, Track
+
+
+class Ops(NamedTuple):
+    """What happens, one after the other: an event's name, which of those that it may concern, and its figures."""
+
+    bound_s: float
+    events: list[tuple[str, int, float, float, int]]
+
+
+NAMES = ("add", "add", "add", "rank", "rank", "rank", "rank", "admit", "admit", "retract", "cancel", "look")
+SECONDS = st.integers(0, 120).map(lambda quarters: quarters / 4)
+ops = st.builds(
+    Ops,
+    st.sampled_from([0.0, 1.0, 5.0, 60.0]),
+    st.lists(
+        st.tuples(st.sampled_from(NAMES), st.integers(0, 99), SECONDS, st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]), st.integers(-1, 1)),
+        min_size=12,
+    ),
+)
+
+
+class Crowd:
+    """A line, and everybody who was ever in it."""
+
+    def __init__(self, bound_s: float) -> None:
+        self.bound_s = bound_s
+        self.line = Line(bound_s)
+        self.waiting: list[Track] = []
+        self.running: list[Track] = []
+        self.now_s = 1000.0
+        self.num_orders = 0
+
+    def add(self, late_s: float = 0.0, priority: int = 0) -> Track:
+        """`late_s`: how long the request was on its way from where its arrival was noted. Others may have come in between."""
+        self.num_orders += 1
+        request = Request(f"r{self.num_orders}", [1], SamplingParams(max_tokens=1), None, self.now_s - late_s, priority=priority)
+        track = Track(request, self.num_orders, None)
+        self.line.add(track)
+        self.waiting.append(track)
+        return track
+
+    def admit(self) -> Track | None:
+        """Whoever is next, and nobody in line has more right to it."""
+        track = next(iter(self.line), None)
+        assert (track is None) == (not self.waiting)
+        if track is None:
+            return None
+        for other in self.waiting:
+            if other is track:
+                continue
+            assert track.request.priority <= other.request.priority, "one of a higher priority is in line"
+            if track.request.priority < other.request.priority:
+                continue
+            late_s = track.request.arrival_s - other.request.arrival_s
+            assert late_s <= self.bound_s, f"{other.request.id} is overtaken by one that arrived {late_s} s later"
+            if self.bound_s == 0.0 or not (track.is_ranked or other.is_ranked):
+                assert _arrival(track) < _arrival(other), "of two that find nothing the later one goes first"
+        self.leave(track, State.RUNNING)
+        self.running.append(track)
+        return track
+
+    def leave(self, track: Track, state: State) -> None:
+        self.line.remove(track)
+        self.waiting.remove(track)
+        track.move(state)
+
+    def retract(self, track: Track) -> None:
+        self.running.remove(track)
+        track.move(State.RETRACTED)
+        self.line.add(track)
+        self.waiting.append(track)
+
+    def do(self, name: str, number: int, seconds: float, share: float, priority: int) -> None:
+        if name == "add":
+            self.add(seconds / 60, priority)
+            self.now_s += seconds / 4
+        elif name == "admit":
+            self.admit()
+        elif name == "retract" and self.running:
+            self.retract(self.running[number % len(self.running)])
+        elif name == "look":
+            looked = self.line.look_again(number % 8)
+            assert len(set(looked)) == len(looked) and set(looked) <= set(self.waiting)
+        elif self.waiting and name in ("rank", "cancel"):
+            track = self.waiting[number % len(self.waiting)]
+            if name == "cancel":
+                self.leave(track, State.ENDED)
+            else:
+                self.line.rank(track, None if number % 10 == 9 else seconds / 10, share)
+
+    def check(self) -> None:
+        tracks = list(self.line)
+        assert len(tracks) == len(self.line) and set(tracks) == set(self.waiting), "everybody in line is in it once"
+        assert self.line.num_retracted == sum(track.state is State.RETRACTED for track in self.waiting)
+
+
+def _arrival(track: Track) -> tuple[float, int]:
+    return track.request.arrival_s, track.order
+
+
+@settings(deadline=None, max_examples=300)
+@given(ops)
+def test_nobody_is_overtaken_by_one_that_arrived_later_than_the_bound_whatever_is_found_out_about_them(ops: Ops) -> None:
+    crowd = Crowd(ops.bound_s)
+    for event in ops.events:
+        crowd.do(*event)
+        crowd.check()
+    num = len(crowd.waiting)
+    assert sum(crowd.admit() is not None for _ in range(num + 1)) == num, "everybody's turn comes"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_dearest_is_admitted_when_the_bound_has_gone_by_however_many_cheap_ones_come(seed: int) -> None:
+    r, crowd = random.Random(seed), Crowd(10.0)
+    dear = crowd.add()
+    crowd.line.rank(dear, 1e9, r.choice([0.0, 0.01]))
+    num_overtaken = 0
+    while dear in crowd.waiting:
+        crowd.now_s += 0.25
+        for _ in range(2):
+            crowd.line.rank(crowd.add(), 0.0, 1.0)
+        crowd.line.rank(dear, 1e9 * r.random(), r.choice([0.0, 0.01]))
+        num_overtaken += crowd.admit() is not dear
+    assert 0 < num_overtaken <= 2 * 10.0 / 0.25, "nobody who arrived more than ten seconds later went first"
+
+
+def ranked(bound_s: float, *those: tuple[float, float | None, float]) -> list[int]:
+    """The order of some that arrived then, start within so many seconds and find that much of their prompts."""
+    crowd = Crowd(bound_s)
+    tracks = []
+    for arrival_s, start_s, share in those:
+        crowd.now_s = arrival_s
+        tracks.append(crowd.add())
+        crowd.line.rank(tracks[-1], start_s, share)
+    return [tracks.index(track) for track in crowd.line]
+
+
+def test_whoever_is_cheaper_to_start_goes_first() -> None:
+    assert ranked(60.0, (0.0, 0.5, 0.5), (1.0, 0.001, 0.9), (2.0, 0.1, 0.9)) == [1, 2, 0]
+
+
+def test_somebody_who_finds_a_good_part_of_his_prompt_is_overtaken_for_a_fifth_of_the_bound() -> None:
+    assert ranked(60.0, (0.0, 9.0, 0.25), (11.5, 0.0, 1.0), (12.5, 0.0, 1.0)) == [1, 0, 2]
+    assert ranked(60.0, (0.0, 9.0, 0.0), (59.5, 0.0, 1.0), (60.5, 0.0, 1.0)) == [1, 0, 2]
+
+
+def test_a_second_of_work_is_worth_a_minute_of_waiting() -> None:
+    assert ranked(60.0, (0.0, 0.1, 0.5), (5.5, 0.0, 1.0), (6.5, 0.0, 1.0)) == [1, 0, 2]
+    assert ranked(60.0, (0.0, 0.1, 0.0), (23.0, 0.0, 1.0), (25.0, 0.0, 1.0)) == [1, 0, 2], "four where nothing is found"
+
+
+def test_those_that_find_nothing_go_in_the_order_of_their_arrival_though_the_later_ones_are_shorter() -> None:
+    assert ranked(60.0, (0.0, 9.0, 0.0), (1.0, 0.001, 0.0), (2.0, 0.1, 0.0)) == [0, 1, 2]
+
+
+def test_one_whose_arrival_was_noted_first_goes_first_though_it_came_into_line_later() -> None:
+    """Hashing a long prompt takes its time, in the thread of its caller."""
+    for bound_s, start_s in ((0.0, None), (60.0, None), (60.0, 1.0)):
+        crowd = Crowd(bound_s)
+        late = crowd.add()
+        early = crowd.add(late_s=0.5)
+        for track in (early, late):
+            crowd.line.rank(track, start_s, 0.0)
+        assert list(crowd.line) == [early, late]
+
+
+def test_without_a_bound_figures_make_no_difference() -> None:
+    assert ranked(0.0, (0.0, 9.0, 0.0), (1.0, 0.001, 1.0), (1.0, 0.0, 1.0)) == [0, 1, 2]
+
+
+def test_where_nothing_is_known_the_order_is_that_of_arrival() -> None:
+    assert ranked(60.0, (0.0, None, 0.0), (1.0, None, 1.0)) == [0, 1]
+
+
+def test_one_that_was_retracted_has_the_place_of_its_arrival_whatever_it_costs() -> None:
+    crowd = Crowd(60.0)
+    retracted = crowd.add()
+    assert crowd.admit() is retracted
+    crowd.now_s += 1.0
+    cheap = crowd.add()
+    crowd.line.rank(cheap, 0.0, 1.0)
+    crowd.retract(retracted)
+    for share in (0.0, 0.5):
+        crowd.line.rank(retracted, 1e9, share)
+        assert list(crowd.line) == [retracted, cheap]
+
+
+def test_a_line_says_whether_a_place_may_have_changed() -> None:
+    line = Crowd(60.0)
+    track = line.add()
+    assert line.line.rank(track, 0.5, 0.5)
+    assert not line.line.rank(track, 0.5, 0.5)
+    assert line.line.rank(track, 0.5, 0.0), "it finds nothing any more"
+    assert line.line.rank(track, 0.5, 0.5)
+
+
+def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
+    crowd = Crowd(60.0)
+    tracks = [crowd.add() for _ in range(10)]
+    for _ in range(3):  # away and back: it is in line once
+        crowd.leave(tracks[0], State.RUNNING)
+        crowd.running.append(tracks[0])
+        crowd.retract(tracks[0])
+    for _ in range(3):
+        looked = [track for _ in range(5) for track in crowd.line.look_again(2)]
+        assert set(looked) == set(tracks) and len(looked) == 10
+    assert len(crowd.line.look_again(64)) == 10
+
+
+def test_nothing_is_kept_of_those_that_have_left_the_line() -> None:
+    """A prompt of 100,000 tokens is megabytes, and an engine without work makes no plans."""
+    crowd = Crowd(60.0)
+    for _ in range(5):
+        crowd.add()
+    for state in (State.RUNNING, State.ENDED):
+        crowd.leave(crowd.waiting[0], state)
+    assert len(crowd.line._to_look_at) == 3
+    assert crowd.line.look_again(64) == crowd.waiting

@@ -1,0 +1,161 @@
+"""Room on the device is made before a request is admitted: what only the device has goes to host memory first. Nobody waits for that longer
+than it takes, whatever host memory has room for, and whoever wants the blocks that have to go."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
+from scheduler_tiers import Cold, land_in_parts
+from scheduler_walks import STEMS
+from scheduler_world import World
+
+D = [3, 1, 3, 1, 2, 2, 2, 2, 4, 4, 4, 4, 1, 1, 1, 1]
+
+
+def full(num_host: int, **world: Any) -> World:
+    """The device has eight slots and remembers B, which is nowhere else where host memory is small; host memory remembers C."""
+    made = World(num_slots=8, prefill_chunk=64, cold=Cold(num_host, postpones=True), max_overtaken_s=20.0, **world)
+    tiers_of(made).ladder.prefill.add(100, 0.0, 1.0)
+    made.submit(C, 1, ignore_eos=True)
+    made.finish()
+    made.cache.reset(["device"])
+    made.submit(B, 1, ignore_eos=True)
+    made.finish()
+    assert made.cache.stats().slots["device"].idle == 4
+    return made
+
+
+def test_blocks_that_only_the_device_has_leave_it_before_somebody_else_gets_their_slots() -> None:
+    world = full(num_host=6)  # room for C and two of B
+    large = world.submit(D, 16, ignore_eos=True)  # the whole device
+    assert world.plan() is None and world.state_of(large) == "waiting", "nobody is admitted while blocks are on their way"
+    assert world.cache.stats().slots["device"].pinned > 0
+    assert world.plan() is None, "and they are sent once"
+    while world.state_of(large) == "waiting":
+        assert world.cache.num_in_flight, "it waits for nothing else"
+        world.step()
+        world.check()
+    world.finish()
+    world.cache.reset(["device"])
+    again = world.submit([*B, 1], 1)
+    world.close()
+    assert source_of(world, again).host == 16, "nothing was lost"
+
+
+def test_where_room_is_there_nobody_waits_for_any() -> None:
+    world = full(num_host=24)
+    large = world.submit(D, 16, ignore_eos=True)
+    assert shape(planned(world)) == [(large, 0, 16)], "host memory has all that is forgotten"
+    world.close()
+
+
+def test_somebody_who_wants_the_blocks_that_are_leaving_does_not_keep_the_next_one_out() -> None:
+    """Host memory is full of what others want, so that the blocks have nowhere to go. While they are on their way for nothing, requests in
+    line are looked at, and want them again: they go all the same."""
+    world = full(num_host=4)
+    busy = world.submit(D[4:8], 12, ignore_eos=True)
+    planned(world)
+    large = world.submit(D, 16, priority=-1, ignore_eos=True)
+    others = [world.submit([*B, 1], 1), world.submit([*C, 1], 1)]
+    world.cancel(busy)
+    world.commit()
+    for _ in range(10):
+        if world.state_of(large) != "waiting":
+            break
+        for _ in range(3):
+            world.plan()
+            world.check()
+        world.device.lanes.run_all()
+        world.settle()
+    assert world.admitted[-1] == large and all(world.state_of(other) == "waiting" for other in others)
+    world.close()
+
+
+def test_as_many_blocks_leave_as_room_is_needed_for_and_no_more_while_they_do() -> None:
+    world = full(num_host=4)
+    world.submit(D[:12], 12, ignore_eos=True)  # six blocks, and four slots are free
+    for _ in range(3):
+        assert world.plan() is None
+        assert world.cache.stats().slots["device"].pinned == 2
+    world.close()
+
+
+def test_what_others_were_promised_can_be_drawn_while_blocks_leave() -> None:
+    world = full(num_host=24)
+    world.submit(D, 1, ignore_eos=True)
+    world.finish()
+    runs = world.submit(A[:4], 9, ignore_eos=True)  # three blocks, one drawn at once in the place of one that host memory has
+    planned(world)
+    world.cache.reset(["host"])
+    next_one = world.submit([5, 6] * 6, 8, ignore_eos=True)  # five: all that is not promised
+    for _ in range(6):
+        world.plan()
+        world.commit()
+        world.check()
+    assert world.state_of(next_one) == "waiting" and len(world.asked[runs].got) >= 6, "who runs goes on"
+    world.close()
+
+
+def watch_moves(world: World) -> None:
+    """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody is admitted."""
+    ladder, moves = tiers_of(world).ladder, Counter[int]()
+    move = ladder._move
+
+    def counted(slots: Sequence[int]) -> None:
+        world.seen["blocks that left"] += len(slots)
+        if not world.cache.tables:
+            moves[len(world.admitted)] += 1
+            assert moves[len(world.admitted)] <= world.cache.num_blocks, "blocks are sent again and again, and nobody is admitted"
+        move(slots)
+
+    ladder._move = counted  # type: ignore[method-assign]
+
+
+def crowd(seed: int) -> Counter[str]:
+    """Many requests, a device for few of them, host memory of any size, and copies that take any number of plans."""
+    r = random.Random(seed)
+    bound_s = r.choice([0.0, 2.0, 50.0])
+    cold = Cold(r.randint(1, 9), r.choice([0, 1000]), postpones=True)
+    world = World(r.randint(4, 8), r.choice([1, 2, 4]), r.choice([3, 8, 64]), r.choice([1.0, 1.0, 3.0]), cold=cold, max_overtaken_s=bound_s)
+    tiers_of(world).ladder.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
+    watch_moves(world)
+    for _ in range(r.randint(4, 14)):
+        stem, max_tokens = r.choice([*STEMS, A, D]), r.randint(1, 9)
+        most = world.cache.num_blocks * 4 - max_tokens
+        world.submit([*stem[: r.randint(3, 16)], *stem[: r.randint(0, 4)]][:most], max_tokens, r.choice([0, 0, 0, -1, 1]), ignore_eos=True)
+        world.now_s += r.choice([0.0, 0.5, 10.0])
+        for _ in range(r.choice([0, 1, 3])):
+            world.plan()
+            if len(world.in_flight) > 1:
+                world.commit()
+    for _ in range(600):
+        for _ in range(r.randint(1, 5)):
+            if len(world.in_flight) < 2:
+                world.plan()
+            world.check()
+        if world.in_flight:
+            world.commit()
+        for _ in range(r.randint(0, 12)):
+            r.choice(list(world.device.lanes)).step()
+        world.settle()
+        if not world.scheduler.has_work():
+            break
+    assert not world.scheduler.has_work(), "somebody waits for ever"
+    while world.in_flight:
+        world.commit()
+    world.close()
+    return world.seen
+
+
+def test_everybody_gets_room_and_the_right_tokens_whatever_host_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    land_in_parts(monkeypatch)
+    seen: Counter[str] = Counter()
+    for seed in range(80):
+        seen += crowd(seed)
+    wanted = ("blocks that left", "overtakes", "promotion", "retraction", "full match")
+    assert [name for name in wanted if not seen[name]] == [], "the crowds did not meet what this test is about"
