@@ -52,7 +52,7 @@ def run(pool: BlockPool, keys: Sequence[bytes]) -> int:
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"lru, s3fifo, tinylfu, cost, got 'random'"):
+    with pytest.raises(ConfigError, match=r"returning, lru, s3fifo, tinylfu, cost, got 'random'"):
         make_order("random", 4)
 
 
@@ -146,7 +146,7 @@ def test_a_policy_that_keeps_what_is_used_again_is_noticed(name, monkeypatch):
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=40)
 
 
-@pytest.mark.parametrize("name", ["lru", "cost"])
+@pytest.mark.parametrize("name", ["returning", "lru", "cost"])
 @settings(max_examples=150, deadline=None)
 @given(prompts=prompts)
 def test_no_continuation_stays_without_its_beginning(name, prompts):
@@ -352,6 +352,6 @@ def test_cost_a_short_request_over_the_beginning_of_a_long_chain_does_not_make_i
 def test_an_order_whose_books_are_wrong_says_so_instead_of_looking_for_ever() -> None:
     order = LruOrder(4)
     order.add([0, 1])
-    next(iter(order._lots.values())).num_left += 1
+    next(iter(order._queues[0].values())).num_left += 1
     with pytest.raises(InvariantBroken, match="none left"):
         order.pop(3)
