@@ -2,7 +2,7 @@
 
 A block that was found again, or whose key came again after it was forgotten, belongs to a conversation that goes on or to a prompt that
 many share. A document that is read once, and a scan of many, never do. So there are two queues by recency, and a block that has come back
-may be idle `PATIENCE` times as long as one that has not. Both age by what becomes idle: a conversation that is over goes as well, only later.
+may be idle `PATIENCE` times as long as one that has not. Both age by what becomes idle, so a conversation that is over goes, too.
 
 Whoever finds a block has found all before it. So of a run that becomes idle together all that is before the deepest block that has come
 back has come back too, and no beginning goes before its continuation.
@@ -22,7 +22,7 @@ from penstock.kv.blocks.slots import FEW, Run, as_list
 
 # Measured on all traces of docs/eviction.md: with 2 a scan pushes out more, from 16 on conversations that are over stay too long.
 PATIENCE = 8
-KEYS_PER_SLOT = 8  # that are remembered, those of blocks that are here among them
+KEYS_PER_SLOT = 4  # that are remembered, those of blocks that are here among them
 _FRESH, _RETURNED = 0, 1
 _HALVES = struct.Struct("=2Q")
 
