@@ -53,6 +53,7 @@ class ReturningModel:
 
     def add(self, slots: Sequence[int]) -> None:
         fresh = list(itertools.takewhile(lambda slot: slot not in self.returned, slots))
+        fresh = fresh if len(fresh) >= len(slots) / 2 else []
         for part, returned in ((fresh, False), (slots[len(fresh) :], True)):
             self.clock += len(part)
             self.idle.update({slot: (self.clock, returned, place) for place, slot in enumerate(part)})

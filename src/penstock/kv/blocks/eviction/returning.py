@@ -4,8 +4,9 @@ A block that was found again, or whose key came again after it was forgotten, be
 many share. A document that is read once, and a scan of many, never do. So there are two queues by recency, and a block that has come back
 may be idle `PATIENCE` times as long as one that has not. Both age by what becomes idle, so a conversation that is over goes, too.
 
-Whoever finds a block has found all before it. So of a run that becomes idle together all that is before the deepest block that has come
-back has come back too, and no beginning goes before its continuation.
+A request that finds a block has found all blocks before it. So in a run that becomes idle together, all blocks before the deepest one that
+has come back count as come back, and no beginning goes before its continuation. The blocks behind it are new. Where they are the smaller
+part, they are the last turn of a conversation and stay with it. Else they may be a document behind a prompt that many share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.kv.blocks.eviction.lru import LruOrder
 from penstock.kv.blocks.slots import FEW, Run, as_list
 
-# Measured on all traces of docs/eviction.md: with 2 a scan pushes out more, from 16 on conversations that are over stay too long.
+# Measured on all traces of docs/eviction.md: with 4 a scan pushes out more, with 16 a little less than with 8.
 PATIENCE = 8
 KEYS_PER_SLOT = 4  # that are remembered, those of blocks that are here among them
 _FRESH, _RETURNED = 0, 1
@@ -78,17 +79,21 @@ class ReturningOrder(LruOrder):
 
     def add(self, slots: Run) -> None:
         num_fresh = self._num_fresh(slots)
-        self._enqueue(slots[:num_fresh], _FRESH)
-        self.hit(slots[num_fresh:])
-        self._enqueue(slots[num_fresh:], _RETURNED)
+        if num_fresh:
+            self._enqueue(slots[:num_fresh], _FRESH)
+        if num_fresh < len(slots):
+            self.hit(slots[num_fresh:])
+            self._enqueue(slots[num_fresh:], _RETURNED)
 
     def _num_fresh(self, slots: Run) -> int:
-        """Of a run, the deepest first, how many come before the first that has returned."""
-        if not isinstance(slots, np.ndarray):
-            return bytes(map(self._has_returned.__getitem__, slots)).find(True) % (len(slots) + 1)
-        returned = self._returned[slots]
-        first = int(returned.argmax()) if len(slots) else 0
-        return first if len(slots) and returned[first] else len(slots)
+        """Of a run, the deepest first, those before the first that has come back; none where they are the smaller part."""
+        if isinstance(slots, np.ndarray):
+            returned = self._returned[slots]
+            first = int(returned.argmax()) if len(slots) else 0
+            first = first if returned[first : first + 1].any() else len(slots)
+        else:
+            first = bytes(map(self._has_returned.__getitem__, slots)).find(True) % (len(slots) + 1)
+        return first if 2 * first >= len(slots) else 0
 
     def _rank(self, number: int) -> int:
         """By what has become idle since, which counts more where nothing has come back."""
