@@ -252,14 +252,14 @@ def test_returning_the_last_turn_of_a_conversation_stays_with_it():
 
 def test_returning_a_document_behind_a_prompt_that_many_share_does_not_stay_with_it():
     order = ReturningOrder(16)
+    come(order, [4], "conversation")
+    use(order, [4])
     come(order, [0])
     order.remove([0])
     order.hit([0])
     order.sealed([1, 2, 3], [key("document", depth) for depth in range(3)], [1, 2, 3])
     order.add([3, 2, 1, 0])
-    come(order, [4], "conversation")
-    use(order, [4])
-    assert order.pop(5) == [3, 2, 1, 0, 4]
+    assert order.pop(5) == [3, 2, 1, 4, 0]
 
 
 def test_returning_a_beginning_whose_key_was_not_remembered_does_not_go_before_its_continuation():
