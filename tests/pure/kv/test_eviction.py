@@ -303,7 +303,7 @@ def test_keys_are_remembered_alike_one_by_one_and_in_long_runs(batches):
     for batch in batches:
         keys = [key(number) for number in batch]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(returning, "FEW", 0)
+            patch.setattr(returning, "FEW_KEYS", 0)
             at_once = many.add(keys).tolist()
         assert few.add(keys) == at_once
 

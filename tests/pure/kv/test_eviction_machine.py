@@ -122,7 +122,7 @@ def test_runs_may_be_arrays(name, monkeypatch):
     for call in ("add", "remove", "hit"):
         method = getattr(kind, call)
         monkeypatch.setattr(kind, call, lambda self, slots, method=method: method(self, np.array(slots, np.intp)))
-    monkeypatch.setattr(returning, "FEW", 0)  # keys that are sealed together are looked up at once
+    monkeypatch.setattr(returning, "FEW_KEYS", 0)  # keys that are sealed together are looked up at once
     run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 

@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv.blocks.eviction.lru import LruOrder
-from penstock.kv.blocks.slots import FEW, Run, as_list
+from penstock.kv.blocks.slots import Run, as_list
 
 # Measured on all traces of docs/eviction.md: with 4 a scan pushes out more, with 16 a little less than with 8.
 PATIENCE = 8
 KEYS_PER_SLOT = 4  # that are remembered, those of blocks that are here among them
+FEW_KEYS = 16  # up to which a loop is as quick as arrays
 _FRESH, _RETURNED = 0, 1
 _HALVES = struct.Struct("=2Q")
 
@@ -40,7 +41,7 @@ class SeenKeys:
 
     def add(self, keys: Sequence[bytes]) -> list[bool] | NDArray[np.bool_]:
         """Which of `keys` came before."""
-        if len(keys) > FEW:
+        if len(keys) > FEW_KEYS:
             halves = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
             places, marks = halves[:, 0] & np.uint64(self._mask), halves[:, 1]
             known: NDArray[np.bool_] = self._marks[places] == marks
