@@ -102,10 +102,8 @@ class OffloadConfig:
         _need(self.host_gib is None or 0 < self.host_gib < math.inf, f"--kv-offload-host-gib must be positive, got {self.host_gib}")
         _need(self.eviction in EVICTIONS, f"--eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
         _need(self.enabled or self.host_gib is None, "--kv-offload-host-gib needs --kv-offload")
-        one_of = " or ".join(DEVICE_EVICTIONS)
-        _need(
-            self.enabled or self.eviction in DEVICE_EVICTIONS, f"without --kv-offload --eviction must be {one_of}: the device has no other"
-        )
+        on_device = self.enabled or self.eviction in DEVICE_EVICTIONS
+        _need(on_device, f"--eviction {self.eviction} needs --kv-offload: the device itself has {' or '.join(DEVICE_EVICTIONS)}")
         _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
         _need(self.ssd_dir is None or bool(self.ssd_dir), "--kv-offload-ssd-dir is empty")
         _need(self.ssd_dir is None or self.enabled, "--kv-offload-ssd-dir needs --kv-offload")
