@@ -15,10 +15,7 @@ LoadFormat = Literal["auto", "dummy"]
 SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["returning", "lru", "s3fifo", "tinylfu", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "s3fifo", "tinylfu", "cost")  # the default first
-DEVICE_EVICTIONS: tuple[EvictionName, ...] = (
-    "returning",
-    "lru",
-)  # by runs, so that they cost little for each block: the device's pool has one
+DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")  # cheap enough for the device: what they do is done for whole runs
 SchedulingName = Literal["cost", "fifo"]
 SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
 AdmissionName = Literal["always", "reuse", "evict"]
