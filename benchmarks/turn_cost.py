@@ -2,7 +2,7 @@
 context and the number of requests. Runs on the CPU without a model: scheduler, KV books and packing are the real ones, the device is not
 there. Owns the cases and the table.
 
-    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N]
+    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N] [--eviction NAME]
 
 Times are medians, in milliseconds of processor time. On a shared machine compare runs made one after the other, not single numbers.
 """
@@ -21,12 +21,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from penstock.config import EVICTIONS
 from penstock.contract import Access, Mode, Prefix, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
 from penstock.engine.execution.batch import Packer
 from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.sampler import SampleOutput
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
@@ -76,6 +78,8 @@ class NoCopy:
 class Rig:
     """A scheduler over real KV books; every step is over as soon as it is launched, and samples the same token for everybody."""
 
+    eviction: str = EVICTIONS[0]  # of both pools
+
     def __init__(
         self,
         num_blocks: int,
@@ -85,7 +89,7 @@ class Rig:
         has_disk: bool = True,
         max_overtaken_s: float = 0.0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, "device")
+        self.pool = BlockPool(num_blocks, "device", eviction=make_order(self.eviction, num_blocks, BLOCK))
         self.lanes = SteppedLanes()
         self.cache = KvCache(self.pool, SCOPE, True, self._ladder(num_host, has_disk) if num_host else None)
         self.scheduler = Scheduler(self.cache, Budget(max_batch, chunk, max_overtaken_s=max_overtaken_s), ())
@@ -95,7 +99,7 @@ class Rig:
         self.events: list[TokenEvent] = []
 
     def _ladder(self, num_host: int, has_disk: bool) -> Ladder:
-        host = HostTier(BlockPool(num_host, "host"), BLOCK, 1e9)
+        host = HostTier(BlockPool(num_host, "host", eviction=make_order(self.eviction, num_host, BLOCK)), BLOCK, 1e9)
         movers = [Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}")) for ends in ENDS]
         limits = LadderLimits(0, 1e9, load_always=True, postpones=not has_disk)
         ladder = Ladder(self.pool, host, (movers[0], movers[1]), LAYOUT, limits)
@@ -448,7 +452,9 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="figures of an earlier run (--json), drawn beside them")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--eviction", choices=EVICTIONS, default=Rig.eviction, help="what a full pool forgets first")
     args = parser.parse_args()
+    Rig.eviction = args.eviction
     before = [] if args.before is None else [Row(**row) for row in json.loads(args.before.read_text())]
     rows = list(measure(args.only, args.repeat))
     print(table(rows))
