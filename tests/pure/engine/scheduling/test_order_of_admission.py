@@ -280,3 +280,19 @@ def test_blocks_that_were_lost_and_came_back_between_two_looks_are_wanted_again(
     world.finish()
     assert source_of(world, waits).device == 8
     world.close()
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_a_request_of_a_higher_priority_wants_is_forgotten_after_what_others_want(tier: str) -> None:
+    world = busy(A[:8], B[:8], num_slots=20, num_host=4)
+    if tier == "host":
+        world.cache.reset(["device"])
+    ordinary = world.submit([*A[:8], 1], 1)
+    urgent = later(world, 5.0, [*B[:8], 1], 1, priority=-1)  # it came later, and goes first
+    world.plan()
+    assert world.in_line() == [urgent, ordinary]
+    pool = world.cache.pool if tier == "device" else tiers_of(world).host._pool
+    assert pool.num_unwanted == pool.num_free and pool.evict(2) == 2
+    assert [len(pool.find(world.cache.prefix_of(prompt[:8]).keys)) for prompt in (A, B)] == [0, 2]
+    order_of(world)
+    world.close()
