@@ -63,6 +63,7 @@ class Shape(NamedTuple):
     prefix_cache: bool
     read_ahead: int
     num_stored: int
+    makes_room: bool  # requests in line want their blocks, and nothing is lost for those that are admitted
 
 
 class Walker:
@@ -76,6 +77,7 @@ class Walker:
             num_host=shape.num_host,
             prefix_cache=shape.prefix_cache,
         )
+        self.makes_room = shape.makes_room
         self.asked: list[Asked] = []
         self.claims: list[Claim] = []
         self.fetches: list[Fetch] = []
@@ -148,7 +150,7 @@ class Walker:
         num_new = asked.num_blocks - match.num_blocks
         if match.pending or num_new > cache.num_available - match.num_idle:
             return
-        if r.random() < 0.7 and not cache.make_room(num_new, match.num_idle):
+        if self.makes_room and not cache.make_room(num_new, match.num_idle):
             self.seen["room is being made"] += 1
             return
         if asked.lease is not None and match.num_colder:
@@ -303,7 +305,6 @@ WEIGHTS = {
     "submit": 8,
     "start": 14,
     "a_prefix_comes_back": 8,
-    "rank": 6,
     "prefetch": 8,
     "a_fetch_is_not_wanted_any_more": 1,
     "compute": 10,
@@ -323,6 +324,9 @@ WEIGHTS = {
 }
 
 
+CROWDED_WEIGHTS = {**WEIGHTS, "rank": 8}
+
+
 def choose(seed: int) -> tuple[Shape, list[Event]]:
     r = random.Random(seed)
     shape = Shape(
@@ -333,8 +337,9 @@ def choose(seed: int) -> tuple[Shape, list[Event]]:
         prefix_cache=r.random() < 0.8,
         read_ahead=r.choice([1, 2, 256]),
         num_stored=r.randint(0, 6),
+        makes_room=seed % 3 == 0,
     )
-    return shape, choose_events(r, WEIGHTS, r.randint(30, 100))
+    return shape, choose_events(r, CROWDED_WEIGHTS if shape.makes_room else WEIGHTS, r.randint(30, 100))
 
 
 @contextmanager

@@ -49,7 +49,11 @@ def find_match(track: Track, ledger: KvLedger) -> Match:
 def _may_lease(track: Track, match: Match) -> bool:
     """Whether colder tiers may have what the device lacks and the lease does not cover. They are asked once for each length of what the
     device has, so that a request that waits does not ask in every plan."""
-    if track.prefix is None or match.num_blocks == len(track.prefix.keys) or match.num_blocks == track.leased_at:
+    if track.prefix is None or match.num_blocks == len(track.prefix.keys):
+        return False
+    if track.lease is not None and track.lease.expired:
+        return True  # a request may wait for longer than any lease lasts
+    if match.num_blocks == track.leased_at:
         return False
     return track.lease is None or track.lease.num_from(match.num_blocks) == 0
 

@@ -136,6 +136,19 @@ def test_a_lease_that_has_expired_is_taken_again_when_its_request_is_planned() -
     assert world.outcome(busy)[1] is FinishReason.LENGTH and source_of(world, again).host == 8
 
 
+def test_a_request_that_waits_for_several_times_as_long_as_a_lease_lasts_still_finds_its_prefix() -> None:
+    world = remembered(A[:8])
+    busy = world.submit(B[:8], 9, ignore_eos=True)
+    again = world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
+    for num in range(1, 5):
+        world.step()
+        tiers_of(world).expire()
+        world.step()
+        assert tiers_of(world).host.counts.leases_expired == num and world.state_of(again) == "waiting"
+    world.close()
+    assert world.outcome(busy)[1] is FinishReason.LENGTH and source_of(world, again).host == 8
+
+
 def test_a_load_that_fails_is_computed_instead_and_nobody_notices() -> None:
     world = remembered(A[:8])
     again = world.submit([*A[:8], 1], 3, ignore_eos=True)

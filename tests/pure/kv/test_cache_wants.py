@@ -1,0 +1,219 @@
+"""What the cache keeps for requests in line and for sessions: what they are matched with can be claimed or has gone, what is retained is
+wanted wherever it is, and a saved request loses no more than what was forgotten."""
+
+from __future__ import annotations
+
+import pytest
+from stacked_rig import Stacked
+from test_cache_tiers import BLOCKS, PROMPT, SCOPE, Cached
+
+from penstock.contract import Match
+from penstock.errors import InvariantBroken
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.host import Displaces, HostLease
+
+OTHERS = [bytes([200 + i]) * 16 for i in range(16)]
+LONG = list(range(16))  # four blocks
+
+
+def fill_host(rig: Cached, num: int, displaces: Displaces = Displaces.UNWANTED) -> int:
+    """Blocks of others come into host memory; returns how many found room."""
+    taken = rig.host.take(OTHERS[:num], range(num), "others", displaces)
+    rig.host.land(taken)
+    return len(taken.keys)
+
+
+def lease_of(rig: Cached | Stacked, prefix: object) -> HostLease:
+    lease = rig.cache.lease("request", prefix)  # type: ignore[arg-type]
+    assert isinstance(lease, HostLease)
+    return lease
+
+
+# --------------------------------------------------------------------------------------------------------- matched and claimed
+
+
+def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_them() -> None:
+    rig = Cached(num_host=4)
+    rig.ladder._limits = rig.ladder._limits.__class__(0, 1e9, load_always=True)
+    rig.remembered(LONG)
+    keys, lease = rig.prefix(LONG).keys, lease_of(rig, rig.prefix(LONG))
+    assert rig.cache.match(keys, lease) == Match(0, 0, False, 4)
+    rig.host.give_way(keys, 1)
+    assert not rig.cache.claim(lease, 0, 4) and rig.host.slots.pinned == 0, "it was matched with four"
+    assert rig.cache.match(keys, lease) == Match(0, 0, False, 3)
+    assert rig.cache.claim(lease, 0, 3) and rig.cache.claim(lease, 0, 3) and rig.host.slots.pinned == 3
+    assert fill_host(rig, 4, Displaces.ANYTHING) == 1, "what is claimed is nobody's room"
+    table = rig.cache.open("request", rig.prefix(LONG), 0)
+    rig.cache.promote(table, lease, 3, 1)
+    rig.finish()
+    assert rig.content(LONG) == [tuple(LONG[i : i + 4]) for i in (0, 4, 8)] and rig.host.slots.pinned == 0
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_no_claim_without_a_tier_or_on_what_has_ended() -> None:
+    rig = Cached()
+    rig.remembered()
+    lease = lease_of(rig, rig.prefix())
+    assert not KvCache(BlockPool(2, "alone"), SCOPE).claim(lease, 0, 2)
+    lease.end()
+    assert not rig.cache.claim(lease, 0, 2) and rig.host.slots.pinned == 0
+    late = lease_of(rig, rig.prefix())
+    rig.now_s += 1e6
+    rig.cache.settle()
+    assert late.expired and not rig.cache.claim(late, 0, 2)
+    table = rig.cache.open("request", rig.prefix(), 0)
+    with pytest.raises((InvariantBroken, IndexError)):
+        rig.cache.promote(table, late, 2, 1)
+    rig.cache.release(table, None)
+    rig.end()
+
+
+@pytest.mark.parametrize("way", ["end", "expire", "claim", "take"])
+def test_a_lease_wants_nothing_any_more(way: str) -> None:
+    rig = Cached()
+    rig.remembered()
+    lease = lease_of(rig, rig.prefix())
+    assert rig.host.num_spare == rig.host.num_slots - 2
+    if way == "expire":
+        rig.now_s += 1e6
+        rig.cache.settle()
+    elif way == "claim":
+        assert rig.cache.claim(lease, 0, 1) and rig.host.slots.pinned == 1
+        assert rig.host.num_spare == rig.host.num_slots - 1, "what it was not admitted with is nobody's"
+    elif way == "take":
+        rig.host.end_handles(rig.host.take_lease(lease) or ())
+    lease.end()
+    assert rig.host.num_spare == rig.host.num_slots and rig.host.num_leases == 0
+    rig.end()
+
+
+def test_a_haul_whose_part_in_host_memory_has_gone_since_the_match_is_matched_again() -> None:
+    rig = Stacked("ssd")
+    prefix = rig.prefix(4)
+    rig.put("ssd", list(prefix.keys))
+    taken = rig.host.take(prefix.keys[:2], range(2), "earlier")
+    assert taken.reservation is not None
+    rig.host.land(taken)
+    lease = lease_of(rig, prefix)
+    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.runs_from(0) == [("host", 2), ("ssd", 2)]
+    rig.host.reset()
+    assert not rig.cache.claim(lease, 0, 4) and rig.cache.match(prefix.keys, lease).num_colder == 0
+    lease.end()
+    lease = lease_of(rig, prefix)
+    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and rig.cache.claim(lease, 0, 4)
+    table = rig.cache.open("request", prefix, 0)
+    load = rig.cache.promote(table, lease, 4, 1)
+    assert isinstance(load, Haul)
+    while not load.settled:
+        rig.flow()
+    assert load.num_landed == 4 and table.num_keyed == 4
+    rig.cache.release(table, None)
+    rig.cache.drain(1.0)
+    rig.cache.check()
+
+
+# --------------------------------------------------------------------------------------------------------------- retracted
+
+
+@pytest.mark.parametrize("num_gone", [0, 1, 2])
+def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -> None:
+    rig = Cached(num_host=4)
+    table = rig.run("request")
+    lease = rig.cache.retract(table, 10, None)
+    assert isinstance(lease, HostLease)
+    rig.finish()
+    rig.cache.reset(["device"])
+    assert (rig.host.num_spare, rig.host.slots.reserved) == (1, 1), "its blocks are wanted, the half of one is its own"
+    rig.host.give_way(rig.prefix().keys, num_gone)
+    match = rig.cache.match(rig.prefix().keys, lease)
+    assert match == Match(0, 0, False, {0: 3, 1: 1, 2: 0}[num_gone])
+    again = rig.cache.open("request", rig.prefix(), 0)
+    if match.num_colder:
+        assert rig.cache.claim(lease, 0, match.num_colder)
+        rig.cache.promote(again, lease, match.num_colder, 1)
+        rig.finish()
+    else:
+        lease.end()
+    assert rig.content() == BLOCKS[: 2 - num_gone] and again.num_keyed == 2 - num_gone
+    assert rig.host.slots.reserved == 0, "its own half is given back, read or not"
+    rig.cache.release(again, None)
+    rig.end()
+
+
+def test_what_is_wanted_of_a_saved_request_ends_with_it() -> None:
+    rig = Cached(num_host=4)
+    lease = rig.cache.retract(rig.run("request"), 10, None)
+    assert lease is not None
+    lease.end()  # cancelled while it is saved
+    rig.finish()
+    assert rig.host.num_spare == 4 and rig.host.num_leases == 0
+    rig.end()
+
+
+# ---------------------------------------------------------------------------------------------------------------- retained
+
+
+def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
+    rig = Cached(num_device=2, num_host=4)
+    rig.cache.release(rig.run("request", PROMPT[:8]), None)
+    rig.finish()
+    rig.cache.reset(["host"])
+    retention = rig.cache.retain(rig.prefix(), 1e12)
+    assert (rig.pool.num_unwanted, rig.host.num_spare) == (0, 4)
+    assert not rig.cache.make_room(2, 0)
+    rig.finish()
+    assert rig.pool.num_free == 2 and rig.host.num_spare == 4, "it is in host memory, and nobody has looked"
+    retention.look_again()
+    assert rig.host.num_spare == 2 and fill_host(rig, 4) == 2 and rig.host.find_each(rig.prefix().keys) != [-1, -1]
+    retention.end()
+    retention.end()
+    assert rig.host.num_spare == 4 and rig.pool.num_unwanted == 2
+    rig.end()
+
+
+def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None:
+    rig = Cached(num_device=4, num_host=4)
+    rig.cache.release(rig.run("request", PROMPT[:8]), None)
+    rig.finish()
+    retention = rig.cache.retain(rig.prefix(), 5.0)
+    rig.pool.coldest_slots(4)
+    rig.host._pool.coldest_slots(4)  # somebody looked for room everywhere, and did not take it
+    assert (rig.host.num_spare, rig.pool.num_unwanted) == (4, 4)
+    retention.look_again()
+    assert (rig.host.num_spare, rig.pool.num_unwanted) == (2, 2)
+    retention.end()
+    assert (rig.host.num_spare, rig.pool.num_unwanted) == (4, 4)
+    rig.end()
+
+
+# ------------------------------------------------------------------------------------------------------------ room and times
+
+
+@pytest.mark.parametrize("ladder", [True, False])
+def test_where_nothing_on_the_device_is_found_again_room_is_always_there(ladder: bool) -> None:
+    if ladder:
+        rig = Cached(prefix_cache=False, num_device=4)
+        rig.cache.release(rig.run("request"), None)
+        assert rig.cache.make_room(4, 0) and rig.cache.want(rig.prefix().keys, 1.0) is None
+        rig.finish()
+        rig.end()
+    else:
+        alone = KvCache(BlockPool(2, "alone"), SCOPE)
+        assert alone.make_room(2, 0) and alone.start_s(100, Match(0, 0, False)) is None
+
+
+def test_a_start_takes_what_is_left_to_compute_and_to_load() -> None:
+    rig = Cached()
+    assert rig.cache.start_s(64, Match(0, 0, False, 0)) is None, "nothing was measured"
+    for num, seconds in ((1000, 1.0), (2000, 2.0), (1000, 1.0)):
+        rig.ladder.prefill.add(num, num / 2, seconds)
+    whole = rig.cache.start_s(64, Match(0, 0, False, 0))
+    found = rig.cache.start_s(64, Match(8, 0, False, 0))
+    colder = rig.cache.start_s(64, Match(0, 0, False, 8))
+    assert whole is not None and found is not None and colder is not None
+    assert 0 < found < whole and found <= colder
+    assert rig.cache.start_s(64, Match(99, 0, False, 0)) > 0, "one token is always computed"
+    rig.end()

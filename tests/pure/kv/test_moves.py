@@ -1,0 +1,270 @@
+"""Blocks that leave the device for somebody's room: device and host memory are one capacity, promises hold meanwhile, and slots come back
+on every path."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from ladder_rig import KEYS, LAYERS, Rig, leased
+
+from penstock.contract import Prefix
+from penstock.kv.blocks.handles import Hold
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers.host import Displaces
+from penstock.kv.tiers.ladder import LadderLimits
+
+
+class Full(Rig):
+    """As the engine builds it without a disk or store: a full host memory takes nothing, and the device keeps it alone."""
+
+    def __init__(self, num_device: int = 8, num_host: int = 16) -> None:
+        super().__init__(num_device, num_host)
+        self.ladder._limits = LadderLimits(0, 1e9, postpones=True)
+
+    def idle(self, keys: list[bytes]) -> None:
+        """A request that has come and gone: saved as far as there is room."""
+        self.save(keys).end()
+
+    def alone(self, keys: list[bytes]) -> None:
+        """Blocks that only the device has."""
+        self.computed(keys).end()
+
+    def table(self, keys: list[bytes]) -> tuple[BlockTable, Hold]:
+        """A running request that found `keys` on the device."""
+        hold = self.pool.hold("runs", self.pool.find_each(keys))
+        return BlockTable(hold, 4, Prefix(b"scope", tuple(keys)), len(keys)), hold
+
+    def make_room(self, num: int, floor: int = 0, tables: tuple[BlockTable, ...] = ()) -> int:
+        """Until there is; returns how many times it was asked."""
+        for turn in range(50):
+            self.check_bytes()
+            if self.ladder.make_room(num, floor, tables):
+                return turn
+            assert self.pool.num_available >= floor, "what others were promised can be drawn meanwhile"
+            self.land()
+        raise AssertionError("whoever waits for the room waits for ever")
+
+    def check_bytes(self) -> None:
+        self.check()
+        self.ladder.check()
+        for key in KEYS:
+            for slot in self.pool.find_each([key]):
+                assert slot < 0 or self.device.read([slot], (0, LAYERS)) == [[key] * LAYERS]
+        self.in_host(KEYS)
+
+    def everywhere(self) -> set[bytes]:
+        return {*self.pool.keys(), *self.host.keys()}
+
+
+def test_blocks_that_only_the_device_has_are_saved_before_their_room_is_given_away() -> None:
+    rig = Full(num_device=4)
+    rig.alone(KEYS[:4])
+    assert not rig.ladder.make_room(3, 0, ()) and rig.pool.counts.pinned == 3 and rig.pool.num_available == 1
+    assert rig.in_host(KEYS[:4]) == [None] * 4
+    assert not rig.ladder.make_room(3, 0, ()), "what is under way comes first"
+    assert rig.ladder.num_in_flight == 1
+    rig.land()
+    assert rig.pool.num_free == 3 and rig.pool.find_each(KEYS[:1]) != [-1], "the first of a prefix leaves last"
+    assert rig.in_host(KEYS[:4]) == [None, *KEYS[1:4]] and rig.ladder.make_room(3, 0, ())
+    rig.close()
+
+
+def test_what_host_memory_has_leaves_the_device_at_once() -> None:
+    rig = Full(num_device=4)
+    rig.idle(KEYS[:4])
+    assert rig.ladder.make_room(4, 0, ()) and rig.ladder.num_in_flight == 0 and rig.pool.counts.idle == 4
+    rig.close()
+
+
+def test_what_was_promised_stays_available_and_nobody_waits_where_there_is_no_more() -> None:
+    rig = Full(num_device=4)
+    rig.alone(KEYS[:4])
+    assert not rig.ladder.make_room(4, 3, ())
+    assert (rig.pool.counts.pinned, rig.pool.num_available) == (1, 3)
+    rig.land()
+    assert rig.ladder.make_room(4, 4, ()), "all that is left was promised: it is drawn, whatever it holds"
+    rig.close()
+
+
+def test_many_blocks_leave_in_parts_and_the_first_are_free_before_the_last_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder_module, "_MOVE_BLOCKS", 2)
+    rig = Full(num_device=6)
+    rig.alone(KEYS[:6])
+    assert not rig.ladder.make_room(6, 0, ()) and rig.ladder.num_in_flight == 3
+    assert rig.lane("launch save").step() and rig.lane("save").step()
+    while rig.lane("save").step():
+        pass
+    rig.settle()
+    assert rig.pool.num_free == rig.pool.num_available == 2 and rig.ladder.num_in_flight == 2
+    assert rig.ladder.make_room(2, 0, ()), "there is room for somebody smaller"
+    rig.land()
+    assert rig.pool.num_free == 6 and rig.ladder.make_room(6, 0, ())
+    rig.close()
+
+
+@pytest.mark.parametrize("trouble", ["copy", "late", "full"])
+def test_slots_come_back_when_a_move_comes_to_nothing(trouble: str) -> None:
+    rig = Full(num_device=2, num_host=2)
+    rig.alone(KEYS[:2])
+    if trouble == "copy":
+        rig.saves.fail_next = 1
+    lease = None
+    if trouble == "full":
+        taken = rig.host.take(KEYS[10:12], range(2), "haul", Displaces.ANYTHING)
+        rig.host.land(taken)
+        lease = leased(rig, KEYS[10:12])
+        assert rig.host.claim(lease, 0, 2)
+    assert not rig.ladder.make_room(2, 0, ())
+    if trouble == "late":
+        rig.ladder.demoter.in_flight()[0].deadline_s = 0.0
+        assert rig.ladder.make_room(2, 0, ()), "nobody waits for what is overdue"
+        assert rig.pool.num_available == 0, "its slots stay with it"
+    rig.land()
+    assert rig.pool.num_free == 2 and rig.ladder._num_moving == 0
+    assert rig.ladder.make_room(2, 0, ())
+    if lease is not None:
+        assert set(rig.host.keys()) == {*KEYS[10:12]} and rig.host.slots.pinned == 2, "what is claimed stays"
+        lease.end()
+    rig.close()
+
+
+def test_a_move_that_cannot_be_submitted_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Full(num_device=2)
+    rig.alone(KEYS[:2])
+
+    def refuse(*args: object, **named: object) -> object:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.lane("launch save"), "submit", refuse)
+        with pytest.raises(OSError, match="no"):
+            rig.ladder.make_room(2, 0, ())
+    assert rig.pool.counts.idle == 2 and rig.ladder._num_moving == 0
+    rig.make_room(2)
+    assert rig.in_host(KEYS[:2]) == KEYS[:2]
+    rig.close()
+
+
+def test_a_block_that_somebody_shares_while_it_is_moved_stays() -> None:
+    rig = Full(num_device=2)
+    rig.alone(KEYS[:2])
+    assert not rig.ladder.make_room(2, 0, ())
+    hold = rig.pool.hold("came", rig.pool.find_each(KEYS[:1]))
+    rig.land()
+    assert rig.pool.find_each(KEYS[:1]) == hold.slots and rig.pool.num_free == 1 and rig.in_host(KEYS[:2]) == KEYS[:2]
+    hold.end()
+    rig.close()
+
+
+def test_a_block_that_is_wanted_again_stays_and_need_not_be_moved_twice() -> None:
+    rig = Full(num_device=2)
+    rig.alone(KEYS[:2])
+    assert not rig.ladder.make_room(2, 0, ())
+    want = rig.pool.want_found(tuple(KEYS[:2]), 1.0)
+    rig.land()
+    assert rig.pool.counts.idle == 2 and rig.in_host(KEYS[:2]) == KEYS[:2]
+    assert rig.ladder.make_room(2, 0, ()), "host memory has them: nothing is lost"
+    rig.pool.end_want(want)
+    rig.close()
+
+
+def test_nobody_waits_for_ever_where_all_is_wanted_and_host_memory_is_full() -> None:
+    """The request that is next needs room; all that could leave is wanted by one behind it, who looks again in every plan."""
+    rig = Full(num_device=2, num_host=3)
+    rig.host.land(rig.host.take(KEYS[10:13], range(3), "haul", Displaces.ANYTHING))
+    lease = leased(rig, KEYS[10:12])  # one slot is to be had, and two are needed
+    rig.alone(KEYS[:2])
+    want = None
+    for turn in range(8):
+        if rig.ladder.make_room(2, 0, ()):
+            break
+        want = rig.pool.want_found(tuple(KEYS[:2]), 9.0, want)
+        rig.land()
+    else:
+        raise AssertionError("whoever waits for the room waits for ever")
+    assert turn <= 2
+    if want is not None:
+        rig.pool.end_want(want)
+    lease.end()
+    rig.close()
+
+
+def test_host_memory_gives_way_only_with_what_running_requests_hold() -> None:
+    rig = Full(num_device=6, num_host=4)
+    rig.idle(KEYS[:2])
+    rig.idle(KEYS[10:12])  # host memory is full
+    table, hold = rig.table(KEYS[:2])
+    rig.pool.evict_these(rig.pool.find_each(KEYS[10:12]))  # host memory alone has them
+    rig.alone(KEYS[20:24])
+    assert rig.pool.num_free == 0
+    rig.make_room(2, 0, (table,))
+    assert rig.in_host(KEYS[10:12]) == KEYS[10:12], "nobody has them but host memory"
+    assert rig.in_host(KEYS[:2]) == [None, None] and rig.in_host(KEYS[20:24]).count(None) == 2
+    assert rig.everywhere() == {*KEYS[:2], *KEYS[10:12], *KEYS[20:24]}, "nothing is lost"
+    hold.end()
+    assert rig.make_room(6) > 0, "what gave way is saved again before it leaves"
+    rig.close()
+
+
+def test_what_gave_way_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Full(num_device=8, num_host=2)
+    rig.idle(KEYS[:2])
+    table, hold = rig.table(KEYS[:2])
+    asked: list[int] = []
+    give_way = rig.host.give_way
+    monkeypatch.setattr(rig.host, "give_way", lambda keys, most: asked.append(len(keys)) or give_way(keys, most))
+    rig.alone(KEYS[20:26])
+    rig.make_room(3, 0, (table,))
+    rig.make_room(6, 0, (table,))
+    assert asked[0] == 2 and not any(asked[1:])
+    hold.end()
+    rig.close()
+
+
+def test_a_full_host_memory_takes_nothing_when_blocks_are_sealed_and_counts_it() -> None:
+    rig = Full(num_host=2)
+    rig.idle(KEYS[:2])
+    rig.idle(KEYS[10:13])
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and rig.in_host(KEYS[10:13]) == [None] * 3
+    assert (rig.host.counts.postponed, rig.host.counts.skipped_full) == (3, 0)
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
+    """Random requests whose blocks fit into device and host memory together, whatever order they come and go in."""
+    r = random.Random(seed)
+    num_device, num_host = r.randint(3, 8), r.randint(2, 10)
+    rig = Full(num_device, num_host)
+    known: list[list[bytes]] = []
+    next_key = 0
+    for _ in range(r.randint(3, 12)):
+        num = r.randint(1, min(3, num_device))
+        if sum(map(len, known)) + num > num_host + num_device - num or next_key + num > len(KEYS):
+            break
+        running = r.choice(known) if known and r.random() < 0.5 else []
+        running = running if -1 not in rig.pool.find_each(running) and len(running) + num <= num_device else []
+        table, hold = rig.table(running)
+        before = rig.everywhere()
+        num_twice = len({*rig.pool.keys(), *running} & set(rig.host.keys()) - set(running))  # idle here, and there: those take two places
+        rig.make_room(num, 0, (table,))
+        lost = before - rig.everywhere()
+        assert len(lost) <= num_twice, "room was made, and something was lost"
+        known = [[key for key in keys if key not in lost] for keys in known]
+        keys = KEYS[next_key : next_key + num]
+        next_key += num
+        new = rig.computed(keys)
+        assert rig.everywhere() == (before | set(keys)) - lost, "drawing what there was room for has cost somebody his only copy"
+        rig.ladder.offer(new, 0, keys, None)
+        rig.ladder.submit_saves()
+        if r.random() < 0.7:
+            rig.land()
+        new.end()
+        hold.end()
+        rig.land()
+        known.append(keys)
+    assert known and rig.everywhere() == {key for keys in known for key in keys}
+    rig.check_bytes()
+    rig.close()

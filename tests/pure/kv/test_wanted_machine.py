@@ -1,0 +1,253 @@
+"""What is wanted is forgotten last, over every policy: against a model in lists and sets, in any order of legal calls; and faults that this
+must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from eviction_models import MODELS
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
+from test_eviction_machine import BLOCK_TOKENS, NUM_SLOTS, OrderMachine, picks
+
+from penstock.config import EVICTIONS
+from penstock.errors import PenstockError
+from penstock.kv.blocks import slots as slots_module
+from penstock.kv.blocks.eviction import Want, WantedLast, make_order
+
+
+@dataclass
+class WantModel:
+    slots: list[int]
+    rank: float
+    gone: set[int] = field(default_factory=set)
+
+    @property
+    def left(self) -> list[int]:
+        return [slot for slot in self.slots if slot not in self.gone]
+
+
+class WantedModel:
+    """An order over another model's, which has what nobody wants."""
+
+    def __init__(self, policy: str) -> None:
+        self.others = MODELS[policy](NUM_SLOTS, BLOCK_TOKENS)
+        self.rest: set[int] = set()  # idle, wanted by nobody
+        self.aside: set[int] = set()  # idle, wanted
+        self.wants: list[WantModel] = []
+        self.num_dropped = 0
+
+    def is_wanted(self, slot: int) -> bool:
+        return any(slot in want.left for want in self.wants)
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        self.others.sealed(slots, keys, depths)
+
+    def hit(self, slots: Sequence[int]) -> None:
+        self.others.hit(slots)
+
+    def add(self, slots: Sequence[int]) -> None:
+        self.aside.update(slot for slot in slots if self.is_wanted(slot))
+        self.rest_again([slot for slot in slots if not self.is_wanted(slot)])
+
+    def rest_again(self, slots: list[int]) -> None:
+        if slots:
+            self.others.add(slots)
+            self.rest.update(slots)
+
+    def take_out(self, slots: list[int]) -> None:
+        if slots:
+            self.others.remove(slots)
+            self.rest.difference_update(slots)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        self.take_out([slot for slot in slots if slot not in self.aside])
+        self.aside.difference_update(slots)
+
+    def want(self, slots: list[int], rank: float) -> WantModel:
+        want = WantModel(slots, rank)
+        self.wants.append(want)
+        resting = [slot for slot in slots if slot in self.rest]
+        self.take_out(resting)
+        self.aside.update(resting)
+        return want
+
+    def end(self, want: WantModel) -> None:
+        if any(one is want for one in self.wants):
+            self.wants = [one for one in self.wants if one is not want]
+            resting = [slot for slot in want.left if slot in self.aside and not self.is_wanted(slot)]
+            self.aside.difference_update(resting)
+            self.rest_again(resting[::-1])
+
+    def pop(self, num: int) -> list[int]:
+        while len(self.rest) < num and self.aside:
+            self.num_dropped += 1
+            self.end(max(self.wants, key=lambda want: want.rank))
+        popped = self.others.pop(num)
+        self.rest.difference_update(popped)
+        self.lost(popped)
+        return popped
+
+    def lost(self, slots: Sequence[int]) -> None:
+        for want in self.wants:
+            want.gone.update(slot for slot in slots if slot in want.slots)
+
+
+class WantedMachine(OrderMachine):
+    """Waiting requests want blocks, whether somebody uses them or not; they lose them, give up, are dropped, and come again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: WantedLast = WantedLast(make_order(self.policy, NUM_SLOTS, BLOCK_TOKENS), NUM_SLOTS)
+        self.model: WantedModel = WantedModel(self.policy)
+        self.wants: list[tuple[Want, WantModel]] = []
+        self.num_ranks = 0
+
+    @precondition(lambda self: self.key)
+    @rule(places=picks, is_last=st.booleans())
+    def want(self, places: list[int], is_last: bool) -> None:
+        sealed = sorted(self.key)
+        slots = [sealed[place] for place in places if place < len(sealed)]
+        self.num_ranks += 1
+        rank = float(self.num_ranks if is_last else -self.num_ranks)
+        idle = [slot for slot in slots if slot in self.idle]
+        self.wants.append((self.order.want(slots_module.as_run(slots), slots_module.as_run(idle), rank), self.model.want(slots, rank)))
+
+    @precondition(lambda self: self.wants)
+    @rule(which=st.integers(0, 1000))
+    def end(self, which: int) -> None:
+        want, model = self.wants[which % len(self.wants)]
+        self.order.end(want)
+        self.model.end(model)
+
+    @precondition(lambda self: self.wants)
+    @rule(which=st.integers(0, 1000), is_last=st.booleans())
+    def change_rank(self, which: int, is_last: bool) -> None:
+        want, model = self.wants[which % len(self.wants)]
+        self.num_ranks += 1
+        want.rank = model.rank = float(self.num_ranks if is_last else -self.num_ranks)
+
+    @precondition(lambda self: self.idle)
+    @rule(places=picks)
+    def forget(self, places: list[int]) -> None:
+        """Some in particular, wanted or not: their slots are free for others."""
+        idle = sorted(self.idle)
+        slots = [idle[place] for place in places if place < len(idle)]
+        for order in (self.order, self.model):
+            order.remove(slots)
+            order.lost(slots)
+        self.idle.difference_update(slots)
+        self.free += slots
+        for slot in slots:
+            del self.key[slot]
+
+    @invariant()
+    def it_knows_who_wants_what(self) -> None:
+        order, model = self.order, self.model
+        assert (order.num_unwanted, order.num_wants, order.num_dropped) == (len(model.rest), len(model.wants), model.num_dropped)
+        assert list(order)[len(model.rest) :] == sorted(model.aside), "those that nobody wants come first"
+        assert list(order.unwanted(list(range(NUM_SLOTS)))) == [slot for slot in range(NUM_SLOTS) if not model.is_wanted(slot)]
+        for want, expected in self.wants:
+            assert (want in order) == any(one is expected for one in model.wants)
+            if want in order:
+                assert order.gone(want).tolist() == [slot in expected.gone for slot in expected.slots]
+
+    def teardown(self) -> None:
+        for want, model in self.wants[::2]:
+            self.order.end(want)
+            self.model.end(model)
+        super().teardown()
+        assert not self.order._wanting[[slot for slot in range(NUM_SLOTS) if not self.model.is_wanted(slot)]].any()
+
+
+def machine_of(name: str) -> type[WantedMachine]:
+    return type(f"wanted_{name}_machine", (WantedMachine,), {"policy": name})
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_what_is_wanted_goes_last_over(name: str) -> None:
+    run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+def test_runs_may_be_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots_module, "FEW", 0)
+    for method in ("add", "remove", "unwanted"):
+        honest = getattr(WantedLast, method)
+        monkeypatch.setattr(WantedLast, method, lambda self, slots, honest=honest: honest(self, np.array(slots, np.intp)))
+    run_state_machine_as_test(machine_of("lru"), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+# -------------------------------------------------------------------------------------------------------------------- faults
+
+
+def drops_the_least_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: WantedLast, num: int) -> None:
+        while len(self._others) < num and self._num_aside:
+            self.num_dropped += 1
+            self.end(min(self._wants, key=lambda want: want.rank))
+
+    monkeypatch.setattr(WantedLast, "expose", faulty)
+
+
+def drops_whoever_wants_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: WantedLast, num: int) -> None:
+        while len(self._others) < num and self._wants:
+            self.num_dropped += 1
+            self.end(max(self._wants, key=lambda want: want.rank))
+
+    monkeypatch.setattr(WantedLast, "expose", faulty)
+
+
+def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = WantedLast.end
+
+    def faulty(self: WantedLast, want: Want) -> None:
+        if want in self._wants:
+            self._wanting[want.slots] = np.minimum(self._wanting[want.slots], 1)
+        end(self, want)
+
+    monkeypatch.setattr(WantedLast, "end", faulty)
+
+
+def forgets_who_wants_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WantedLast, "add", lambda self, slots: self._others.add(slots))
+
+
+def keeps_a_want_of_a_block_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WantedLast, "lost", lambda self, slots: None)
+
+
+def lets_go_of_the_first_block_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = WantedLast.want
+    monkeypatch.setattr(WantedLast, "want", lambda self, slots, idle, rank: want(self, slots[::-1], idle, rank))
+
+
+FAULTS = [
+    drops_the_least_rank,
+    drops_whoever_wants_what_is_in_use,
+    ends_for_two_what_one_has_ended,
+    forgets_who_wants_what_comes_back,
+    keeps_a_want_of_a_block_that_has_gone,
+    lets_go_of_the_first_block_first,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_model_notices_that_it(fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    quick = settings(
+        max_examples=300,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, KeyError, PenstockError)):
+        run_state_machine_as_test(machine_of("lru"), settings=quick)

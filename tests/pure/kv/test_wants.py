@@ -1,0 +1,164 @@
+"""Blocks that requests in line will use, in the pool's books: who wants what, what is forgotten for whom, and whose answer is whose."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.kv.blocks.index import KeyIndex
+from penstock.kv.blocks.pool import BlockPool
+
+KEYS = tuple(bytes([i]) * 16 for i in range(200))
+
+
+def put(pool: BlockPool, keys: tuple[bytes, ...], depth: int = 0) -> list[int]:
+    """Idle blocks under `keys`: where they are."""
+    hold = pool.hold("writer")
+    reservation = pool.try_reserve(len(keys), "writer")
+    assert reservation is not None
+    reservation.commit(hold)
+    slots = list(hold.slots)
+    pool.seal(slots, keys, range(depth, depth + len(keys)))
+    hold.end()
+    return slots
+
+
+def test_what_is_wanted_is_evicted_after_all_others_and_then_by_rank() -> None:
+    pool = BlockPool(6, "device")
+    put(pool, KEYS[:2])
+    put(pool, KEYS[10:12])
+    put(pool, KEYS[20:22])
+    late, soon = pool.want_found(KEYS[:2], 2.0), pool.want_found(KEYS[10:12], 1.0)
+    assert (pool.num_unwanted, pool.num_available) == (2, 6)
+    assert pool.evict(2) == 2 and pool.find_each(KEYS[20:22]) == [-1, -1]
+    assert pool.evict(1) == 1 and len(pool.find(KEYS[:2])) == 1, "the deepest of the one that comes last"
+    assert not pool.protects(late) and pool.protects(soon) and pool.gone_of(late).tolist() == [False, True]
+    assert pool.evict(6) == 3 and pool.gone_of(soon).all()
+    for want in (late, soon, soon):
+        pool.end_want(want)
+    assert pool.num_unwanted == 6
+    pool.check()
+    pool.close()
+
+
+def test_a_want_of_blocks_in_use_is_not_dropped_for_what_it_cannot_give() -> None:
+    pool = BlockPool(4, "device")
+    slots = put(pool, KEYS[:2])
+    hold = pool.hold("runs", slots)
+    want = pool.want_found(KEYS[:2], 9.0)
+    put(pool, KEYS[10:12])
+    assert pool.evict(4) == 2 and pool.protects(want)
+    hold.end()
+    assert (pool.num_unwanted, pool.num_available) == (2, 4)
+    pool.end_want(want)
+
+
+def test_only_what_is_idle_and_unwanted_is_evicted_by_name() -> None:
+    pool = BlockPool(4, "device")
+    free, wanted, held = put(pool, KEYS[:1]), put(pool, KEYS[10:11]), put(pool, KEYS[20:21])
+    want, hold = pool.want_found(KEYS[10:11], 1.0), pool.hold("runs", held)
+    assert pool.evict_these([*held, *wanted, *free]) == 1 and pool.num_evicted == 1
+    assert pool.find_each([KEYS[0], KEYS[10], KEYS[20]]) == [-1, wanted[0], held[0]]
+    pool.end_want(want)
+    hold.end()
+    assert pool.evict_these([*held, *wanted, *free]) == 2
+    pool.check()
+
+
+def test_wanted_or_not_the_last_idle_ones_are_forgotten_and_no_more() -> None:
+    pool = BlockPool(5, "device")
+    slots = put(pool, KEYS[:4])
+    want, pin = pool.want_found(KEYS[:4], 1.0), pool.pin(slots[3:], "transfer")
+    assert pool.forget_idle(slots, 0) == 0 and pool.forget_idle(slots, -1) == 0
+    assert pool.forget_idle(slots, 2) == 2
+    assert pool.find_each(KEYS[:4]) == [slots[0], -1, -1, slots[3]], "what a transfer uses stays"
+    assert pool.gone_of(want).tolist() == [False, True, True, False]
+    pin.end()
+    assert pool.forget_idle(slots, 9) == 2
+    pool.end_want(want)
+    pool.check()
+
+
+def test_the_coldest_are_those_that_would_be_evicted() -> None:
+    pool = BlockPool(6, "device")
+    first, second, third = (put(pool, KEYS[i : i + 2]) for i in (0, 10, 20))
+    wants = [pool.want_found(KEYS[:2], 1.0), pool.want_found(KEYS[10:12], 2.0)]
+    assert pool.coldest_slots(2) == third[::-1] and all(map(pool.protects, wants))
+    assert pool.coldest_slots(3) == [*third[::-1], second[1]] and [pool.protects(want) for want in wants] == [True, False]
+    assert sorted(pool.coldest_slots(6)) == sorted(first + second + third)
+    for want in wants:
+        pool.end_want(want)
+
+
+def test_a_want_is_kept_where_nothing_has_changed_and_made_anew_where_something_has() -> None:
+    pool = BlockPool(8, "device")
+    put(pool, KEYS[:3])
+    want = pool.want_found(KEYS[:4], 1.0)
+    assert pool.want_found(KEYS[:4], 5.0, want) is want and want.rank == 5.0
+    put(pool, KEYS[3:4], depth=3)
+    more = pool.want_found(KEYS[:4], 1.0, want)
+    assert more.num_blocks == 4 and not pool.protects(want) and pool.num_unwanted == 4
+    pool.coldest_slots(8)  # somebody needed all the room, and was not admitted after all
+    assert not pool.protects(more) and pool.num_unwanted == 8
+    again = pool.want_found(KEYS[:4], 1.0, more)
+    assert pool.protects(again) and pool.num_unwanted == 4
+    pool.end_want(again)
+    assert pool.num_unwanted == 8
+
+
+def test_a_block_that_came_back_to_another_place_is_wanted_there() -> None:
+    pool = BlockPool(8, "device")
+    slots = put(pool, KEYS[:3])
+    want = pool.want_found(KEYS[:3], 1.0)
+    pool.forget_idle(slots, 1)
+    other = put(pool, KEYS[100:101])
+    hold = pool.hold("runs", other)
+    back = put(pool, KEYS[2:3], depth=2)
+    want = pool.want_found(KEYS[:3], 1.0, want)
+    assert want.slots.tolist() == [*slots[:2], *back] and pool.protects(want)
+    assert pool.evict(8) == 3 and pool.gone_of(want).all()
+    hold.end()
+    pool.end_want(want)
+    pool.check()
+
+
+def test_an_answer_that_another_thread_got_meanwhile_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of two tenants: a caller of `lease` asks for his between the engine's question and its note of the answer."""
+    pool = BlockPool(8, "device")
+    mine, other = put(pool, KEYS[:2]), put(pool, KEYS[10:12])
+    find = KeyIndex.find
+
+    def interrupted(self: KeyIndex, keys: tuple[bytes, ...], like: object = None) -> object:
+        found = find(self, keys, like)  # type: ignore[arg-type]
+        find(self, KEYS[10:12])
+        return found
+
+    asked = KEYS[:3]
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyIndex, "find", interrupted)
+        want = pool.want_found(asked, 1.0)
+    for i in range(600):  # so many others ask that the index forgets what it has answered
+        pool.find((KEYS[i % 100 + 20],))
+    assert list(pool.find(asked, want)) == mine != other
+    again = pool.want_found(asked, 1.0, want)
+    assert again.slots.tolist() == mine
+    pool.end_want(again)
+
+
+def test_an_own_answer_serves_where_the_index_has_forgotten_it() -> None:
+    pool = BlockPool(8, "device")
+    put(pool, KEYS[:4])
+    asked = KEYS[:6]
+    want = pool.want_found(asked, 1.0)
+    for i in range(600):
+        pool.find((KEYS[i % 100 + 20],))
+    looked_up: list[int] = []
+    slot_of = pool._index._slot_of
+
+    class Counting(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: bytes) -> int:
+            looked_up.append(1)
+            return super().__getitem__(key)
+
+    pool._index._slot_of = Counting(slot_of)
+    assert len(pool.find(asked, want)) == 4 and looked_up == []
+    pool.end_want(want)
