@@ -23,6 +23,8 @@ _COLD_PATIENCE = 240.0  # the same for those that find nothing: what they comput
 # as somebody who begins one.
 _KNOWN_SHARE = 0.2
 _GOOD_PART = 0.25
+_PRIORITY_S = 1e8  # between priorities, where a number stands for both: above any time of arrival
+_MOST_PRIORITY = 1000  # the same for all beyond
 _NEW_TOKENS = 65_536  # of prompts that are looked at for the first time in one plan, but for one: that takes as long as they are
 
 
@@ -110,6 +112,11 @@ def _by_rank(track: Track) -> tuple[int, float, int]:
 
 def _by_arrival(track: Track) -> tuple[int, float, int]:
     return track.request.priority, track.request.arrival_s, track.order
+
+
+def want_rank(track: Track) -> float:
+    """How late it runs, as one number: what requests of a lower priority want is forgotten first."""
+    return track.rank + _PRIORITY_S * max(-_MOST_PRIORITY, min(_MOST_PRIORITY, track.request.priority))
 
 
 def arrival(track: Track) -> int:

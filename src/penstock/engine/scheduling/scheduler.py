@@ -21,7 +21,7 @@ from penstock.contract import (
 )
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
-from penstock.engine.scheduling.line import Line
+from penstock.engine.scheduling.line import Line, want_rank
 from penstock.engine.scheduling.matching import find_match, found_share, is_pending, is_ready, prefetch_waiting
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
@@ -226,9 +226,9 @@ class Scheduler:
         start_s = self._ledger.start_s(len(track.tokens), match)
         changed = self._line.rank(track, start_s, found_share(track, match, self._ledger.block_tokens))
         if track.prefix is not None and track.request.may_match:
-            track.want = self._ledger.want(track.prefix.keys, track.rank, track.want)
+            track.want = self._ledger.want(track.prefix.keys, want_rank(track), track.want)
         if track.lease is not None:
-            track.lease.set_rank(track.rank)
+            track.lease.set_rank(want_rank(track))
         return changed
 
     def _try_match(self, track: Track) -> Match | None:

@@ -332,4 +332,19 @@ def test_nobody_is_held_back_where_that_is_of_no_use(monkeypatch: pytest.MonkeyP
         world.cancel("r1")
     planned(world)
     assert world.admitted[-1] == other
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_a_request_of_a_higher_priority_wants_is_forgotten_after_what_others_want(tier: str) -> None:
+    world = busy(A[:8], B[:8], num_slots=20, num_host=4)
+    if tier == "host":
+        world.cache.reset(["device"])
+    ordinary = world.submit([*A[:8], 1], 1)
+    urgent = later(world, 5.0, [*B[:8], 1], 1, priority=-1)  # it came later, and goes first
+    world.plan()
+    assert world.in_line() == [urgent, ordinary]
+    pool = world.cache.pool if tier == "device" else tiers_of(world).host._pool
+    assert pool.num_unwanted == pool.num_free and pool.evict(2) == 2
+    assert [len(pool.find(world.cache.prefix_of(prompt[:8]).keys)) for prompt in (A, B)] == [0, 2]
+    order_of(world)
     world.close()
