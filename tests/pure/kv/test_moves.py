@@ -158,14 +158,25 @@ def test_a_block_that_somebody_shares_while_it_is_moved_stays() -> None:
     rig.close()
 
 
-def test_a_block_that_is_wanted_again_stays_and_need_not_be_moved_twice() -> None:
+def test_a_block_that_is_wanted_again_while_it_is_moved_is_found_in_host_memory() -> None:
     rig = Full(num_device=2)
     rig.alone(KEYS[:2])
     assert not rig.ladder.make_room(2, 0, ())
     want = rig.pool.want_found(tuple(KEYS[:2]), 1.0)
     rig.land()
-    assert rig.pool.counts.idle == 2 and rig.in_host(KEYS[:2]) == KEYS[:2]
-    assert rig.ladder.make_room(2, 0, ()), "host memory has them: nothing is lost"
+    assert rig.pool.num_free == 2 and rig.in_host(KEYS[:2]) == KEYS[:2] and rig.pool.gone_of(want).all()
+    assert rig.ladder.make_room(2, 0, ())
+    rig.pool.end_want(want)
+    rig.close()
+
+
+def test_what_is_wanted_stays_on_the_device_while_something_else_can_leave() -> None:
+    rig = Full(num_device=4)
+    rig.alone(KEYS[:2])
+    rig.alone(KEYS[10:12])
+    want = rig.pool.want_found(tuple(KEYS[:2]), 1.0)  # used longer ago than the others
+    rig.make_room(2)
+    assert rig.pool.protects(want) and rig.in_host([*KEYS[:2], *KEYS[10:12]]) == [None, None, *KEYS[10:12]]
     rig.pool.end_want(want)
     rig.close()
 

@@ -52,15 +52,16 @@ def test_a_want_of_blocks_in_use_is_not_dropped_for_what_it_cannot_give() -> Non
     pool.end_want(want)
 
 
-def test_only_what_is_idle_and_unwanted_is_evicted_by_name() -> None:
-    pool = BlockPool(4, "device")
-    free, wanted, held = put(pool, KEYS[:1]), put(pool, KEYS[10:11]), put(pool, KEYS[20:21])
-    want, hold = pool.want_found(KEYS[10:11], 1.0), pool.hold("runs", held)
-    assert pool.evict_these([*held, *wanted, *free]) == 1 and pool.num_evicted == 1
-    assert pool.find_each([KEYS[0], KEYS[10], KEYS[20]]) == [-1, wanted[0], held[0]]
+def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
+    pool = BlockPool(5, "device")
+    rests, wanted, held, pinned = (put(pool, KEYS[i : i + 1]) for i in (0, 10, 20, 30))
+    want, hold, pin = pool.want_found(KEYS[10:11], 1.0), pool.hold("runs", held), pool.pin(pinned, "transfer")
+    assert pool.evict_these([*held, *wanted, *rests, *pinned]) == 2 and pool.num_evicted == 2
+    assert pool.find_each([KEYS[0], KEYS[10], KEYS[20], KEYS[30]]) == [-1, -1, held[0], pinned[0]]
+    assert pool.gone_of(want).all() and pool.num_unwanted == 3
     pool.end_want(want)
     hold.end()
-    assert pool.evict_these([*held, *wanted, *free]) == 2
+    pin.end()
     pool.check()
 
 
