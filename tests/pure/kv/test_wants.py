@@ -52,6 +52,30 @@ def test_a_want_of_blocks_in_use_is_not_dropped_for_what_it_cannot_give() -> Non
     pool.end_want(want)
 
 
+def test_a_block_that_two_want_is_wanted_until_both_have_ended() -> None:
+    pool = BlockPool(4, "device")
+    put(pool, KEYS[:2])
+    put(pool, KEYS[10:12])
+    for first_ends in (True, False):
+        wants = [pool.want_found(KEYS[:2], 1.0), pool.want_found(KEYS[:2], 2.0)]
+        pool.end_want(wants.pop(0 if first_ends else 1))
+        assert pool.num_unwanted == 2 and pool.coldest_slots(2) == pool.find_each(KEYS[10:12])[::-1]
+        pool.end_want(wants.pop())
+        assert pool.num_unwanted == 4
+
+
+def test_nobody_wants_what_comes_into_a_slot_next() -> None:
+    pool = BlockPool(2, "device")
+    slots = put(pool, KEYS[:2])
+    want = pool.want_found(KEYS[:2], 1.0)
+    pool.forget_idle(slots, 2)
+    assert sorted(put(pool, KEYS[10:12])) == sorted(slots)
+    assert pool.num_unwanted == 2 and pool.gone_of(want).all()
+    pool.end_want(want)
+    assert pool.num_unwanted == 2 and pool.evict(2) == 2
+    pool.check()
+
+
 def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
     pool = BlockPool(5, "device")
     rests, wanted, held, pinned = (put(pool, KEYS[i : i + 1]) for i in (0, 10, 20, 30))
