@@ -52,15 +52,40 @@ def test_a_want_of_blocks_in_use_is_not_dropped_for_what_it_cannot_give() -> Non
     pool.end_want(want)
 
 
-def test_only_what_is_idle_and_unwanted_is_evicted_by_name() -> None:
+def test_a_block_that_two_want_is_wanted_until_both_have_ended() -> None:
     pool = BlockPool(4, "device")
-    free, wanted, held = put(pool, KEYS[:1]), put(pool, KEYS[10:11]), put(pool, KEYS[20:21])
-    want, hold = pool.want_found(KEYS[10:11], 1.0), pool.hold("runs", held)
-    assert pool.evict_these([*held, *wanted, *free]) == 1 and pool.num_evicted == 1
-    assert pool.find_each([KEYS[0], KEYS[10], KEYS[20]]) == [-1, wanted[0], held[0]]
+    put(pool, KEYS[:2])
+    put(pool, KEYS[10:12])
+    for first_ends in (True, False):
+        wants = [pool.want_found(KEYS[:2], 1.0), pool.want_found(KEYS[:2], 2.0)]
+        pool.end_want(wants.pop(0 if first_ends else 1))
+        assert pool.num_unwanted == 2 and pool.coldest_slots(2) == pool.find_each(KEYS[10:12])[::-1]
+        pool.end_want(wants.pop())
+        assert pool.num_unwanted == 4
+
+
+def test_nobody_wants_what_comes_into_a_slot_next() -> None:
+    pool = BlockPool(2, "device")
+    slots = put(pool, KEYS[:2])
+    want = pool.want_found(KEYS[:2], 1.0)
+    pool.forget_idle(slots, 2)
+    assert sorted(put(pool, KEYS[10:12])) == sorted(slots)
+    assert pool.num_unwanted == 2 and pool.gone_of(want).all()
+    pool.end_want(want)
+    assert pool.num_unwanted == 2 and pool.evict(2) == 2
+    pool.check()
+
+
+def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
+    pool = BlockPool(5, "device")
+    rests, wanted, held, pinned = (put(pool, KEYS[i : i + 1]) for i in (0, 10, 20, 30))
+    want, hold, pin = pool.want_found(KEYS[10:11], 1.0), pool.hold("runs", held), pool.pin(pinned, "transfer")
+    assert pool.evict_these([*held, *wanted, *rests, *pinned]) == 2 and pool.num_evicted == 2
+    assert pool.find_each([KEYS[0], KEYS[10], KEYS[20], KEYS[30]]) == [-1, -1, held[0], pinned[0]]
+    assert pool.gone_of(want).all() and pool.num_unwanted == 3
     pool.end_want(want)
     hold.end()
-    assert pool.evict_these([*held, *wanted, *free]) == 2
+    pin.end()
     pool.check()
 
 
