@@ -302,8 +302,8 @@ def test_what_a_request_of_a_higher_priority_wants_is_forgotten_after_what_other
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tokens: int = 8) -> tuple[World, str]:
-    """Of two that run, the one with a conversation of two blocks has just been answered; a third, of which nothing is cached, is in line and
-    fits from now on."""
+    """Of two that run, the one with a conversation of two blocks has just been answered; a third, of which nothing is cached, is in line
+    and fits from now on."""
     monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", dear_tokens)
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
     tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
