@@ -332,6 +332,7 @@ def test_nobody_is_held_back_where_that_is_of_no_use(monkeypatch: pytest.MonkeyP
         world.cancel("r1")
     planned(world)
     assert world.admitted[-1] == other
+    world.close()
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
