@@ -2,7 +2,7 @@
 context and the number of requests. Runs on the CPU without a model: scheduler, KV books and packing are the real ones, the device is not
 there. Owns the cases and the table.
 
-    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N]
+    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N] [--eviction NAME]
 
 Times are medians, in milliseconds of processor time. On a shared machine compare runs made one after the other, not single numbers.
 """
@@ -14,19 +14,21 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from penstock.contract import Access, Mode, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
+from penstock.config import EVICTIONS
+from penstock.contract import Access, Mode, Prefix, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
 from penstock.engine.execution.batch import Packer
 from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.sampler import SampleOutput
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
@@ -76,30 +78,47 @@ class NoCopy:
 class Rig:
     """A scheduler over real KV books; every step is over as soon as it is launched, and samples the same token for everybody."""
 
-    def __init__(self, num_blocks: int, max_batch: int = 1, chunk: int = CHUNK, num_host: int = 0, overcommit: float = 1.0) -> None:
-        self.pool = BlockPool(num_blocks, "device")
+    eviction: str = EVICTIONS[0]  # of both pools
+
+    def __init__(
+        self,
+        num_blocks: int,
+        max_batch: int = 1,
+        chunk: int = CHUNK,
+        num_host: int = 0,
+        has_disk: bool = True,
+        max_overtaken_s: float = 0.0,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, "device", eviction=make_order(self.eviction, num_blocks, BLOCK))
         self.lanes = SteppedLanes()
-        self.cache = KvCache(self.pool, SCOPE, True, self._ladder(num_host) if num_host else None)
-        self.scheduler = Scheduler(self.cache, Budget(max_batch, chunk, overcommit), ())
+        self.cache = KvCache(self.pool, SCOPE, True, self._ladder(num_host, has_disk) if num_host else None)
+        self.scheduler = Scheduler(self.cache, Budget(max_batch, chunk, max_overtaken_s=max_overtaken_s), ())
         self.packer = Packer(BLOCK, num_blocks, max_batch)
         self.staging = np.empty(4 * (chunk + max_batch) + 8 * max_batch + 8, np.int32)
         self.num_submitted = 0
         self.events: list[TokenEvent] = []
 
-    def _ladder(self, num_host: int) -> Ladder:
-        host = HostTier(BlockPool(num_host, "host"), BLOCK, 1e9)
+    def _ladder(self, num_host: int, has_disk: bool) -> Ladder:
+        host = HostTier(BlockPool(num_host, "host", eviction=make_order(self.eviction, num_host, BLOCK)), BLOCK, 1e9)
         movers = [Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}")) for ends in ENDS]
-        ladder = Ladder(self.pool, host, (movers[0], movers[1]), LAYOUT, LadderLimits(0, 1e9, load_always=True))
+        limits = LadderLimits(0, 1e9, load_always=True, postpones=not has_disk)
+        ladder = Ladder(self.pool, host, (movers[0], movers[1]), LAYOUT, limits)
+        if has_disk:
+            self._put_disk_behind(ladder)
+        return ladder
+
+    def _put_disk_behind(self, ladder: Ladder) -> None:
         memory = memoryview(bytearray(64))
         lanes = ColdLanes([self.lanes.lane("read")], [self.lanes.lane("write")], None)
         limits = ColdLimits(group_bytes=64 * 64, write_bytes=64 * 64, stuck_s=1e9)
         tier = ColdTier(MemoryStore("ssd", local=True), lanes, lambda slot: memory, ("host", 2), limits)
-        ladder.put_behind(Behind(host, [tier], LAYOUT.block_bytes, "reuse"))
-        return ladder
+        ladder.put_behind(Behind(ladder.host, [tier], LAYOUT.block_bytes, "reuse"))
 
-    def submit(self, tokens: list[int], max_tokens: int = 64, **sampling: Any) -> str:
+    def submit(self, tokens: list[int], max_tokens: int = 64, prefix: Prefix | None = None, **sampling: Any) -> str:
+        """`prefix`: that of these tokens, where the caller has it."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
-        request = Request(f"r{self.num_submitted}", tokens, params, self.cache.prefix_of(tokens))
+        prefix = self.cache.prefix_of(tokens) if prefix is None else prefix
+        request = Request(f"r{self.num_submitted}", tokens, params, prefix, float(self.num_submitted))
         self.num_submitted += 1
         may_lease = request.prefix is not None and request.may_match
         self.scheduler.add(request, self.cache.lease(request.id, request.prefix) if may_lease and request.prefix else None)
@@ -192,6 +211,58 @@ def waiting(num_tokens: int, num_requests: int) -> Times:
     yield "others wait: first plan", timed(rig.plan)[0]
     for _ in range(5):
         yield "others wait: plan", timed(rig.scheduler.plan)[0]
+
+
+def queueing(num_tokens: int, num_requests: int) -> Times:
+    """All but one wait, each for its turn in one of 48 conversations, of which the device has a third, and host memory another. Between two
+    plans both lose some blocks. Whoever is cheapest to start goes first."""
+    num = blocks(num_tokens)
+    rig = Rig(16 * num + num_requests // 4 + 64, 1, num_host=16 * num, has_disk=False, max_overtaken_s=60.0)
+    ladder = rig.cache.ladder
+    assert ladder is not None
+    ladder.prefill.add(8192, 4096.0, 0.2)
+    ladder.link.bytes_per_s = 1e9
+    known = [(tokens, rig.cache.prefix_of(tokens)) for tokens in (prompt(num_tokens, number) for number in range(48))]
+    for number, (_, prefix) in enumerate(known[:32]):
+        assert prefix is not None
+        if number < 16:
+            remember(rig.pool, prefix.keys)
+        else:
+            remember(ladder.host._pool, prefix.keys)
+    rig.submit([1, 2, 3], max_tokens=2 * num_requests + 100)
+    rig.step()
+    for number in range(num_requests):  # one comes in each turn
+        tokens, prefix = known[number % 48]
+        assert prefix is not None
+        rig.submit(tokens, 16, Prefix(prefix.scope, (*prefix.keys[:-1], number.to_bytes(32, "big"))))
+        ms, plan = timed(rig.plan)
+        yield "line: plan, one is new", ms
+        rig.commit(plan)
+    for _ in range(50):
+        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), ladder.host._pool.evict(8)))[0]
+        ms, plan = timed(rig.plan)
+        yield "line: plan", ms
+        rig.commit(plan)
+    for _ in range(10):
+        for request_id in list(rig.scheduler._running.tracks):
+            rig.scheduler.cancel(request_id)
+        while rig.scheduler.has_work() and not rig.scheduler._running.tracks:
+            ms, step = timed(rig.scheduler.plan)
+            yield "line: plan, admits", ms
+            if step is not None:
+                rig.scheduler.launched(FENCE)
+                rig.commit(step)
+            rig.flow()
+
+
+def remember(pool: BlockPool, keys: Sequence[bytes]) -> None:
+    """Somebody has used these blocks before."""
+    hold = pool.hold("somebody")
+    reservation = pool.try_reserve(len(keys), "somebody")
+    assert reservation is not None
+    reservation.commit(hold)
+    pool.seal(hold.slots, keys, range(len(keys)))
+    hold.end()
 
 
 def prefilling(num_tokens: int, num_requests: int) -> Times:
@@ -312,7 +383,7 @@ class NoTicket:
         pass
 
 
-CASES = (decoding, waiting, prefilling, computing, coming_and_going, retracting, persisting, echoing)
+CASES = (decoding, waiting, queueing, prefilling, computing, coming_and_going, retracting, persisting, echoing)
 
 # ------------------------------------------------------------------------------------------------------------------------- table
 
@@ -381,7 +452,9 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="figures of an earlier run (--json), drawn beside them")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--eviction", choices=EVICTIONS, default=Rig.eviction, help="what a full pool forgets first")
     args = parser.parse_args()
+    Rig.eviction = args.eviction
     before = [] if args.before is None else [Row(**row) for row in json.loads(args.before.read_text())]
     rows = list(measure(args.only, args.repeat))
     print(table(rows))

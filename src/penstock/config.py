@@ -13,8 +13,9 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 SanitizeMode = Literal["off", "report", "strict"]
-EvictionName = Literal["lru", "s3fifo", "tinylfu", "cost"]
-EVICTIONS: tuple[EvictionName, ...] = ("lru", "s3fifo", "tinylfu", "cost")
+EvictionName = Literal["returning", "lru", "s3fifo", "tinylfu", "cost"]
+EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "s3fifo", "tinylfu", "cost")  # the default first
+DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")  # cheap enough for the device: what they do is done for whole runs
 SchedulingName = Literal["cost", "fifo"]
 SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
 AdmissionName = Literal["always", "reuse", "evict"]
@@ -84,7 +85,7 @@ class OffloadConfig:
 
     enabled: bool = True  # False: KV that leaves device memory is gone
     host_gib: float | None = None  # GiB of host memory for KV; None: 4, or less where less is free
-    eviction: EvictionName = "lru"  # which blocks a full tier forgets first
+    eviction: EvictionName = EVICTIONS[0]  # which blocks a full tier forgets first
     lease_s: float = 120.0  # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
     load_always: bool = False  # also where computing seems faster: for measuring a tier
     load_deadline_s: float = 30.0  # a promotion that takes longer is no longer waited for; the request computes instead
@@ -98,7 +99,8 @@ class OffloadConfig:
         _need(self.host_gib is None or 0 < self.host_gib < math.inf, f"--kv-offload-host-gib must be positive, got {self.host_gib}")
         _need(self.eviction in EVICTIONS, f"--eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
         _need(self.enabled or self.host_gib is None, "--kv-offload-host-gib needs --kv-offload")
-        _need(self.enabled or self.eviction == EVICTIONS[0], "--eviction needs --kv-offload: it chooses what a full tier forgets")
+        on_device = self.enabled or self.eviction in DEVICE_EVICTIONS
+        _need(on_device, f"--eviction {self.eviction} needs --kv-offload: the device itself has {' or '.join(DEVICE_EVICTIONS)}")
         _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
         _need(self.ssd_dir is None or bool(self.ssd_dir), "--kv-offload-ssd-dir is empty")
         _need(self.ssd_dir is None or self.enabled, "--kv-offload-ssd-dir needs --kv-offload")

@@ -485,7 +485,7 @@ class KvLedger(Protocol):
         """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to a colder tier, and
         `floor` slots stay available meanwhile."""
 
-    def is_pending(self, keys: Sequence[bytes]) -> bool:
+    def is_pending(self, keys: Sequence[bytes], want: Want | None = None) -> bool:
         """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""
 
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:

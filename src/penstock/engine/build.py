@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.config import GIB, Config
+from penstock.config import DEVICE_EVICTIONS, GIB, Config
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine, EngineParts
 from penstock.engine.execution.attention import Attention
@@ -23,7 +23,7 @@ from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
-from penstock.kv.blocks.eviction import make_order
+from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
@@ -103,7 +103,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     num_blocks = _num_blocks(config, layout, model)
     max_model_len = _max_model_len(config, model, num_blocks)
     arena = DeviceArena(layout, num_blocks, device)
-    pool = BlockPool(num_blocks, arena.name, sanitizer)
+    pool = BlockPool(num_blocks, arena.name, sanitizer, _device_order(config, num_blocks))
     host_arena = HostArena(layout, _num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
     scope = _scope(model, layout)
@@ -245,12 +245,17 @@ def _scope(model: Model, layout: BlockLayout) -> Scope:
     return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, positions)
 
 
+def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
+    """As the tiers behind it, or by recency where that would cost the engine thread too much for each block."""
+    name = config.offload.eviction
+    return make_order(name if name in DEVICE_EVICTIONS else "lru", num_blocks, config.kv.block_tokens)
+
+
 def _ladder(
     config: Config, pool: BlockPool, arenas: tuple[DeviceArena, HostArena], sanitizer: Sanitizer | None, guard: ArenaGuard | None
 ) -> Ladder:
     arena, host_arena = arenas
     layout, device = arena.layout, arena.device
-    # A device cache evicts by recency; what stays in the larger tier behind it is a choice.
     order = make_order(config.offload.eviction, host_arena.num_slots, layout.block_tokens)
     host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, sanitizer, order), layout.block_tokens, config.offload.lease_s)
     if device.type == "cuda":  # elsewhere every slot can be used at once

@@ -195,7 +195,7 @@ class KvCache:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it; holds nothing, so it is good
         until the next call that draws. What `lease` has may go at any time, until it is claimed."""
         slots = self._pool.find(keys, want if isinstance(want, Want) else None) if self._prefix_cache else []
-        num, pending, num_colder = len(slots), self.is_pending(keys), 0
+        num, pending, num_colder = len(slots), self.is_pending(keys, want), 0
         if self.ladder is not None and lease is not None and not pending:
             if isinstance(lease, HostLease):
                 self.ladder.host.refresh(lease)
@@ -234,10 +234,10 @@ class KvCache:
             return True
         return self.ladder.make_room(num_blocks, floor, self._tables)
 
-    def is_pending(self, keys: Sequence[bytes]) -> bool:
+    def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Whether the first of `keys` that the device does not have is on its way there: `match` would say so. Costs no more for a long
         prefix that was asked for before than for a short one."""
-        num = len(self._pool.find(keys)) if self._prefix_cache else len(keys)
+        num = len(self._pool.find(keys, want if isinstance(want, Want) else None)) if self._prefix_cache else len(keys)
         return num < len(keys) and self._is_coming(num, keys[num])
 
     def _is_coming(self, number: int, key: bytes) -> bool:

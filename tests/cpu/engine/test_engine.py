@@ -54,6 +54,7 @@ def test_the_prefill_chunk_does_not_change_the_tokens(make_engine: MakeEngine, p
 
 def test_chunks_sized_by_time_do_not_change_the_tokens(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     """So short a time that prompts get the least chunk there is as soon as somebody decodes; alone one gets the whole chunk."""
+    monkeypatch.setattr("penstock.engine.build._CUDA_MIN_CHUNK", 64)  # as on the CPU
     alone = make_engine(prefill_chunk=512, prefix_cache=False)
     expected = [generate(alone, prompts(num, num), max_tokens=20).tokens for num in (200, 300, 70)]
     engine = make_engine(prefill_chunk=512, prefill_chunk_ms=0.001)

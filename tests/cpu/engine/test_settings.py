@@ -42,16 +42,16 @@ def ladder_of(engine: Engine) -> Ladder:
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_a_full_tier_forgets_as_the_setting_says_and_the_device_by_recency(
+def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_that_costs_little(
     built: Built, eviction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     open_ssd = build_module.open_ssd
     monkeypatch.setattr(build_module, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
     engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
-    expected = type(make_order(eviction, 8))
-    assert type(ladder_of(engine).host._pool._idle._others) is expected
-    assert type(engine.cache._pool._idle._others) is type(make_order("lru", 8))
+    assert type(ladder_of(engine).host._pool._idle._others) is type(make_order(eviction, 8))
+    on_device = eviction if eviction in ("returning", "lru") else "lru"
+    assert type(engine.cache._pool._idle._others) is type(make_order(on_device, 8))
     ((directory, num_bytes, _, name),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
 

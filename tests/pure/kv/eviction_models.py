@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
 SMALL_SHARE, WINDOW_SHARE, WINDOW_LIMIT, PROTECTED_SHARE = 1 / 4, 0.5, 0.6, 0.8
 TOKENS_TO_DOUBLE, GHOSTS_PER_SLOT = 8192, 4
+PATIENCE, KEYS_PER_SLOT = 8, 4
 
 
 class LruModel:
@@ -26,6 +29,47 @@ class LruModel:
 
     def pop(self, num: int) -> list[int]:
         popped, self.idle = self.idle[:num], self.idle[num:]
+        return popped
+
+
+class ReturningModel:
+    def __init__(self, num_slots: int, block_tokens: int) -> None:
+        self.clock = 0
+        self.idle: dict[int, tuple[int, bool, int]] = {}  # when it became idle, in the queue of those that returned, place in its run
+        self.returned: set[int] = set()
+        self.places = 1
+        while self.places < KEYS_PER_SLOT * num_slots:
+            self.places *= 2
+        self.seen: dict[int, bytes] = {}
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        places = [int.from_bytes(key[:8], sys.byteorder) % self.places for key in keys]
+        self.returned.difference_update(slots)
+        self.returned.update(slot for slot, key, place in zip(slots, keys, places, strict=True) if self.seen.get(place) == key[8:])
+        self.seen.update(zip(places, (key[8:] for key in keys), strict=True))
+
+    def hit(self, slots: Sequence[int]) -> None:
+        self.returned.update(slots)
+
+    def add(self, slots: Sequence[int]) -> None:
+        fresh = list(itertools.takewhile(lambda slot: slot not in self.returned, slots))
+        fresh = fresh if len(fresh) >= len(slots) / 2 else []
+        for part, returned in ((fresh, False), (slots[len(fresh) :], True)):
+            self.clock += len(part)
+            self.idle.update({slot: (self.clock, returned, place) for place, slot in enumerate(part)})
+        self.returned.update(slots[len(fresh) :])
+
+    def remove(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self.idle[slot]
+
+    def pop(self, num: int) -> list[int]:
+        def first(slot: int) -> tuple[int, bool, int]:
+            when, returned, place = self.idle[slot]
+            return -(self.clock - when + 1) * (1 if returned else PATIENCE), returned, place
+
+        popped = sorted(self.idle, key=first)[:num]
+        self.remove(popped)
         return popped
 
 
@@ -198,4 +242,4 @@ class CostModel:
         return popped
 
 
-MODELS = {"lru": LruModel, "s3fifo": S3FifoModel, "tinylfu": TinyLfuModel, "cost": CostModel}
+MODELS = {"returning": ReturningModel, "lru": LruModel, "s3fifo": S3FifoModel, "tinylfu": TinyLfuModel, "cost": CostModel}

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError, IllegalTransition, InvariantBroken
-from penstock.kv.blocks.eviction import CostOrder, EvictionOrder, LruOrder, S3FifoOrder, TinyLfuOrder, make_order, s3fifo
+from penstock.kv.blocks.eviction import (
+    CostOrder,
+    EvictionOrder,
+    LruOrder,
+    ReturningOrder,
+    S3FifoOrder,
+    TinyLfuOrder,
+    make_order,
+    returning,
+    s3fifo,
+)
 from penstock.kv.blocks.eviction.cost import TOKENS_TO_DOUBLE, prefill_cost
 from penstock.kv.blocks.eviction.ghosts import GHOSTS_PER_SLOT, Ghosts
 from penstock.kv.blocks.eviction.sketch import FrequencySketch
@@ -52,7 +62,7 @@ def run(pool: BlockPool, keys: Sequence[bytes]) -> int:
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"lru, s3fifo, tinylfu, cost, got 'random'"):
+    with pytest.raises(ConfigError, match=r"returning, lru, s3fifo, tinylfu, cost, got 'random'"):
         make_order("random", 4)
 
 
@@ -146,7 +156,7 @@ def test_a_policy_that_keeps_what_is_used_again_is_noticed(name, monkeypatch):
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=40)
 
 
-@pytest.mark.parametrize("name", ["lru", "cost"])
+@pytest.mark.parametrize("name", ["returning", "lru", "cost"])
 @settings(max_examples=150, deadline=None)
 @given(prompts=prompts)
 def test_no_continuation_stays_without_its_beginning(name, prompts):
@@ -174,6 +184,138 @@ def test_ranking_blocks_by_their_own_depth_would_break_prefixes(monkeypatch):
     run(pool, keys)
     run(pool, [key("other")])
     assert pool.find(keys) == [] and pool.num_keys == 8
+
+
+# ------------------------------------------------------------------------------------------------------------ returning
+
+
+def test_returning_a_conversation_that_came_back_outlives_a_scan_that_flushes_it_by_recency():
+    kept = {}
+    for name in ("returning", "lru"):
+        pool = BlockPool(600, "device", eviction=make_order(name, 600))
+        conversation = [key("conversation", depth) for depth in range(100)]
+        run(pool, conversation[:80])
+        run(pool, conversation)
+        for document in range(20):
+            run(pool, [key(document, depth) for depth in range(100)])
+        kept[name] = len(pool.find(conversation))
+        pool.check()
+        pool.close()
+    assert kept == {"returning": 100, "lru": 0}
+
+
+def test_returning_a_block_that_came_back_may_be_idle_eight_times_as_long_and_then_goes():
+    order = ReturningOrder(32)
+    come(order, [0], "conversation")
+    use(order, [0])
+    popped: list[int] = []
+    for number in range(40):
+        come(order, [1 + number % 4], number)
+        popped += order.pop(1) if len(order) > 4 else []
+        if 0 in popped:
+            break
+    # Three fresh ones remain besides the oldest, whose turn it would be: its 4 that became idle since count as 32.
+    assert popped[-1] == 0 and number == 8 * 4 - 1
+
+
+def test_returning_a_key_that_comes_again_after_it_was_forgotten_has_come_back():
+    order = ReturningOrder(8)
+    come(order, [0], "a")
+    assert order.pop(1) == [0]
+    come(order, [0], "a")
+    for slot in (1, 2, 3):
+        come(order, [slot], slot)
+    assert order.pop(4) == [1, 2, 3, 0]
+
+
+def test_returning_a_block_that_left_by_another_way_than_eviction_is_known_as_well():
+    """One that was moved to another tier and comes from there again."""
+    pool = BlockPool(8, "device", eviction=make_order("returning", 8))
+    run(pool, [key("moved")])
+    assert pool.evict_these(pool.find([key("moved")])) == 1
+    run(pool, [key("moved")])
+    for number in range(6):
+        run(pool, [key(number)])
+    assert pool.evict(6) == 6 and len(pool.find([key("moved")])) == 1
+
+
+def test_returning_the_last_turn_of_a_conversation_stays_with_it():
+    order = ReturningOrder(16)
+    come(order, [0, 1, 2])
+    order.remove([0, 1, 2])
+    order.hit([0, 1, 2])
+    order.sealed([3, 4], [key("turn", 0), key("turn", 1)], [3, 4])
+    order.add([4, 3, 2, 1, 0])
+    come(order, [5, 6, 7], "one-off")
+    assert order.pop(4) == [7, 6, 5, 4]
+
+
+def test_returning_a_document_behind_a_prompt_that_many_share_does_not_stay_with_it():
+    order = ReturningOrder(16)
+    come(order, [4], "conversation")
+    use(order, [4])
+    come(order, [0])
+    order.remove([0])
+    order.hit([0])
+    order.sealed([1, 2, 3], [key("document", depth) for depth in range(3)], [1, 2, 3])
+    order.add([3, 2, 1, 0])
+    assert order.pop(5) == [3, 2, 1, 4, 0]
+
+
+def test_returning_a_beginning_whose_key_was_not_remembered_does_not_go_before_its_continuation():
+    order = ReturningOrder(8)
+    keys = [key("chain", depth) for depth in range(4)]
+    order.sealed([2, 3], keys[2:], [2, 3])  # only these come again
+    order.sealed(range(4), keys, range(4))
+    order.add([3, 2, 1, 0])
+    order.remove([1, 0])
+    order.add([1, 0])  # a transfer had pinned them
+    assert order.pop(4) == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["returning", "lru"])
+def test_what_goes_next_is_said_as_it_goes(name):
+    """What is about to be forgotten is moved to another tier first: that has to be the same blocks."""
+    pool = BlockPool(40, "device", eviction=make_order(name, 40))
+    for number in range(60):
+        chain = number % 7 if number % 3 else number
+        run(pool, [key(chain, depth) for depth in range(1 + chain % 6)])
+        foretold = pool.keys_of(pool.coldest_slots(5))
+        pool.gone = []
+        pool.evict(5)
+        assert pool.gone == foretold
+
+
+@pytest.mark.parametrize("num_blocks", [40, 4000])
+def test_a_long_run_is_few_lots_however_long_it_is(num_blocks):
+    """What is done for a run is done once: a conversation of many turns is in one lot, with what was new in its last turn."""
+    pool = BlockPool(2 * num_blocks, "device", eviction=make_order("returning", 2 * num_blocks))
+    keys = [key(depth) for depth in range(num_blocks)]
+    for end in range(num_blocks // 2, num_blocks + 1, num_blocks // 10):
+        run(pool, keys[:end])
+        assert sum(map(len, pool._idle._others._queues)) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True), max_size=12))
+def test_keys_are_remembered_alike_one_by_one_and_in_long_runs(batches):
+    few, many = returning.SeenKeys(4), returning.SeenKeys(4)
+    for batch in batches:
+        keys = [key(number) for number in batch]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(returning, "FEW_KEYS", 0)
+            at_once = many.add(keys).tolist()
+        assert few.add(keys) == at_once
+
+
+def test_a_key_is_remembered_until_another_takes_its_place_and_no_key_for_another():
+    seen = returning.SeenKeys(8)
+    assert seen.add([key("a")]) == [False]
+    assert seen.add([key("a")]) == [True]
+    place = key("a")[:8]
+    assert seen.add([place + b"another "]) == [False]
+    assert seen.add([key("a")]) == [False]
+    assert len(seen._mark_at) == returning.KEYS_PER_SLOT * 8
 
 
 # --------------------------------------------------------------------------------------------------------------- s3fifo
@@ -352,6 +494,6 @@ def test_cost_a_short_request_over_the_beginning_of_a_long_chain_does_not_make_i
 def test_an_order_whose_books_are_wrong_says_so_instead_of_looking_for_ever() -> None:
     order = LruOrder(4)
     order.add([0, 1])
-    next(iter(order._lots.values())).num_left += 1
+    next(iter(order._queues[0].values())).num_left += 1
     with pytest.raises(InvariantBroken, match="none left"):
         order.pop(3)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
-from penstock.kv.blocks.eviction import CostOrder, LruOrder, S3FifoOrder, TinyLfuOrder, cost, make_order
+from penstock.kv.blocks.eviction import CostOrder, LruOrder, ReturningOrder, S3FifoOrder, TinyLfuOrder, cost, make_order, returning
 from penstock.kv.blocks.eviction.ghosts import Ghosts
 from penstock.kv.blocks.eviction.sketch import FrequencySketch
 
@@ -116,11 +116,14 @@ def test_a_policy_does_as_its_model(name):
     run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
-def test_runs_of_the_least_recently_used_may_be_arrays(monkeypatch):
-    for name in ("add", "remove"):
-        method = getattr(LruOrder, name)
-        monkeypatch.setattr(LruOrder, name, lambda self, slots, method=method: method(self, np.array(slots, np.intp)))
-    run_state_machine_as_test(machine_of("lru"), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+@pytest.mark.parametrize("name", ["lru", "returning"])
+def test_runs_may_be_arrays(name, monkeypatch):
+    kind = type(make_order(name, NUM_SLOTS))
+    for call in ("add", "remove", "hit"):
+        method = getattr(kind, call)
+        monkeypatch.setattr(kind, call, lambda self, slots, method=method: method(self, np.array(slots, np.intp)))
+    monkeypatch.setattr(returning, "FEW_KEYS", 0)  # keys that are sealed together are looked up at once
+    run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 def test_the_sketch_tells_all_keys_of_the_machine_apart():
@@ -135,6 +138,22 @@ def test_the_sketch_tells_all_keys_of_the_machine_apart():
 
 def lru_keeps_what_is_used(monkeypatch):
     monkeypatch.setattr(LruOrder, "remove", lambda self, slots: None)
+
+
+def returning_takes_all_for_fresh(monkeypatch):
+    monkeypatch.setattr(ReturningOrder, "hit", lambda self, slots: None)
+
+
+def returning_remembers_no_keys(monkeypatch):
+    monkeypatch.setattr(returning.SeenKeys, "add", lambda self, keys: [False] * len(keys))
+
+
+def returning_never_lets_go_what_came_back(monkeypatch):
+    monkeypatch.setattr(returning, "PATIENCE", 1000)
+
+
+def returning_puts_a_whole_run_into_one_queue(monkeypatch):
+    monkeypatch.setattr(ReturningOrder, "_num_fresh", lambda self, slots: 0 if any(self._has_returned[s] for s in slots) else len(slots))
 
 
 def s3fifo_has_no_ghosts(monkeypatch):
@@ -192,6 +211,10 @@ def cost_ignores_hits(monkeypatch):
 
 FAULTS = [
     lru_keeps_what_is_used,
+    returning_takes_all_for_fresh,
+    returning_remembers_no_keys,
+    returning_never_lets_go_what_came_back,
+    returning_puts_a_whole_run_into_one_queue,
     s3fifo_has_no_ghosts,
     s3fifo_gives_no_second_lap,
     tinylfu_lets_every_newcomer_in,

@@ -23,6 +23,7 @@ _COLD_PATIENCE = 240.0  # the same for those that find nothing: what they comput
 # as somebody who begins one.
 _KNOWN_SHARE = 0.2
 _GOOD_PART = 0.25
+_NEW_TOKENS = 65_536  # of prompts that are looked at for the first time in one plan, but for one: that takes as long as they are
 
 
 class Line:
@@ -33,7 +34,7 @@ class Line:
         self._bound_s = bound_s
         self._queued: list[Track] = []  # those that find nothing, by arrival
         self._ranked: list[Track] = []  # the others, by rank
-        self._to_look_at: OrderedDict[Track, None] = OrderedDict()  # all of them, whoever was looked at longest ago first
+        self._to_look_at: OrderedDict[Track, None] = OrderedDict()  # all of them: newcomers, then whoever was looked at longest ago
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._ranked)
@@ -56,6 +57,7 @@ class Line:
         self.num_retracted += track.state is State.RETRACTED
         if self._bound_s:
             self._to_look_at[track] = None
+            self._to_look_at.move_to_end(track, last=False)  # what is cached of it was looked up a moment ago, and is remembered
 
     def remove(self, track: Track) -> None:
         """Before its state changes."""
@@ -83,8 +85,15 @@ class Line:
         return True
 
     def look_again(self, most: int) -> list[Track]:
-        """Some of those in line, others each time."""
-        tracks = list(islice(self._to_look_at, most))
+        """Some of those in line, others each time: those that nobody has looked at first."""
+        tracks: list[Track] = []
+        num_new = 0
+        for track in islice(self._to_look_at, most):
+            if track.want is None:
+                if num_new >= _NEW_TOKENS:
+                    break
+                num_new += len(track.tokens)
+            tracks.append(track)
         for track in tracks:
             self._to_look_at.move_to_end(track)
         return tracks

@@ -25,7 +25,7 @@ def is_pending(track: Track, ledger: KvLedger) -> bool:
         return False
     if len(track.prefix.keys) < len(track.tokens) // ledger.block_tokens:  # it has generated tokens since
         track.prefix = ledger.extend_prefix(track.prefix, track.tokens)
-    return not track.computes and ledger.is_pending(track.prefix.keys)
+    return not track.computes and ledger.is_pending(track.prefix.keys, track.want)
 
 
 def find_match(track: Track, ledger: KvLedger) -> Match:

@@ -31,6 +31,10 @@ from penstock.errors import InvariantBroken, TransferFailed
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
 _LOOK_AGAIN = 4  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
 _LOOK_FOR_ROOM = 8  # plans in which the next request waits for others to end: in one of them room is made for it ahead
+# Somebody whose long conversation has just been answered may go on at once, and its KV is still there: so long its room is not given to a
+# request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as all of them.
+_GRACE = 4
+_DEAR_TOKENS = 8192  # of a conversation that this is done for
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -55,6 +59,7 @@ class Scheduler:
         self._num_orders = 0
         self._shortest_first = False
         self._num_looks = 0
+        self._grace = 0  # how long the room of whoever has ended is kept for its next request
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.lives: list[tuple[str, State]] = []  # retractions and resumptions, for whoever times them and clears the list
@@ -111,6 +116,7 @@ class Scheduler:
         chunks = (*self._draft.decodes, *self._draft.prefills)
         if not chunks:
             return None
+        self._grace = max(0, self._grace - (_GRACE if self._draft.prefills else 1))
         draft, self._draft = self._draft, Draft()
         number = self._steps.add(chunks, self._running.tracks)
         return StepPlan(number, chunks, tuple(draft.starts), tuple(draft.after.values()), tuple(draft.loads.values()))
@@ -177,6 +183,8 @@ class Scheduler:
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
+                if self._holds_back(track, match):
+                    return
                 if not self._running.fits(track, match):
                     self._make_room_ahead(track, match)
                     return  # nobody overtakes: what is freed goes to the first in line
@@ -186,6 +194,12 @@ class Scheduler:
                     self._start(track, match)
                     self._take_first_tokens(track, room)
             waiting = iter(self._line)
+
+    def _holds_back(self, track: Track, match: Match) -> bool:
+        """Whether whoever has just been answered may be cheaper to go on with, and is heard of in a moment. Only while others run, whose
+        steps are what it waits for."""
+        is_here = 2 * match.num_blocks * self._ledger.block_tokens >= len(track.tokens)
+        return bool(self._grace) and len(self._running) > 0 and self._budget.max_overtaken_s > 0 and not is_here
 
     def _make_room_ahead(self, track: Track, match: Match) -> None:
         """It is next, and waits for others to end: until then there is time to save what would be lost for it. Looked at now and then."""
@@ -340,6 +354,8 @@ class Scheduler:
     def _end(self, track: Track, event: TokenEvent) -> TokenEvent:
         """Give back all that it holds; `event` is its last."""
         if track.state in (State.RUNNING, State.LOADING):
+            if len(track.tokens) >= _DEAR_TOKENS and event.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                self._grace = _GRACE
             self._leave(track, saves=False)
         else:
             self._line.remove(track)

@@ -202,7 +202,8 @@ class HostTier:
             here = as_run([*as_list(run), *(slot for slot in rest if slot != ABSENT)]) if rest else run
             if not len(here) and not even_empty:
                 return None
-            lease = HostLease(self, owner, [*[ABSENT] * first, *as_list(run), *rest], len(keys) * self._block_tokens)
+            slots = np.concatenate((np.full(first, ABSENT), np.asarray(run, np.int64), np.asarray(rest, np.int64)))
+            lease = HostLease(self, owner, slots, len(keys) * self._block_tokens)
             lease.note_run(first, len(run))
             lease.deadline_s = self._clock() + self._lease_s
             self._leases[lease] = []

@@ -213,10 +213,12 @@ class Ladder:
     # ------------------------------------------------------------------------------------------------------------ promote
 
     def lease(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()) -> HostLease | None:
-        """Protect what colder tiers have of `keys` from number `first` on; None where that is nothing and nobody far away was asked. For
-        any thread: a store far away is asked, not waited for, and only for as long as computing would take. What it has `answered` to an
-        earlier lease of the same keys it is not asked again."""
+        """Find, and want, what colder tiers have of `keys` from number `first` on; None where that is nothing and nobody far was asked. For
+        any thread: a store far away is asked, not waited for, and only for as long as computing would take. What it has `answered` to
+        an earlier lease of the same keys it is not asked again."""
         behind = self.behind
+        if behind is None and not self.host.has(keys[first]):
+            return None  # what lies behind a gap is of no use where nothing fills it, and looking for it takes as long as the prefix is
         lease = self.host.lease(keys, owner, first, behind is not None)
         if lease is None or behind is None:
             return lease

@@ -229,4 +229,33 @@ def test_nothing_is_kept_of_those_that_have_left_the_line() -> None:
     for state in (State.RUNNING, State.ENDED):
         crowd.leave(crowd.waiting[0], state)
     assert len(crowd.line._to_look_at) == 3
-    assert crowd.line.look_again(64) == crowd.waiting
+    assert set(crowd.line.look_again(64)) == set(crowd.waiting)
+
+
+def test_newcomers_are_looked_at_before_others_are_looked_at_again() -> None:
+    crowd = Crowd(60.0)
+    known = [crowd.add() for _ in range(4)]
+    assert set(crowd.line.look_again(4)) == set(known)
+    newest = [crowd.add(), crowd.add()]
+    assert set(crowd.line.look_again(2)) == set(newest)
+    assert set(crowd.line.look_again(4)) == set(known)
+
+
+def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() -> None:
+    """That takes as long as they are; to look at them again does not."""
+    crowd = Crowd(60.0)
+    tracks = [crowd.add() for _ in range(3)]
+    for track in tracks:
+        track.tokens = [1] * 100_000
+    looked = [crowd.line.look_again(4) for _ in range(3)]
+    assert [len(some) for some in looked] == [1, 1, 1] and {track for some in looked for track in some} == set(tracks)
+    for track in tracks:
+        track.want = Wanted()
+    assert len(crowd.line.look_again(4)) == 3
+    for track in tracks:
+        track.want, track.tokens = None, [1] * 100
+    assert len(crowd.line.look_again(4)) == 3
+
+
+class Wanted:
+    rank = 0.0

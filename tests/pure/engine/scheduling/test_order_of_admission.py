@@ -280,3 +280,56 @@ def test_blocks_that_were_lost_and_came_back_between_two_looks_are_wanted_again(
     world.finish()
     assert source_of(world, waits).device == 8
     world.close()
+
+
+# ------------------------------------------------------------------------------------------ whoever has just been answered
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tokens: int = 8) -> tuple[World, str]:
+    """Of two that run, the one with a conversation of two blocks has just been answered; a third, of which nothing is cached, is in line and
+    fits from now on."""
+    monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", dear_tokens)
+    world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
+    tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
+    talk, _ = world.submit(A[:8], 2, ignore_eos=True), world.submit([2, 2, 2], 40, ignore_eos=True)
+    planned(world)
+    other = world.submit(B, 1)
+    while world.outcome(talk)[1] is None:
+        planned(world)
+        world.commit()
+    return world, other
+
+
+def test_the_room_of_a_conversation_that_was_just_answered_is_kept_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, other = answered(monkeypatch)
+    for _ in range(scheduler_module._GRACE - 1):
+        planned(world)
+        world.commit()
+        assert world.in_line() == [other]
+    goes_on = world.submit([*A[:8], 1], 1)
+    planned(world)
+    assert world.admitted[-1] == goes_on
+    world.finish()
+    assert world.outcome(other)[1] is not None
+    world.close()
+
+
+def test_the_room_is_kept_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, other = answered(monkeypatch)
+    num_plans = 0
+    while other in world.in_line():
+        planned(world)
+        world.commit()
+        num_plans += 1
+    assert num_plans == scheduler_module._GRACE + 1
+    world.close()
+
+
+@pytest.mark.parametrize("why", ["in order of arrival", "a short conversation", "nobody else runs"])
+def test_nobody_is_held_back_where_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    world, other = answered(monkeypatch, *({"in order of arrival": (0.0,), "a short conversation": (BOUND_S, 100)}.get(why, ())))
+    if why == "nobody else runs":
+        world.cancel("r1")
+    planned(world)
+    assert world.admitted[-1] == other
+    world.close()

@@ -48,11 +48,13 @@ class PassedFence:
 class Counted:
     """A scheduler over the real books, whose steps are over when the test says so."""
 
-    def __init__(self, num_blocks: int, prefill_chunk: int, overcommit: float = 1.0) -> None:
+    def __init__(self, num_blocks: int, prefill_chunk: int, overcommit: float = 1.0, **limits: Any) -> None:
         self.pool = BlockPool(num_blocks, "device")
         self.pool._index._slot_of = self.slots = CountingSlots()
         self.cache = KvCache(self.pool, SCOPE)
-        self.scheduler = Scheduler(self.cache, Budget(2 * NUM_WAITING, prefill_chunk, overcommit), ())
+        self.scheduler = Scheduler(
+            self.cache, Budget(**{"max_batch": 2 * NUM_WAITING, **limits}, prefill_chunk=prefill_chunk, overcommit=overcommit), ()
+        )
         self.num_submitted = 0
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 8) -> str:
@@ -156,6 +158,27 @@ def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(monk
     assert track.prefix is not None and track.prefix.keys == world.cache.prefix_of(track.tokens).keys
     assert plan.chunks[0].start == 2_008, "all of its full blocks were there"
     assert hashed[0] <= 10, "what it has generated, and not its prompt again"
+
+
+def test_with_a_long_line_a_plan_looks_up_what_has_changed_and_nothing_else() -> None:
+    """There are more in line than the index remembers answers for: each keeps its own."""
+    world = Counted(1_200, prefill_chunk=1_000, max_batch=1, max_overtaken_s=60.0)
+    for first in range(0, 10_000, 1_000):
+        world.submit(range(first, first + 400), max_tokens=1)
+        world.commit(world.plan())
+    running = world.submit([1, 2, 3], max_tokens=700)
+    world.commit(world.plan())
+    ids = [world.submit([*range(1_000 * (number % 10), 1_000 * (number % 10) + 400), number], max_tokens=8) for number in range(400)]
+    for _ in range(100):
+        world.commit(world.plan())
+    assert all(world.scheduler._tracks[i].want is not None for i in ids)
+    for _ in range(120):
+        assert world.num_lookups_of() <= 20, "four are looked at, a few times each"
+    assert world.pool.evict(3) == 3
+    assert sum(world.num_lookups_of() for _ in range(160)) <= 3_200, "what was lost is not looked for block by block"
+    world.scheduler.cancel(running)
+    assert world.num_lookups_of() <= 30, "and whoever is admitted"
+    assert world.scheduler._running.tracks
 
 
 class Sealing:

@@ -7,15 +7,28 @@ from penstock.errors import ConfigError
 from penstock.kv.blocks.eviction.cost import CostOrder
 from penstock.kv.blocks.eviction.lru import LruOrder
 from penstock.kv.blocks.eviction.order import EvictionOrder
+from penstock.kv.blocks.eviction.returning import ReturningOrder
 from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
 from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
 from penstock.kv.blocks.eviction.wanted import Want, WantedLast
 
-__all__ = ["CostOrder", "EvictionOrder", "LruOrder", "S3FifoOrder", "TinyLfuOrder", "Want", "WantedLast", "make_order"]
+__all__ = [
+    "CostOrder",
+    "EvictionOrder",
+    "LruOrder",
+    "ReturningOrder",
+    "S3FifoOrder",
+    "TinyLfuOrder",
+    "Want",
+    "WantedLast",
+    "make_order",
+]
 
 
 def make_order(name: str, num_slots: int, block_tokens: int = 16) -> EvictionOrder:
     """An order for one pool of `num_slots` blocks of `block_tokens` tokens."""
+    if name == "returning":
+        return ReturningOrder(num_slots)
     if name == "lru":
         return LruOrder(num_slots)
     if name == "s3fifo":

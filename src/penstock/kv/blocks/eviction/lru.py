@@ -7,6 +7,7 @@ than half such slots is written anew, so that what is passed over is never more 
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -28,20 +29,22 @@ class _Lot:
 
 
 class LruOrder:
-    """Idle slots in the order in which they became idle."""
+    """Idle slots in the order in which they became idle; or queues of such, of which the head that ranks lowest goes first."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_queues: int = 1) -> None:
         self._lot_of = array("q", bytes(8 * num_slots))  # by slot: the number of the lot in which it became idle; 0: it is in use
         self._lots_of = np.frombuffer(self._lot_of, np.int64)  # the same memory
-        self._lots: OrderedDict[int, _Lot] = OrderedDict()
-        self._num_lots = 0
+        self._queues: list[OrderedDict[int, _Lot]] = [OrderedDict() for _ in range(num_queues)]
+        self._clock = 0  # slots that have become idle so far
         self._num = 0
 
     def __len__(self) -> int:
         return self._num
 
     def __iter__(self) -> Iterator[int]:
-        for number, lot in self._lots.items():
+        """In the order in which they would be popped now."""
+        for number in heapq.merge(*self._queues, key=self._rank):
+            lot = self._queue_of(number)[number]
             yield from (slot for slot in reversed(as_list(lot.slots)) if self._lot_of[slot] == number)
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
@@ -51,14 +54,7 @@ class LruOrder:
         """A block that was used goes to the end when it becomes idle again; that is all."""
 
     def add(self, slots: Run) -> None:
-        if not len(slots):
-            return
-        if self._any_idle(slots):
-            raise InvariantBroken(f"of {len(slots)} slots that become idle, some are idle already")
-        self._num_lots += 1
-        self._lots[self._num_lots] = _Lot(slots[::-1], len(slots))
-        self._set(slots, self._num_lots)
-        self._num += len(slots)
+        self._enqueue(slots, 0)
 
     def remove(self, slots: Run) -> None:
         if not len(slots):
@@ -73,8 +69,9 @@ class LruOrder:
 
     def pop(self, num: int) -> list[int]:
         popped: list[int] = []
-        while len(popped) < num and self._lots:
-            number, lot = next(iter(self._lots.items()))
+        while len(popped) < num and any(self._queues):
+            number = min((next(iter(queue)) for queue in self._queues if queue), key=self._rank)
+            lot = self._queue_of(number)[number]
             if not len(lot.slots):  # would go on for ever
                 raise InvariantBroken(f"{lot.num_left} slots are idle in a lot that has none left")
             lot.slots = slots = as_list(lot.slots)
@@ -87,6 +84,25 @@ class LruOrder:
             self._num -= len(popped) - first
             self._shorten(number, len(popped) - first)
         return popped
+
+    def _rank(self, number: int) -> int:
+        """Of a lot; of two equal ones that of the first queue goes first. Within a queue it never falls."""
+        return number
+
+    def _enqueue(self, slots: Run, queue: int) -> None:
+        """A lot at the end of that queue. Its number says when it became idle, and in which queue it is."""
+        if not len(slots):
+            return
+        if self._any_idle(slots):
+            raise InvariantBroken(f"of {len(slots)} slots that become idle, some are idle already")
+        self._clock += len(slots)
+        number = self._clock * len(self._queues) + queue
+        self._queues[queue][number] = _Lot(slots[::-1], len(slots))
+        self._set(slots, number)
+        self._num += len(slots)
+
+    def _queue_of(self, number: int) -> OrderedDict[int, _Lot]:
+        return self._queues[number % len(self._queues)]
 
     def _set(self, slots: Run, number: int) -> None:
         if isinstance(slots, np.ndarray):
@@ -112,10 +128,11 @@ class LruOrder:
 
     def _shorten(self, number: int, num: int) -> None:
         """So many of its slots are no longer idle."""
-        lot = self._lots[number]
+        queue = self._queue_of(number)
+        lot = queue[number]
         lot.num_left -= num
         if not lot.num_left:
-            del self._lots[number]
+            del queue[number]
         elif 2 * lot.num_left < len(lot.slots):
             lot.slots = self._those_in(number, lot.slots)
 

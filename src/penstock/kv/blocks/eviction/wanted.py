@@ -111,9 +111,13 @@ class WantedLast:
 
     def expose(self, num: int) -> None:
         """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
-        while len(self._others) < num and self._num_aside:
+        if len(self._others) >= num:
+            return
+        for want in sorted(self._wants, key=lambda want: want.rank, reverse=True):
+            if len(self._others) >= num or not self._num_aside:
+                return
             self.num_dropped += 1
-            self.end(max(self._wants, key=lambda want: want.rank))
+            self.end(want)
 
     # ------------------------------------------------------------------------------------------------------- as every order
 
