@@ -137,6 +137,9 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
         tier.land(tier.take([KEYS[(7 * turn + i) % 20] for i in range(6)], range(6), "haul", Displaces.ANYTHING))
 
     num_claimed: list[int] = []
+    haul(0)
+    claim(0)  # once where nobody is in its way; how often later on is a matter of luck
+    assert num_claimed
     works = (lease, lease, claim, write, haul, look)
     start = threading.Barrier(len(works))
     threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
@@ -151,6 +154,6 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
         sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads) and failures == []
     tier.check()
-    assert tier.num_leases == 0 and tier.counts.landed > 0 and num_claimed
+    assert tier.num_leases == 0 and tier.counts.landed > 0
     assert tier.num_spare == tier.num_slots, "nobody wants anything any more"
     tier.close()

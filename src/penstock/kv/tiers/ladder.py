@@ -133,7 +133,7 @@ class Ladder:
             return
         try:
             self._send_down(
-                Demotion(self.host, offers, self._layout.num_layers, Displaces.NOTHING if self.postpones else Displaces.UNWANTED)
+                Demotion(self.host, offers, self._layout.num_layers, Displaces.NOTHING if self.postpones else Displaces.ANYTHING)
             )
         except BaseException:
             _end_pins(offers)
