@@ -234,7 +234,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
     for number in range(num_requests):  # one comes in each turn
         tokens, prefix = known[number % 48]
         assert prefix is not None
-        rig.submit(tokens, 16, Prefix(prefix.scope, (*prefix.keys[:-1], number.to_bytes(32, "big"))))
+        rig.submit(tokens, 16, Prefix(prefix.scope, (*prefix.keys[:-1], number.to_bytes(16, "big"))))
         ms, plan = timed(rig.plan)
         yield "line: plan, one is new", ms
         rig.commit(plan)

@@ -45,7 +45,7 @@ class BlockPool:
         self._free: deque[int] = deque()  # those that were used before, longest ago first
         self._fresh = deque(range(num_slots))  # free and never used: their memory may be yet to be found, so they come last
         self._idle = WantedLast(LruOrder(num_slots) if eviction is None else eviction, num_slots)
-        self._depths = array("i", bytes(4 * num_slots))  # of sealed blocks: their places in their prefixes
+        self._depths = array("q", bytes(8 * num_slots))  # of sealed blocks: their places in their prefixes
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
 

@@ -132,12 +132,17 @@ class Ladder:
             _end_pins(offers)
             return
         try:
-            self._send_down(
-                Demotion(self.host, offers, self._layout.num_layers, Displaces.NOTHING if self.postpones else Displaces.ANYTHING)
-            )
+            self._send_down(Demotion(self.host, offers, self._layout.num_layers, self._displaced_by_saves))
         except BaseException:
             _end_pins(offers)
             raise
+
+    @property
+    def _displaced_by_saves(self) -> Displaces:
+        """Where a disk or a store is to have every block, nobody who waits keeps one from it: they have what is displaced."""
+        if self.postpones:
+            return Displaces.NOTHING
+        return Displaces.UNWANTED if self.behind is None else Displaces.ANYTHING
 
     @property
     def postpones(self) -> bool:
