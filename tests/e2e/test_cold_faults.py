@@ -171,7 +171,10 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, alone: Al
         assert server.usable("ssd")
 
 
-def test_a_directory_that_is_moved_away_is_used_again_when_it_is_back(disk: Troubled, alone: Alone, tmp_path: Path) -> None:
+def test_a_directory_that_is_moved_away_is_used_again_when_it_is_back(
+    disk: Troubled, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Breaker, "try_probe", lambda self: False)  # nobody makes another directory before all is seen to fail
     (tmp_path / "ssd").rename(tmp_path / "elsewhere")
     ask_as_alone(disk, alone, *OTHERS)
     with pytest.raises(StoreFailed):
@@ -179,13 +182,17 @@ def test_a_directory_that_is_moved_away_is_used_again_when_it_is_back(disk: Trou
     assert disk.num_failures("ssd") > 0 and not disk.usable("ssd")
     disk.forget()
     assert ask_as_alone(disk, alone, *NUMBERS, *OTHERS) == [0] * 5
+    monkeypatch.undo()
     with contextlib.suppress(FileNotFoundError):  # a probe has made another one meanwhile, or has not
         (tmp_path / "ssd").rename(tmp_path / "made")
     (tmp_path / "elsewhere").rename(tmp_path / "ssd")
     come_back(disk, alone, "ssd")
 
 
-def test_a_directory_that_is_removed_costs_nothing_but_what_was_in_it(disk: Troubled, alone: Alone, tmp_path: Path) -> None:
+def test_a_directory_that_is_removed_costs_nothing_but_what_was_in_it(
+    disk: Troubled, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Breaker, "try_probe", lambda self: False)
     shutil.rmtree(tmp_path / "ssd")
     ask_as_alone(disk, alone, *NUMBERS, *OTHERS)
     with pytest.raises(StoreFailed):
@@ -193,6 +200,7 @@ def test_a_directory_that_is_removed_costs_nothing_but_what_was_in_it(disk: Trou
     assert disk.num_failures("ssd") > 0 and not disk.usable("ssd")
     disk.forget()
     assert ask_as_alone(disk, alone, *NUMBERS) == [0, 0, 0]
+    monkeypatch.undo()
 
 
 def test_bytes_that_nobody_checks_would_be_noticed(tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:

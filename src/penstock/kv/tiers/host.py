@@ -69,6 +69,7 @@ class HostLease:
         self.owner = owner
         self.slots: Slots = np.asarray(slots, np.int64)  # replaced as a whole, never changed
         self.want: Want | None = None  # None: claimed, or private
+        self.keys: Sequence[bytes] = ()  # of its blocks, where more of them may come while it waits
         self.places: Slots = np.empty(0, np.int64)  # the blocks that are wanted
         self.num_tokens = num_tokens
         self.deadline_s = float("inf")
@@ -207,6 +208,7 @@ class HostTier:
             lease.note_run(first, len(run))
             lease.deadline_s = self._clock() + self._lease_s
             self._leases[lease] = []
+            lease.keys = keys
             self._want(lease, here)
             self._pool.note_hits(here)
             return lease
@@ -242,10 +244,24 @@ class HostTier:
             self._pool.end_want(want)
 
     def refresh(self, lease: HostLease) -> None:
-        """Take note of what it has lost meanwhile."""
+        """Take note of what it has lost meanwhile, and of what has landed behind its blocks: a save may have been under way."""
         if lease.want is not None:
             with self._lock:
                 self._refresh(lease)
+                self._grow(lease)
+
+    def _grow(self, lease: HostLease) -> None:
+        absent = np.flatnonzero(lease.slots == ABSENT)
+        absent = absent[absent >= (lease.places[0] if lease.places.size else len(lease.slots))]
+        if lease.parts or not absent.size or not lease.keys or self._pool.find_each([lease.keys[absent[0]]]) == [ABSENT]:
+            return
+        slots = lease.slots.copy()
+        slots[absent] = self._pool.find_each([lease.keys[block] for block in absent.tolist()])
+        rank = self._clock() if lease.want is None else lease.want.rank
+        self._end_want(lease)
+        lease.slots = slots
+        self._want(lease, as_run(slots[slots != ABSENT]))
+        lease.set_rank(rank)
 
     def _refresh(self, lease: HostLease) -> None:
         if lease.want is None:
