@@ -199,6 +199,7 @@ class KvCache:
         if self.ladder is not None and lease is not None and not pending:
             if isinstance(lease, HostLease):
                 self.ladder.host.refresh(lease)
+                self.ladder.host.grow(lease)
             num_colder = self.ladder.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
 

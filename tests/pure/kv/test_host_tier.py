@@ -320,11 +320,11 @@ def test_a_lease_grows_by_what_lands_behind_its_blocks_while_its_request_waits()
     lease = leased(tier, KEYS[:4])
     assert lease.num_from(0) == 2
     fill(tier, KEYS[3:4])
-    tier.refresh(lease)
+    tier.grow(lease)
     assert lease.num_from(0) == 2, "what lies behind a gap is of no use yet"
     fill(tier, KEYS[2:3])
     lease.set_rank(7.0)
-    tier.refresh(lease)
+    tier.grow(lease)
     assert lease.num_from(0) == 4 and lease.want is not None and lease.want.rank == 7.0
     assert tier.num_spare == tier.num_slots - 4, "all of them are wanted"
     lease.end()

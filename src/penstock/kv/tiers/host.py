@@ -244,10 +244,15 @@ class HostTier:
             self._pool.end_want(want)
 
     def refresh(self, lease: HostLease) -> None:
-        """Take note of what it has lost meanwhile, and of what has landed behind its blocks: a save may have been under way."""
+        """Take note of what it has lost meanwhile."""
         if lease.want is not None:
             with self._lock:
                 self._refresh(lease)
+
+    def grow(self, lease: HostLease) -> None:
+        """Take note of what has landed behind its blocks meanwhile: a save may have been under way when it was made."""
+        if lease.want is not None:
+            with self._lock:
                 self._grow(lease)
 
     def _grow(self, lease: HostLease) -> None:
