@@ -54,17 +54,20 @@ class SoakBench:
 
     name = "soak"
 
-    def measure(self, config: Config, progress: Progress) -> Verdict:
+    def measure(self, config: Config, progress: Progress, seen: Callable[[Engine], bool] = lambda engine: True) -> Verdict:
+        """`seen`: the soak goes on, even when its time is over, until the engine shows what is looked for."""
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
             adapters = self._write_adapters(Path(folder), config)
-            verdict, tally, asks = self._soak(_hostile(config), adapters, progress)
+            verdict, tally, asks = self._soak(_hostile(config), adapters, progress, seen)
             verdict.violations += _wrong_outputs(config, asks, tally, adapters, progress)
         return verdict
 
     def _write_adapters(self, folder: Path, config: Config) -> list[Path]:
         return write_adapters(folder, dimensions_of(config.source.model)[1], self.adapters, self.seed) if self.adapters else []
 
-    def _soak(self, config: Config, adapters: list[Path], progress: Progress) -> tuple[Verdict, Tally, list[Ask]]:
+    def _soak(
+        self, config: Config, adapters: list[Path], progress: Progress, seen: Callable[[Engine], bool]
+    ) -> tuple[Verdict, Tally, list[Ask]]:
         rng, tally = random.Random(self.seed), Tally()
         before = set(threading.enumerate())
         engine = build(config, progress)
@@ -76,17 +79,19 @@ class SoakBench:
         loop = EngineLoop(engine)
         loop.start()
         with _running([*(submitter.run for submitter in submitters), disturber.run], self.seconds):
-            self._watch(loop, progress)
+            self._watch(loop, lambda: seen(engine), progress)
         violations = _unended(submitters) + _unsettled(engine)
         loop.close(0.0)
         violations += _unbalanced(engine, loop, tally, before) + tally.faults[:MOST_TOLD]
         counts = _counts(engine, submitters, disturber, copiers, tally) | _cold_counts(engine, disturber, mischief)
         return Verdict(counts, violations), tally, asks
 
-    def _watch(self, loop: EngineLoop, progress: Progress) -> None:
+    def _watch(self, loop: EngineLoop, seen: Callable[[], bool], progress: Progress) -> None:
         """Until the time is over, or the engine."""
         started = time.monotonic()
-        while (passed := time.monotonic() - started) < self.seconds and loop.failed() is None:
+        while loop.failed() is None and (passed := time.monotonic() - started) < self.seconds + END_S:
+            if passed >= self.seconds and seen():
+                return
             progress("soaking", int(passed), int(self.seconds) or 1)
             time.sleep(POLL_S)
 

@@ -30,15 +30,15 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_trouble, "STALLED", 0.0)
 
 
-def run(seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: int = 64) -> Verdict:
+def run(seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: int = 64, seen=lambda engine: True) -> Verdict:
     config = tiny_config(blocks=24, host_blocks=host_blocks, overcommit=3.0, max_batch=12)
     config = replace(config, sanitize=SanitizeConfig("report"))
-    return SoakBench(seconds, threads, adapters, seed=1).measure(config, silent)
+    return SoakBench(seconds, threads, adapters, seed=1).measure(config, silent, seen)
 
 
 def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
     monkeypatch.setattr(soak_trouble, "FAILED", 0.2)
-    verdict = run(seconds=3.0, adapters=2)
+    verdict = run(seconds=3.0, adapters=2, seen=_troubled)
     assert verdict.violations == []
     counts = verdict.counts
     for what in ("requests", "cancelled", "retractions", "promoted blocks", "prompt tokens from host", "copies failed on purpose"):
@@ -47,12 +47,17 @@ def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
     assert counts["sanitizer reports"] == 0
 
 
+def _troubled(engine) -> bool:
+    stats = engine.stats()
+    return bool(stats.retractions and stats.cache["promoted"] and stats.prompt_tokens["host"] and sum(stats.traffic.failures.values()))
+
+
 def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
     def pretend(self, source_slots, dest_slots, layers):
         """Nothing is copied, and nobody is told."""
 
     monkeypatch.setattr(UnreliableCopier, "copy", pretend)
-    verdict = run()
+    verdict = run(seen=lambda engine: engine.stats().prompt_tokens["host"] > 1000)
     assert any("differ from the" in violation for violation in verdict.violations)
 
 
@@ -63,13 +68,17 @@ def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
     monkeypatch.setattr(soak, "random_asks", lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")])
     monkeypatch.setattr(soak_trouble, "PAUSE_S", 0.01)
     monkeypatch.setattr(Disturber, "_reset", lambda self: self._engine.reset_cache(("device",)))
-    assert any("the sanitizer reports" in violation for violation in run(threads=1).violations)
+    assert any("the sanitizer reports" in violation for violation in run(threads=1, seen=_reported).violations)
+
+
+def _reported(engine) -> bool:
+    return any(engine.stats().sanitizer.values())
 
 
 def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
     monkeypatch.setattr(HostTier, "end_lease", lambda self, lease: None)
     monkeypatch.setattr(HostTier, "expire", lambda self: None)
-    assert any("leases are open" in violation for violation in run().violations)
+    assert any("leases are open" in violation for violation in run(seen=lambda engine: engine.stats().traffic.leases_open > 0).violations)
 
 
 def test_a_pin_that_nobody_ends_is_noticed(monkeypatch):

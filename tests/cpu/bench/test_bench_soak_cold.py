@@ -39,11 +39,11 @@ def shares(monkeypatch: pytest.MonkeyPatch, **given: float) -> None:
         monkeypatch.setattr(soak_cold, name, share)
 
 
-def run(tmp_path, seconds: float = 2.0, **offload) -> Verdict:
+def run(tmp_path, seconds: float = 2.0, seen=lambda engine: True, **offload) -> Verdict:
     config = tiny_config(blocks=24, host_blocks=32, overcommit=3.0, max_batch=12)
     offload = {"ssd_dir": str(tmp_path), "ssd_gib": 0.004, **offload}
     config = replace(config, offload=replace(config.offload, **offload), sanitize=SanitizeConfig("report"))
-    return SoakBench(seconds, 3, 0, seed=1).measure(config, silent)
+    return SoakBench(seconds, 3, 0, seed=1).measure(config, silent, seen)
 
 
 def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, monkeypatch):
@@ -65,7 +65,11 @@ def test_a_wrong_bit_that_nobody_checks_for_is_noticed_by_its_tokens(tmp_path, m
     monkeypatch.setattr(soak_trouble, "PAUSE_S", 0.01)
     monkeypatch.setattr(soak_trouble.Disturber, "_flush", lambda self: self._engine.wait_flushed("persisted", 20.0))
     monkeypatch.setattr(soak_trouble.Disturber, "_reset", lambda self: self._engine.reset_cache(("device", "host")))
-    assert any("differ from the" in violation for violation in run(tmp_path).violations)
+    assert any("differ from the" in violation for violation in run(tmp_path, seen=_read_from_disk).violations)
+
+
+def _read_from_disk(engine) -> bool:
+    return engine.stats().prompt_tokens["ssd"] > 1000
 
 
 def _read_wrong(self, fd, buffers, offset):
