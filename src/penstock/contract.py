@@ -460,6 +460,10 @@ class KvLedger(Protocol):
         """Slots that can be drawn now: free or evictable."""
 
     @property
+    def num_free(self) -> int:
+        """Those of them that have no block."""
+
+    @property
     def num_settling(self) -> int:
         """Slots that nobody but a transfer holds: they become available when it is over."""
 

@@ -114,6 +114,10 @@ class KvCache:
         return self._pool.num_available
 
     @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
     def tiers(self) -> tuple[str, ...]:
         return ("device",) if self.ladder is None else ("device", "host", *self.cold_tiers)
 

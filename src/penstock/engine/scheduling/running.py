@@ -41,6 +41,10 @@ class Running:
         overcommit = 1.0 if track.state is State.RETRACTED else self._budget.overcommit
         return self._num_promised + lifetime <= available * overcommit and first_step <= available
 
+    def fits_free(self, track: Track, match: Match) -> bool:
+        """Whether, moreover, nothing at all has to be forgotten for it or for those that run."""
+        return self._num_promised + self._needs(track, match) <= self._ledger.num_free and self.fits(track, match)
+
     def has_room(self, track: Track, match: Match) -> bool:
         """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what others were promised can be
         drawn meanwhile."""

@@ -169,6 +169,8 @@ class Scheduler:
         self._line.add(track)
 
     def _admit(self, room: Room) -> None:
+        if len(self._line) == 1 and self._start_alone(next(iter(self._line)), room):
+            return
         for known in self._line.look_again(_LOOK_AGAIN):
             if is_ready(known):
                 self._rank(known, find_match(known, self._ledger))
@@ -194,6 +196,17 @@ class Scheduler:
                     self._start(track, match)
                     self._take_first_tokens(track, room)
             waiting = iter(self._line)
+
+    def _start_alone(self, track: Track, room: Room) -> bool:
+        """It is the only one in line. Where slots are free for all of it, it needs neither a place in line nor a want, and starts now."""
+        match = self._try_match(track) if self._running.has_row else None
+        if match is None or self._holds_back(track, match):
+            return False
+        if not self._running.fits_free(track, match) or not self._claim(track, match):
+            return False
+        self._start(track, match)
+        self._take_first_tokens(track, room)
+        return True
 
     def _holds_back(self, track: Track, match: Match) -> bool:
         """Whether whoever has just been answered may be cheaper to go on with, and is heard of in a moment. Only while others run, whose

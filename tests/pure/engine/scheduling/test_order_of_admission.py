@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
+from scheduler_device import BLOCK
 from scheduler_tiers import Cold
 from scheduler_world import World
 
@@ -126,6 +127,40 @@ def test_whoever_is_next_is_matched_as_things_are_then_and_lets_others_pass_wher
     world.close()
 
 
+def test_alone_in_line_and_with_free_slots_a_request_is_neither_ranked_nor_wants_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = busy(A[:8])
+    wanted: list[float] = []
+    want = world.cache.want
+    monkeypatch.setattr(world.cache, "want", lambda keys, rank, earlier=None: wanted.append(rank) or want(keys, rank, earlier))
+    alone = world.submit([*A[:8], 1], 1)
+    assert order_of(world) == [alone] and not wanted
+    world.submit([*A[:8], 1], 1)
+    world.submit([*A[:8], 2], 1)
+    order_of(world)
+    assert wanted, "two are in line"
+    world.close()
+
+
+def test_alone_in_line_a_request_that_others_memory_would_have_to_go_for_makes_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what the running ones were promised nor what only the device has is free."""
+    asked: list[bool] = []
+    has_room = Running.has_room
+    monkeypatch.setattr(Running, "has_room", lambda self, track, match: asked.append(True) or has_room(self, track, match))
+    for num_more, asks in ((0, []), (1, [True])):
+        world = World(num_slots=10, max_batch=4, prefill_chunk=64, max_overtaken_s=BOUND_S)
+        world.submit(A[:8], 1)
+        world.finish()
+        runs = world.submit([2, 2, 2], 8, ignore_eos=True)  # of three blocks, of which it has one
+        planned(world)
+        num_blocks = world.cache.num_free - 2 + num_more
+        asked.clear()
+        world.submit([*B, *B][: num_blocks * BLOCK], 1)
+        planned(world)
+        assert world.state_of(runs) == "running" and asked == asks
+        world.finish()
+        world.close()
+
+
 def test_all_in_line_are_looked_at_within_a_few_plans() -> None:
     world = busy(A, B)
     ids = [world.submit([*(A, B)[number % 2][:8], number % 5, 1], 1) for number in range(10)]
@@ -141,15 +176,15 @@ def test_all_in_line_are_looked_at_within_a_few_plans() -> None:
 def loses_what_was_found(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Between the match of whoever is next and its admission host memory forgets everything, once: a read for somebody else took it."""
     lost: list[str] = []
-    has_room = Running.has_room
+    fits = Running.fits
 
     def faulty(self: Running, track: Track, match: Match) -> bool:
         if match.num_colder and not lost:
             lost.append(track.request.id)
             assert tiers_of(world).host.reset() > 0
-        return has_room(self, track, match)
+        return fits(self, track, match)
 
-    monkeypatch.setattr(Running, "has_room", faulty)
+    monkeypatch.setattr(Running, "fits", faulty)
     return lost
 
 
