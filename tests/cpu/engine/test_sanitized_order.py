@@ -12,7 +12,7 @@ import pytest
 
 from cpu.engine.test_engine import check_at_rest
 from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
-from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
+from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.kv.transfer.checked import Checks
@@ -90,6 +90,33 @@ def test_a_step_launched_over_a_load_waits_for_it(
     run_all(engine)
     assert running is not None and running.loads and was_replayed == captured
     assert returning.tokens == cold.tokens and returning.source == KvSource(host=79, computed=1)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Invariant 5: what comes behind the step on its lane needs no wait of its own."""
+    engine = make_engine(host_blocks=64)
+    overlap_from(engine, 1 << 30 if captured else 0)
+    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    monkeypatch.setattr(engine.cache.ladder, "_groups", lambda num_blocks, layered: each)
+    generate(engine, prompts(80), max_tokens=4)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    load.let(len(each) - 1 if captured else 0)  # a replay is launched when all but the last part has come
+    labels, lane = replays(engine, monkeypatch), engine._parts.lanes[0]
+    wait, waited = lane.wait, list[Fence]()
+    monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
+    submit(engine, prompts(80), max_tokens=4)
+    until(engine, lambda: engine._running is not None)
+    running, was_replayed, waited_for = engine._running, bool(labels), list(waited)
+    load.let()
+    run_all(engine)
+    assert running is not None and was_replayed == captured
+    parts = [arrival.fence for one in running.loads for arrival in one.arrivals or ()]
+    assert len(parts) == len(each) > 1 and all(fence in waited_for for fence in parts)
 
 
 @pytest.mark.parametrize("captured", [True, False])
