@@ -1,7 +1,7 @@
 """Nothing on the way to the device reads a tensor back. Ops are launched by the engine thread where the device is a GPU, and one that asks
 for a value there waits for all that was launched before it. On the CPU the same ops show whether they ask.
 
-Invariant 6: the engine thread waits for nothing on its way to a launch."""
+Holds invariant 6: no step and no transfer asks the device for a value."""
 
 from __future__ import annotations
 
