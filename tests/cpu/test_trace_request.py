@@ -39,4 +39,3 @@ def test_each_kind_of_request_is_traced_from_its_first_byte_to_its_last() -> Non
         assert {"server", "engine", "kv", "lanes", "models"} <= folders(passed), "all its threads count"
         assert not {"engine/build.py", "engine/execution/warm.py"} & set(passed), "starting up does not count"
     assert "kv/tiers/ssd" in folders(files["ssd"]) and "kv/tiers/ssd" not in folders(files["host"])
-    assert set(files["host"]) - set(files["computed"]), "what brings a prefix back"
