@@ -21,7 +21,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test soak crash fuzz mutants test-gpu lint format types size bench clean
+.PHONY: help setup setup-dev serve chat test soak crash fuzz mutants test-gpu lint format types size trace bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,7 +35,7 @@ help:
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
 	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
-	@echo "make lint types format size clean"
+	@echo "make lint types format size trace clean"
 
 # ---- set-up: each stamp is newer than what it was made from, so a second run does nothing
 
@@ -128,6 +128,10 @@ test-gpu:
 
 size:
 	@$(PYTHON) tools/size.py src tests tools
+
+# Files and functions that one request passes: ARGS=--list names them.
+trace: setup
+	@$(ONE_THREAD) $(BIN)/python tools/trace_request.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts

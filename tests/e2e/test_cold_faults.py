@@ -1,5 +1,7 @@
 """Disks and stores that get into trouble while an engine uses them: whatever happens, requests end with the tokens of an engine without
-tiers, figures tell, and the tier is used again when it is back. The disk is a directory with real files, the store a real server."""
+tiers, figures tell, and the tier is used again when it is back. The disk is a directory with real files, the store a real server.
+
+Holds invariant 22: real disks and stores in trouble change no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A step over a promotion on the device itself: its first layers are computed while the last are still on their way."""
+"""A step over a promotion on the device itself: its first layers are computed while the last are still on their way.
+
+Holds invariant 4: a step begins under its own load, on the device itself."""
 
 from __future__ import annotations
 

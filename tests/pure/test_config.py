@@ -1,4 +1,6 @@
-"""Configuration refuses what cannot work before anything starts, and names the flag."""
+"""Configuration refuses what cannot work before anything starts, and names the flag.
+
+Holds invariant 26: settings that cannot work together are refused before the start."""
 
 from __future__ import annotations
 

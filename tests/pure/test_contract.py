@@ -128,6 +128,7 @@ def test_a_temperature_of_nothing_is_greedy(temperature: float, greedy: bool) ->
     assert params("temperature", temperature).greedy is greedy
 
 
+# Holds invariant 21: who may match at all.
 @pytest.mark.parametrize(
     ("prefix", "prompt_logprobs", "may_match"),
     [(Prefix(b"s", ()), None, True), (Prefix(b"s", ()), 0, False), (None, None, False), (None, 3, False)],

@@ -1,4 +1,6 @@
-"""Arguments to config: every wrong one is refused by name, before anything is loaded."""
+"""Arguments to config: every wrong one is refused by name, before anything is loaded.
+
+Holds invariant 26: a flag that is unknown or has no effect is refused."""
 
 from __future__ import annotations
 

@@ -174,6 +174,7 @@ def check_reload(engine: Engine, prompt: list[int], load: Load, expected: Any) -
     assert back.source is not None and back.source.device == 32, "the same content is the same adapter, whenever it was loaded"
 
 
+# Holds invariant 13: the version of an adapter is part of a key.
 def test_an_adapter_reloaded_under_the_same_name_never_hits_stale_kv(
     make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any
 ) -> None:
@@ -198,6 +199,7 @@ def test_the_reload_test_turns_red_with(
         check_reload(engine, prompts(40), load, expected)
 
 
+# Holds invariant 13: no two scopes read the same.
 def test_salts_adapters_and_their_names_never_collide(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
     engine = make_engine(blocks=512)
     prompt = prompts(40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from penstock.config import GIB, OffloadConfig
 from penstock.engine import build as building
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
+from penstock.kv.blocks.key import Scope
 from penstock.models.dimensions import TINY_QWEN3
+from penstock.testing.driving import tiny_config
 
 MakeEngine = Callable[..., Engine]
 
@@ -58,3 +61,17 @@ def test_a_context_of_exactly_what_there_is_is_taken_and_one_more_is_not(make_en
     assert make_engine(blocks=blocks).max_model_len == most, "where none is given it is that"
     with pytest.raises(ConfigError, match=why):
         make_engine(blocks=blocks, max_model_len=most + 1)
+
+
+@pytest.mark.parametrize(("dtype", "block_tokens"), [("float32", 16), ("bfloat16", 8)])
+def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(dtype: str, block_tokens: int) -> None:
+    """Holds invariant 13: a scope says everything that makes the bytes of two blocks differ, and each part of it is the engine's own."""
+    config = tiny_config(block_tokens=block_tokens)
+    engine = building.build(dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype)))  # type: ignore[arg-type]
+    model, layout = engine._parts.executor._forward.model, engine._parts.arena.layout
+    positions = f"rope half-rotation theta={TINY_QWEN3.rope_theta!r}"
+    assert engine.cache._scope == Scope(model.digest, dtype, layout.fingerprint(), block_tokens, positions)
+    assert layout.dtype == dtype and dtype.encode() in layout.fingerprint() and len(model.digest) >= 16
+    prefix = engine.cache.prefix_of(list(range(1, 40)))
+    assert prefix is not None and {len(key) for key in prefix.keys} == {16}, "128 bits"
+    engine.close(timeout_s=20.0)

@@ -140,6 +140,7 @@ def damages(store: MemoryStore) -> None:
         store.spoil(key, at=200)
 
 
+# Holds invariant 22: a store that is dead, empty or damaged costs a computation and is counted.
 @pytest.mark.parametrize("trouble", [dies, loses, damages])
 def test_a_store_in_trouble_means_computing(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, trouble: Callable[[MemoryStore], None]
@@ -174,6 +175,7 @@ def test_a_haul_that_ends_short_keeps_what_came(make_engine: MakeEngine, prompts
     engine.check()
 
 
+# Holds invariant 6: the engine thread waits for no store.
 def test_others_run_while_blocks_are_read(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
     engine = make_engine(host_blocks=64, remote="memory://")
     cold = generate(engine, prompts(100))
@@ -193,6 +195,7 @@ def generate_beside(engine: Engine, prompt: list[int], slow: Any) -> list[int]:
     return other.tokens
 
 
+# Holds invariant 7: a read keeps its slots after a cancel.
 def test_a_cancel_during_a_read_returns_at_once_and_the_slots_stay_with_it(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
 ) -> None:

@@ -143,6 +143,7 @@ def test_damage_to_a_cached_block_shows_in_the_tokens(make_engine: MakeEngine, p
     assert generate(engine, prompt).tokens != cold.tokens
 
 
+# Holds invariant 14: no byte of a shared block changes.
 def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine()
     prompt = prompts(48)
@@ -233,6 +234,7 @@ def test_random_requests_resume_with_the_tokens_of_an_unpressured_run(make_engin
 # ---------------------------------------------------------------------------------------------------------- cancel and failure
 
 
+# Holds invariant 20: a cancel at any moment gives everything back.
 @pytest.mark.parametrize("turns", range(12))
 def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(make_engine: MakeEngine, prompts: Prompts, turns: int) -> None:
     engine = make_engine(blocks=12, prefill_chunk=16)

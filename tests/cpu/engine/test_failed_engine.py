@@ -1,5 +1,8 @@
-"""An engine that cannot go on, or that closes while something hangs (invariants 25 and 27): everybody who waits is told, exactly once and
-with the reason, and nobody's wait outlasts it."""
+"""An engine that cannot go on, or that closes while something hangs: everybody who waits is told, exactly once and
+with the reason, and nobody's wait outlasts it.
+
+Holds invariant 25: an exception of the engine thread reaches everybody who waits for it.
+Holds invariant 27: closing is bounded whatever hangs."""
 
 from __future__ import annotations
 

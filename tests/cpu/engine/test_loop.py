@@ -64,6 +64,7 @@ def test_requests_from_many_threads_are_all_served(engine: Engine, prompts: Call
     assert loop.failed() is None
 
 
+# Holds invariant 27: closing is bounded.
 def test_closing_cancels_what_does_not_end_by_the_deadline(engine: Engine, prompts: Callable[..., list[int]]) -> None:
     loop = EngineLoop(engine)
     loop.start()
@@ -86,6 +87,7 @@ def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[...
     assert ended.wait().finish is FinishReason.LENGTH and len(ended.tokens) == 100
 
 
+# Holds invariant 25: the engine thread does not die silently.
 def test_a_failing_loop_ends_every_request_and_says_why(
     engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

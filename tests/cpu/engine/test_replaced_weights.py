@@ -1,5 +1,7 @@
 """Weights replaced behind the engine's back, with the size and the modification time of those before: KV that the old ones computed is on
-disk and in a shared store, and none of it is served."""
+disk and in a shared store, and none of it is served.
+
+Holds invariant 13: other weights, another adapter or another config have other keys."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from cpu.engine.test_engine import check_at_rest
 from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
-from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
+from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.kv.transfer.checked import Checks
@@ -72,6 +72,7 @@ def test_a_short_step_waits_for_all_of_its_load_and_a_long_one_begins_with_its_f
     run_all(engine)
 
 
+# Holds invariant 3: eager or replayed, a step waits for what it reads.
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_step_launched_over_a_load_waits_for_it(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
@@ -90,6 +91,33 @@ def test_a_step_launched_over_a_load_waits_for_it(
     run_all(engine)
     assert running is not None and running.loads and was_replayed == captured
     assert returning.tokens == cold.tokens and returning.source == KvSource(host=79, computed=1)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Holds invariant 5: what comes behind the step on its lane needs no wait of its own."""
+    engine = make_engine(host_blocks=64)
+    overlap_from(engine, 1 << 30 if captured else 0)
+    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    monkeypatch.setattr(engine.cache.ladder, "_groups", lambda num_blocks, layered: each)
+    generate(engine, prompts(80), max_tokens=4)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    load.let(len(each) - 1 if captured else 0)  # a replay is launched when all but the last part has come
+    labels, lane = replays(engine, monkeypatch), engine._parts.lanes[0]
+    wait, waited = lane.wait, list[Fence]()
+    monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
+    submit(engine, prompts(80), max_tokens=4)
+    until(engine, lambda: engine._running is not None)
+    running, was_replayed, waited_for = engine._running, bool(labels), list(waited)
+    load.let()
+    run_all(engine)
+    assert running is not None and was_replayed == captured
+    parts = [arrival.fence for one in running.loads for arrival in one.arrivals or ()]
+    assert len(parts) == len(each) > 1 and all(fence in waited_for for fence in parts)
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -156,6 +184,7 @@ def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it
     check_at_rest(engine)
 
 
+# Holds invariant 4: loads of others hold nobody up.
 def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(host_blocks=64)
     expected = [generate(engine, prompts(80, seed=seed), max_tokens=4).tokens for seed in (2, 3)]
@@ -175,6 +204,7 @@ def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, pr
     assert [first.tokens, second.tokens] == expected
 
 
+# Holds invariant 2: a step of a cancelled request still counts.
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
 def test_slots_given_back_under_a_running_step_are_promoted_into_behind_it(make_engine: MakeEngine, prompts: Prompts, turns: int) -> None:
     """A cancelled request's slots are the next ones to be drawn, its last step is held back, and a promotion goes into them."""
@@ -216,6 +246,7 @@ def test_a_step_waits_for_what_another_lane_still_writes_into_its_slots(make_eng
 # ----------------------------------------------------------------------------------------------------------------------- leases
 
 
+# Holds invariant 12: a cancel gives the lease back.
 def test_a_cancelled_request_that_waits_in_line_gives_its_lease_back(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64, max_batch=1)
     generate(engine, prompts(80), max_tokens=1)
@@ -229,6 +260,7 @@ def test_a_cancelled_request_that_waits_in_line_gives_its_lease_back(make_engine
     check_at_rest(engine)
 
 
+# Holds invariant 12: a request that is refused for its id gives the lease back.
 def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
     generate(engine, prompts(80), max_tokens=1)
@@ -242,6 +274,7 @@ def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngi
     check_at_rest(engine)
 
 
+# Holds invariant 12: a request that comes after the close gives the lease back.
 def test_a_request_that_comes_too_late_gives_its_lease_back(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +296,7 @@ def test_a_request_that_comes_too_late_gives_its_lease_back(
     check_at_rest(engine)
 
 
+# Holds invariant 12: a lease goes back where the device has its blocks.
 def test_a_lease_that_is_not_needed_after_all_goes_back(make_engine: MakeEngine, prompts: Prompts) -> None:
     """What was leased in host memory is on the device again by the time that the request is planned."""
     engine = make_engine(host_blocks=64, max_batch=1)
@@ -279,6 +313,7 @@ def test_a_lease_that_is_not_needed_after_all_goes_back(make_engine: MakeEngine,
 # ----------------------------------------------------------------------------------------------------------------------- stalls
 
 
+# Holds invariant 6: the engine thread waits for no copy.
 def test_the_engine_thread_waits_for_no_save(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(host_blocks=64)
     ladder = engine.cache.ladder
@@ -297,6 +332,7 @@ def test_the_engine_thread_waits_for_no_save(make_engine: MakeEngine, prompts: P
     assert engine.stats().kv_blocks["host"]["idle"] == 5
 
 
+# Holds invariant 6: a cancel waits for no transfer.
 def test_a_cancel_waits_for_no_transfer(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
     generate(engine, prompts(80), max_tokens=1)
@@ -315,6 +351,7 @@ def test_a_cancel_waits_for_no_transfer(make_engine: MakeEngine, prompts: Prompt
     check_at_rest(engine)
 
 
+# Holds invariant 6: the engine thread waits for no step before it has planned the next.
 def test_the_engine_thread_plans_while_a_step_runs(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine()
     found = submit(engine, prompts(20), max_tokens=8)

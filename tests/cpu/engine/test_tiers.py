@@ -140,6 +140,7 @@ def test_others_run_while_one_is_loading(make_engine: MakeEngine, prompts: Promp
     assert returning.tokens == expected and returning.source == KvSource(host=79, computed=1)
 
 
+# Holds invariant 15: three requests for the same blocks share one promotion.
 def test_identical_promotions_in_flight_are_shared(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
     expected = generate(engine, prompts(80)).tokens
@@ -287,6 +288,7 @@ def test_nobody_is_retracted_while_transfers_under_way_free_enough(make_engine: 
     assert len(other.tokens) == 20 and engine.stats().retractions == 0
 
 
+# Holds invariant 22: a failed copy costs a computation, and the tokens are the same.
 @pytest.mark.parametrize("copies_before", [0, 1])
 def test_a_promotion_that_fails_is_computed_instead(make_engine: MakeEngine, prompts: Prompts, copies_before: int) -> None:
     engine = make_engine(host_blocks=64)
@@ -348,6 +350,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_
     check_at_rest(engine)
 
 
+# Holds invariant 24: saves are skipped, requests go on.
 def test_a_full_host_pool_takes_no_more_and_disturbs_nobody(make_engine: MakeEngine, prompts: Prompts) -> None:
     alone = make_engine()
     expected = [generate(alone, prompts(64, seed=i)).tokens for i in range(3)]
@@ -398,6 +401,7 @@ def test_a_save_reads_a_block_before_its_slot_is_used_again(make_engine: MakeEng
     assert again.tokens == cold.tokens and again.source == KvSource(host=63, computed=1)
 
 
+# Holds invariant 4: a step begins under its own load.
 def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +470,7 @@ def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, promp
     assert returning.finish is FinishReason.LENGTH
 
 
+# Holds invariant 21: a request that scores its prompt has no lease and no promotion.
 def test_requests_that_cannot_use_restored_kv_never_lease_or_promote(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
     generate(engine, prompts(80), max_tokens=1)

@@ -153,6 +153,7 @@ WRONG = {
 }
 
 
+# Holds invariant 23: a damaged value in Mooncake is a miss and is removed.
 def test_what_is_wrong_is_never_served_and_is_removed(store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
     keys = keys_of("wrong", len(WRONG))
     good, *_ = others = keys_of("right", 2)

@@ -204,6 +204,7 @@ def damages(server: Valkey, key: bytes) -> dict[str, Callable[[], object]]:
 DAMAGES = sorted(damages(None, b""))  # type: ignore[arg-type]
 
 
+# Holds invariant 23: a damaged value in Valkey or Redis is a miss and is removed.
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_value_is_never_served_and_is_removed(store: ValkeyStore, server: Valkey, damage: str) -> None:
     keys = keys_of(3)

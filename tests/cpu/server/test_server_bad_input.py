@@ -1,4 +1,6 @@
-"""Whatever a client sends gets a clear 4xx in OpenAI's shape, and the server goes on."""
+"""Whatever a client sends gets a clear 4xx in OpenAI's shape, and the server goes on.
+
+Holds invariant 26: a field that is unknown or not supported is a 400."""
 
 from __future__ import annotations
 

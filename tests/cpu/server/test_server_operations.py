@@ -178,6 +178,7 @@ def test_only_one_reset_waits_for_the_engine_at_a_time(served: Served, monkeypat
 # -------------------------------------------------------------------------------------------------------------- shutdown
 
 
+# Holds invariant 27: a shutdown lets requests end.
 def test_a_shutdown_lets_running_requests_end() -> None:
     with serving() as served:
         served.engine.hold()
@@ -189,6 +190,7 @@ def test_a_shutdown_lets_running_requests_end() -> None:
         assert sum(len(chunk.choices[0].text) for chunk in stream) == 5
 
 
+# Holds invariant 27: a shutdown ends at its deadline what still runs.
 def test_a_shutdown_that_has_waited_long_enough_tells_the_readers() -> None:
     with serving(shutdown_s=0.1) as served:
         served.engine.hold()
@@ -213,6 +215,7 @@ def test_a_request_that_slips_in_while_admission_closes_is_ended(monkeypatch: py
         assert outcome == [503]
 
 
+# Holds invariant 27: a server ends though its engine does not.
 def test_a_wedged_engine_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.server.service.CLOSE_GRACE_S", 0.1)
     never = threading.Event()

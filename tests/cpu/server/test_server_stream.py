@@ -111,6 +111,7 @@ def test_a_seat_is_free_only_when_the_engine_has_ended_the_request_too() -> None
     assert engine.num_open == 0
 
 
+# Holds invariant 11: a second last event changes nothing.
 def test_a_late_or_second_last_event_gives_no_seat_back_twice() -> None:
     loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
     bridge = Bridge(loop)

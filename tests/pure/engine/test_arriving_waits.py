@@ -51,15 +51,19 @@ def lane() -> SteppedLane:
     return SteppedLanes().lane("load")
 
 
+# Holds invariant 3: the wait stands before the first layer that reads.
+# Holds invariant 4: no layer waits for the part of a later one.
 def test_each_layer_waits_for_its_own_part_and_only_once(lane: SteppedLane) -> None:
     assert waits_by_layer(Arriving([load(lane, (0, 3), (3, 6))]), 6) == [[1], [], [], [2], [], []]
 
 
+# Holds invariant 5: no fence of any load is left out.
 def test_two_loads_of_one_step_are_both_waited_for(lane: SteppedLane) -> None:
     loads = [load(lane, (0, 2), (2, 4)), load(lane, (0, 4))]
     assert waits_by_layer(Arriving(loads), 4) == [[1, 3], [], [2], []]
 
 
+# Holds invariant 3: a replay has no wait inside.
 def test_a_replay_waits_for_all_parts_before_it(lane: SteppedLane) -> None:
     waits = Waits()
     assert Arriving([load(lane, (0, 3), (3, 6))]).wait_on(waits, 6)  # type: ignore[arg-type]

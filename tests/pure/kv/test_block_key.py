@@ -1,4 +1,6 @@
-"""Keys: what they cover, and that nothing collides by the way it is written down."""
+"""Keys: what they cover, and that nothing collides by the way it is written down.
+
+Holds invariant 13: a key covers parent, tokens and every field of a framed scope."""
 
 from __future__ import annotations
 
@@ -90,6 +92,7 @@ def test_a_parent_cannot_be_forged_from_tokens():
     assert block_key(parent, [5, 6, 7, 8], DIGEST) != block_key(None, [*as_tokens, 5, 6, 7, 8], DIGEST)
 
 
+# Holds invariant 14: only full blocks have a key.
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.sampled_from([1, 4, 7, 16]))
 @example([], 4)
 @example([1, 2, 3], 4)

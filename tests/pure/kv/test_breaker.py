@@ -1,4 +1,6 @@
-"""The breaker: opens on what the place as a whole does, looks ever more rarely, closes on an answer, and believes no late news."""
+"""The breaker: opens on what the place as a whole does, looks ever more rarely, closes on an answer, and believes no late news.
+
+Holds invariant 22: a broken tier is fenced off and probed until it is back."""
 
 from __future__ import annotations
 

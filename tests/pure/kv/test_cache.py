@@ -111,6 +111,7 @@ def test_a_key_announced_twice_stays_pending_until_the_second_gives_up():
     assert not match(cache, PROMPT).pending
 
 
+# Holds invariant 15: the second copy is dropped and counted.
 def test_an_identical_prompt_computed_twice_keeps_the_first_copy_and_frees_the_second():
     cache = new_cache()
     one, two = run(cache, "one", PROMPT), run(cache, "two", PROMPT)
@@ -225,6 +226,7 @@ def test_sealing_more_than_is_there_raises_and_changes_nothing():
     assert table.num_keyed == 0
 
 
+# Holds invariant 14: a block with an unknown token is not full.
 def test_a_block_with_a_token_in_flight_is_not_sealed():
     cache = new_cache()
     table = cache.open("a", cache.prefix_of(PROMPT), 0)

@@ -142,6 +142,7 @@ def test_a_prefix_is_pending_while_it_is_promoted_also_when_its_request_has_gone
     rig.end()
 
 
+# Holds invariant 8: a promotion that failed gives no key.
 def test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute() -> None:
     rig = Cached()
     rig.remembered()
@@ -175,6 +176,7 @@ def test_a_table_that_computes_after_a_failed_promotion_waits_for_those_before_i
     rig.end()
 
 
+# Holds invariant 11: a load that lands late changes nothing and is counted.
 def test_what_lands_twice_is_kept_once() -> None:
     rig = Cached()
     rig.remembered()
@@ -302,6 +304,7 @@ def test_closing_waits_for_what_is_on_its_way() -> None:
     assert rig.host.num_keys == 2
 
 
+# Holds invariant 11: close raises while a table or a lease is out.
 @pytest.mark.parametrize("left", ["table", "lease"])
 def test_closing_with_something_left_raises(left: str) -> None:
     rig = Cached()

@@ -159,6 +159,7 @@ def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(make: Make, monkeypa
 # ------------------------------------------------------------------------------------------------------------------ questions
 
 
+# Holds invariant 11: a late answer is dropped.
 def test_an_answer_that_comes_too_late_changes_nothing(make: Make) -> None:
     rig = make()
     rig.write(KEYS[:3])

@@ -1,4 +1,6 @@
-"""A cold tier whose store fails, hangs or is broken, and whose lanes end: misses and deadlines, nobody waits, no slot is given up."""
+"""A cold tier whose store fails, hangs or is broken, and whose lanes end: misses and deadlines, nobody waits, no slot is given up.
+
+Holds invariant 22: a tier that fails or hangs costs a miss, a counter and a bounded wait."""
 
 from __future__ import annotations
 

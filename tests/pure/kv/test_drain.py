@@ -1,5 +1,7 @@
-"""`drain(slots)` (invariant 10): when it returns, nothing that was handed over before touches these slots any more, launched or not, of
-whatever kind; it waits for nothing else, and it never gives up quietly."""
+"""`drain(slots)`: when it returns, nothing that was handed over before touches these slots any more, launched or not, of
+whatever kind; it waits for nothing else, and it never gives up quietly.
+
+Holds invariant 10: a drain covers everything that may touch its slots, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What stands before a block outside the process: it reads back as it was written, and whatever has changed is noticed."""
+"""What stands before a block outside the process: it reads back as it was written, and whatever has changed is noticed.
+
+Holds invariant 23: length, key and checksum stand before every stored block."""
 
 from __future__ import annotations
 

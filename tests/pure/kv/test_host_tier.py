@@ -114,6 +114,7 @@ def test_two_leases_on_a_block_are_two() -> None:
     tier.close()
 
 
+# Holds invariant 12: time frees a lease that nobody used.
 def test_a_lease_nobody_came_for_expires_and_covers_nothing() -> None:
     clock = Clock()
     tier = new_tier(clock=clock)
@@ -130,6 +131,7 @@ def test_a_lease_nobody_came_for_expires_and_covers_nothing() -> None:
     tier.close()
 
 
+# Holds invariant 12: time frees nothing that a transfer reads.
 def test_what_a_transfer_reads_has_left_its_lease_and_does_not_expire() -> None:
     clock = Clock()
     tier = new_tier(clock=clock)

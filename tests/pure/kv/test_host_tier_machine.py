@@ -250,6 +250,7 @@ class TierMachine(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------------------------------------- always
 
+    # Holds invariant 16: the states of all slots sum to the host pool's size.
     @invariant()
     def the_books_add_up(self) -> None:
         self.tier.check()

@@ -21,6 +21,7 @@ BOTH = (("device", "host"), ("host", "device"))
 # -------------------------------------------------------------------------------------------------------------- demote
 
 
+# Holds invariant 8: no key before the last byte.
 def test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
@@ -37,6 +38,7 @@ def test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed() ->
     rig.close()
 
 
+# Holds invariant 1: the copy waits for the fence of the step.
 def test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:1])
@@ -62,6 +64,20 @@ def test_the_blocks_of_an_ended_table_stay_until_they_have_been_read() -> None:
     rig.close()
 
 
+# Holds invariant 6: handing over a save of any size is one item for the launcher, and no launch.
+def test_a_save_of_any_size_is_handed_over_as_one_item_and_launched_by_another_thread() -> None:
+    for num_blocks in (1, 6):
+        rig = Rig()
+        hold = rig.computed(KEYS[:num_blocks])
+        rig.ladder.offer(hold, 0, KEYS[:num_blocks], None)
+        rig.ladder.submit_saves()
+        assert (len(rig.lane("launch save")), len(rig.lane("save"))) == (1, 0)
+        rig.land()
+        assert rig.in_host(KEYS[:num_blocks]) == KEYS[:num_blocks]
+        hold.end()
+        rig.close()
+
+
 def test_what_was_offered_by_several_requests_goes_as_one_transfer_and_each_key_once() -> None:
     rig = Rig()
     one, two = rig.computed(KEYS[:2], "one"), rig.computed(KEYS[2:4], "two")
@@ -77,6 +93,7 @@ def test_what_was_offered_by_several_requests_goes_as_one_transfer_and_each_key_
     rig.close()
 
 
+# Holds invariant 24: a full host tier costs a save.
 def test_a_save_that_finds_the_host_full_is_skipped_and_counted() -> None:
     rig = Rig(num_host=2)
     rig.save(KEYS[:2], "first").end()
@@ -105,6 +122,7 @@ def test_a_long_demotion_lands_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     rig.close()
 
 
+# Holds invariant 8: a part that failed gets no key.
 @pytest.mark.parametrize("failing", range(3))
 def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
@@ -170,6 +188,7 @@ def test_metrics_that_read_zero() -> None:
     rig.close()
 
 
+# Holds invariant 25: what a launcher raises is told to the engine thread.
 def test_worker_exception_deadlocks_the_engine() -> None:
     fails_on_the_launcher()
 
@@ -245,6 +264,7 @@ def test_a_save_that_cannot_be_submitted_lets_its_blocks_go() -> None:
 # --------------------------------------------------------------------------------------------------------------- drain
 
 
+# Holds invariant 10: a drain covers what is submitted and not launched.
 def test_flush_between_submit_and_launch() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
@@ -327,6 +347,16 @@ def settles_whatever_is_over(patch: Patch) -> None:
     patch.setattr(Mover, "settle", faulty)
 
 
+def launches_where_it_is_submitted(patch: Patch) -> None:
+    submit = Mover.submit
+
+    def faulty(self: Mover, transfer: Transfer) -> None:
+        submit(self, transfer)
+        assert self._launcher.step()  # type: ignore[attr-defined]
+
+    patch.setattr(Mover, "submit", faulty)
+
+
 def drains_only_what_is_launched(patch: Patch) -> None:
     def faulty(self: Mover, timeout_s: float, concerned=lambda transfer: True) -> None:
         for transfer in self.in_flight():
@@ -370,6 +400,7 @@ def counts_nothing(patch: Patch) -> None:
 RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (publishes_before_the_bytes, test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed),
     (copies_before_the_step_has_ended, test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them),
+    (launches_where_it_is_submitted, test_a_save_of_any_size_is_handed_over_as_one_item_and_launched_by_another_thread),
     (settles_whatever_is_over, test_transfers_settle_in_the_order_of_their_submission),
     (drains_only_what_is_launched, test_flush_between_submit_and_launch),
     (drains_everything_whoever_is_concerned, test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them),
@@ -405,6 +436,7 @@ def test_a_defect_in_a_copy_is_not_taken_for_a_failure_of_the_tier(monkeypatch: 
     assert rig.ladder.traffic().failures == {}
 
 
+# Holds invariant 9: what was enqueued ends first.
 def test_a_launch_that_raised_behind_its_copies_is_waited_for_and_gives_everything_back() -> None:
     rig = Rig()
 

@@ -116,6 +116,7 @@ def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothi
     rig.close()
 
 
+# Holds invariant 9: both ends stay until what was enqueued is over.
 def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
     """The copy lane takes the first group of layers and refuses the second: the first is under way, and both ends stay until it is over."""
     rig = Rig(num_device=2)
@@ -319,6 +320,7 @@ def test_behind_a_save_that_is_overdue_nothing_is_sent_and_no_slot_is_kept() -> 
     rig.close()
 
 
+# Holds invariant 7: a deadline ends the wait, not the pins.
 def test_a_retraction_that_is_overdue_is_waited_for_no_longer_and_keeps_its_slots() -> None:
     rig = Rig()
     lease = retracted(rig, 2, 1, 2 * BLOCK + 3)

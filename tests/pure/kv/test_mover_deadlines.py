@@ -1,4 +1,6 @@
-"""A deadline ends a wait for transfers, never a transfer: a drain that runs out of time says so, whichever part is late."""
+"""A deadline ends a wait for transfers, never a transfer: a drain that runs out of time says so, whichever part is late.
+
+Holds invariant 7: a deadline ends a wait and gives no slot back."""
 
 from __future__ import annotations
 

@@ -78,6 +78,7 @@ def test_what_host_memory_has_leaves_the_device_at_once() -> None:
     rig.close()
 
 
+# Holds invariant 17: making room takes nothing that was promised.
 def test_what_was_promised_stays_available_and_nobody_waits_where_there_is_no_more() -> None:
     rig = Full(num_device=4)
     rig.alone(KEYS[:4])

@@ -61,6 +61,7 @@ def test_a_rolled_back_reservation_leaves_no_trace():
     pool.close()
 
 
+# Holds invariant 11: a handle ends once.
 @pytest.mark.parametrize("kind", ["rollback", "commit", "hold", "pin"])
 def test_ending_a_handle_twice_raises_and_changes_nothing(kind):
     pool = BlockPool(4, "device")
@@ -97,6 +98,7 @@ def test_a_reservation_is_not_committed_into_a_hold_of_another_pool():
     assert foreign.num_slots == 0
 
 
+# Holds invariant 11: close names what is out.
 def test_closing_with_something_out_raises_and_names_the_owners():
     pool = BlockPool(8, "device")
     hold = draw(pool, 2, "request-7")
@@ -140,6 +142,7 @@ def test_a_sealed_block_is_idle_after_its_last_holder_and_active_for_the_next():
     third.end()
 
 
+# Holds invariant 15: the first copy keeps the key.
 def test_the_first_writer_of_a_key_wins_and_the_later_copy_leaks_nothing():
     pool = BlockPool(4, "device")
     one, two = draw(pool, 2, "one"), draw(pool, 2, "two")

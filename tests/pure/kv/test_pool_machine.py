@@ -290,6 +290,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------------ invariants
 
+    # Holds invariant 16: the states of all slots sum to the pool's size.
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
         states = [naive.state for naive in self.slots]

@@ -33,6 +33,7 @@ def draw(pool: BlockPool, num: int, num_sealed: int = 0, owner: str = "request")
 # ----------------------------------------------------------------------------------------------------- the hold is open
 
 
+# Holds invariant 6: handing over a save takes as long for any size.
 def test_a_run_pin_on_an_open_hold_costs_the_same_for_any_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BlockPool(2000, "device")
     hold = draw(pool, 2000)

@@ -143,6 +143,7 @@ class World:
 # ------------------------------------------------------------------------------------------------------------------ programs
 
 
+# Holds invariant 1: a demotion reads a block behind the step that wrote it.
 def demote_while_the_producer_runs(sequencer: Sequencer) -> None:
     world = World(sequencer)
     table, fence = world.compute_blocks("a", 2)
@@ -152,6 +153,7 @@ def demote_while_the_producer_runs(sequencer: Sequencer) -> None:
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
 
 
+# Holds invariant 2: a promotion writes behind a step of a request that has left.
 def promote_into_slots_that_a_step_still_reads(sequencer: Sequencer) -> None:
     world = World(sequencer, num_slots=2)
     world.bring_to_host("a", 2)
@@ -165,6 +167,7 @@ def promote_into_slots_that_a_step_still_reads(sequencer: Sequencer) -> None:
     assert seen == ["b"] * 2 * LAYERS, seen
 
 
+# Holds invariant 7: what a demotion reads stays pinned when its request has ended.
 def reuse_slots_while_they_are_demoted(sequencer: Sequencer) -> None:
     world = World(sequencer, num_slots=2)
     table, fence = world.compute_blocks("a", 2)
@@ -177,6 +180,7 @@ def reuse_slots_while_they_are_demoted(sequencer: Sequencer) -> None:
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
 
 
+# Holds invariant 3: each layer is read behind its own part of the promotion.
 def read_what_is_being_promoted(sequencer: Sequencer, captured: bool = False) -> None:
     world = World(sequencer)
     world.bring_to_host("a", 2)
@@ -187,10 +191,12 @@ def read_what_is_being_promoted(sequencer: Sequencer, captured: bool = False) ->
     assert seen == ["a"] * 2 * LAYERS, seen
 
 
+# Holds invariant 3: a replay reads behind all parts.
 def replay_what_is_being_promoted(sequencer: Sequencer) -> None:
     read_what_is_being_promoted(sequencer, captured=True)
 
 
+# Holds invariant 10: a drain covers what is submitted and not launched.
 def flush_between_submit_and_launch(sequencer: Sequencer) -> None:
     world = World(sequencer, num_slots=2)
     table, fence = world.compute_blocks("a", 2)
@@ -205,6 +211,7 @@ def flush_between_submit_and_launch(sequencer: Sequencer) -> None:
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
 
 
+# Holds invariant 1: a demotion that makes room reads behind the step too.
 def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
     """Blocks that were never saved leave the device for another request, which gets their slots."""
     world = World(sequencer, num_slots=2)

@@ -196,6 +196,7 @@ class LaneRules:
 
     # --------------------------------------------------------------------------------------------------------- errors
 
+    # Holds invariant 25: an exception stays in its ticket and the lane goes on.
     def test_an_error_surfaces_at_its_own_ticket_and_nowhere_else(self, rig: Rig) -> None:
         lane, cell = rig.lane("a"), rig.cell()
         before = lane.submit(rig.push(cell, 1), label="before")

@@ -102,6 +102,7 @@ def test_a_pin_keeps_a_slot_for_its_transfer_until_that_was_seen_to_be_over(hous
     assert house.told() == []
 
 
+# Holds invariant 7: the sanitizer reports where it is broken.
 def test_a_pin_that_ends_before_anybody_saw_the_transfer_to_be_over_is_found(house: House) -> None:
     hold = house.draw(2)
     pin = house.pool.pin(hold.slots, "demote of r1")
@@ -202,6 +203,7 @@ def test_without_the_changes_of_hands_there_are_false_alarms(
 # ---------------------------------------------------------------------------------------------------------------- published
 
 
+# Holds invariant 8: the sanitizer reports where it is broken.
 def test_a_copy_visible_before_its_bytes_landed_is_found(house: House) -> None:
     hold = house.draw(2)
     landed = house.touch("load", hold.slots, label="promote of r1")

@@ -80,18 +80,21 @@ def test_a_read_that_waits_for_the_write_is_in_order(scene: Scene) -> None:
     assert scene.races == []
 
 
+# Holds invariant 3: the sanitizer reports where it is broken.
 def test_a_read_before_landing_is_a_race(scene: Scene) -> None:
     scene.write("load", 1, 2)
     scene.read("compute", 2, 3)
     assert scene.races == [("load", "compute", (2,))]
 
 
+# Holds invariant 1: the sanitizer reports where it is broken.
 def test_a_demotion_before_the_producer_ended_is_a_race(scene: Scene) -> None:
     scene.write("compute", 5)
     scene.read("save", 5)
     assert scene.races == [("compute", "save", (5,))]
 
 
+# Holds invariant 2: the sanitizer reports where it is broken.
 def test_a_promotion_into_a_slot_still_in_use_is_a_race(scene: Scene) -> None:
     scene.read("compute", 5)
     scene.write("load", 5)

@@ -15,6 +15,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer
 
 
+# Holds invariant 6: the sanitizer reports where it is broken.
 def test_a_wait_inside_a_turn_is_a_stall_and_says_how_long_and_where() -> None:
     sanitizer = Sanitizer()
     with sanitizer.turns.turn():
@@ -101,6 +102,7 @@ def test_a_pool_whose_counts_follow_from_its_changes_balances() -> None:
     assert sanitizer.reports == [] and pool.counts.idle == 1
 
 
+# Holds invariant 16: the sanitizer compares the counts of a pool at every step boundary.
 def test_a_pool_that_loses_a_slot_does_not_balance() -> None:
     sanitizer = Sanitizer()
     pool = BlockPool(8, "device", sanitizer)

@@ -1,5 +1,7 @@
 """Files that somebody or something has changed: flipped bits, cut files, slots in each other's places. Never a wrong byte, always noticed,
-and the slot is used again."""
+and the slot is used again.
+
+Holds invariant 23: a block that was changed on disk is a miss, is counted, and is removed."""
 
 from __future__ import annotations
 

@@ -130,6 +130,8 @@ def test_memory_that_is_aligned_goes_to_the_file_without_a_copy(tmp_path: Path) 
     store.close()
 
 
+# Holds invariant 6: a store is asked while it writes, so no lock is held across a call of the system.
+# Holds invariant 8: a block on disk has no key before its write is over.
 def test_a_key_is_found_only_when_its_write_is_over(tmp_path: Path) -> None:
     store = open_at(tmp_path, io=(io := GatedDisk()))
     write(store, 0)

@@ -23,6 +23,7 @@ def make() -> Make:
 # ------------------------------------------------------------------------------------------------------------ matching
 
 
+# Holds invariant 14: exactly one token is computed, without a write.
 def test_a_full_match_of_whole_blocks_computes_the_last_token_and_writes_nothing(make: Make) -> None:
     world = World(make=make)
     world.submit(A[:8], 2)
@@ -57,6 +58,7 @@ def test_blocks_of_generated_tokens_are_found_by_the_next_turn() -> None:
     world.close()
 
 
+# Holds invariant 21: a request that scores its prompt has no match, no hold, no credit.
 def test_an_echo_request_neither_holds_nor_uses_a_prefix_it_cannot_use(make: Make) -> None:
     world = World(num_slots=6, make=make)
     world.submit(A[:8], 1)
@@ -80,6 +82,7 @@ def test_what_an_echo_request_computes_is_there_for_others() -> None:
     world.close()
 
 
+# Holds invariant 21: with the cache off nothing is matched or kept.
 def test_with_the_prefix_cache_off_nothing_is_shared_and_nothing_stays() -> None:
     world = World(prefix_cache=False)
     for _ in range(2):
@@ -113,6 +116,7 @@ def test_nobody_waits_for_a_prefix_whose_computation_was_cancelled() -> None:
 # ----------------------------------------------------------------------------------------------------------- admission
 
 
+# Holds invariant 17: a promise is made only where memory can keep it.
 def test_a_request_is_admitted_only_where_its_whole_life_fits() -> None:
     world = World(num_slots=4)
     first = world.submit(A[:4], 5, ignore_eos=True)  # 8 tokens of KV: two blocks
@@ -133,6 +137,7 @@ def test_the_last_generated_token_needs_no_room() -> None:
     world.close()
 
 
+# Holds invariant 18: matched blocks count once.
 def test_matched_idle_blocks_are_not_counted_as_room_as_well(make: Make) -> None:
     world = World(num_slots=6, make=make)
     world.submit(A[:8], 1)
@@ -158,6 +163,7 @@ def test_blocks_that_others_hold_cost_an_admitted_request_nothing() -> None:
     world.close()
 
 
+# Holds invariant 19: a request in line holds nothing.
 def test_two_waiting_requests_do_not_starve_each_other() -> None:
     world = World(num_slots=5)
     running = world.submit(C[:4], 9, ignore_eos=True)

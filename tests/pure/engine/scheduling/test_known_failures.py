@@ -32,6 +32,7 @@ def loading(*prompts: list[int], **world: object) -> tuple[World, str]:
 # ----------------------------------------------------------------------------------------------------------- admission
 
 
+# Holds invariant 18: blocks that are restored count once.
 def test_restored_blocks_counted_twice_at_admission() -> None:
     world = remembered(A[:8], num_slots=6)
     busy = world.submit(B[:8], LONG, ignore_eos=True)  # four blocks, two of them drawn at once
@@ -45,6 +46,7 @@ def test_restored_blocks_counted_twice_at_admission() -> None:
     assert source_of(world, late).host == 7
 
 
+# Holds invariant 19: a request in line holds nothing that another needs.
 def test_two_waiting_requests_starve_each_other() -> None:
     world = remembered(A[:12], B[:12], num_slots=8)
     first, second = world.submit(A[:12], 16, ignore_eos=True), world.submit(B[:12], 8, ignore_eos=True)  # seven blocks, and five
@@ -56,6 +58,7 @@ def test_two_waiting_requests_starve_each_other() -> None:
     assert [source_of(world, i).host for i in (first, second)] == [11, 11]
 
 
+# Holds invariant 21: a request that scores its prompt has no lease.
 def test_echo_request_holds_a_prefix_it_cannot_use() -> None:
     world = remembered(A[:8])
     echo = world.submit(A[:8], 2, prompt_logprobs=1, ignore_eos=True)
@@ -66,6 +69,7 @@ def test_echo_request_holds_a_prefix_it_cannot_use() -> None:
     assert source_of(world, echo) == KvSource(computed=8) and world.seen["promotion"] == 0
 
 
+# Holds invariant 14: the last token is computed, and nothing is written.
 def test_page_aligned_full_match_leaves_nothing_to_compute() -> None:
     world = remembered(A[:8])
     again = world.submit(A[:8], 3, ignore_eos=True)
@@ -81,6 +85,7 @@ def test_page_aligned_full_match_leaves_nothing_to_compute() -> None:
 # ------------------------------------------------------------------------------------------------------ ends of requests
 
 
+# Holds invariant 20: a cancel in line gives everything back.
 def test_cancelled_waiting_request_keeps_its_blocks() -> None:
     world = remembered(A[:8], num_slots=6)
     busy = world.submit(B[:8], LONG, ignore_eos=True)
@@ -94,6 +99,8 @@ def test_cancelled_waiting_request_keeps_its_blocks() -> None:
     world.close()
 
 
+# Holds invariant 7: destinations stay with the load when its request is cancelled.
+# Holds invariant 20: a request that is loading leaves at once.
 def test_cancel_during_load_frees_destinations() -> None:
     world, request_id = loading(num_slots=4)
     destinations = set(world.cache.tables[request_id].hold.slots)
@@ -111,6 +118,7 @@ def test_cancel_during_load_frees_destinations() -> None:
     world.close()
 
 
+# Holds invariant 7: a load that is late keeps its destinations.
 def test_time_out_returns_destinations_while_io_is_still_writing() -> None:
     world, request_id = loading(num_slots=5)
     destinations = set(world.cache.tables[request_id].hold.slots)
@@ -124,6 +132,7 @@ def test_time_out_returns_destinations_while_io_is_still_writing() -> None:
     assert source_of(world, request_id) == KvSource(computed=9)
 
 
+# Holds invariant 12: a load that fails leaves no lease.
 def test_lease_leaked_on_the_failure_path() -> None:
     world, request_id = loading()
     tiers = tiers_of(world)
@@ -139,6 +148,7 @@ def test_lease_leaked_on_the_failure_path() -> None:
 # ------------------------------------------------------------------------------------------------------------- transfers
 
 
+# Holds invariant 3: a decode step carries the load that it reads.
 def test_decode_graph_reads_kv_mid_reload() -> None:
     world, request_id = loading()
     plan = planned(world)
@@ -147,6 +157,7 @@ def test_decode_graph_reads_kv_mid_reload() -> None:
     world.close()
 
 
+# Holds invariant 2: the copy waits for a cancelled request's step.
 def test_load_lands_in_a_slot_the_previous_step_still_writes() -> None:
     world = remembered(A[:8], num_slots=3)
     writing = world.submit(B[:8], 1)
@@ -162,6 +173,7 @@ def test_load_lands_in_a_slot_the_previous_step_still_writes() -> None:
     world.close()
 
 
+# Holds invariant 1: a retraction's copy waits for the step in flight.
 def test_save_starts_before_the_producing_kernel_ended() -> None:
     world = World(num_slots=3, prefill_chunk=6, overcommit=4.0, cold=Cold(24))
     world.submit(A[:4], 5, ignore_eos=True)
@@ -175,6 +187,7 @@ def test_save_starts_before_the_producing_kernel_ended() -> None:
     world.close()
 
 
+# Holds invariant 7: what a save reads is not drawn.
 def test_slot_reused_while_a_save_reads_it() -> None:
     world = World(num_slots=3, cold=Cold(24))
     first = world.submit(A[:8], 1, ignore_eos=True)
@@ -231,6 +244,7 @@ def test_prefetch_waits_for_one_stuck_load() -> None:
 # ------------------------------------------------------------------------------------------------------------- host pool
 
 
+# Holds invariant 24: requests end as if the pool had room.
 def test_full_host_pool_aborts_a_request() -> None:
     world = remembered(A[:8], num_slots=6, num_host=2)
     busy = world.submit(B[:8], LONG, ignore_eos=True)

@@ -85,6 +85,7 @@ def test_as_many_blocks_leave_as_room_is_needed_for_and_no_more_while_they_do() 
     world.close()
 
 
+# Holds invariant 17: running requests draw what they were promised.
 def test_what_others_were_promised_can_be_drawn_while_blocks_leave() -> None:
     world = full(num_host=24)
     world.submit(D, 1, ignore_eos=True)

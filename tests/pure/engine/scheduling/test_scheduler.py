@@ -82,6 +82,7 @@ def test_the_sources_of_all_prompt_tokens_sum_to_the_prompts() -> None:
 # ----------------------------------------------------------------------------------------------------------------- end
 
 
+# Holds invariant 20: a cancel gives everything back after any number of steps.
 @pytest.mark.parametrize("steps", range(6))
 def test_a_cancelled_request_gives_everything_back_at_once_wherever_it_is(steps: int, make: Make) -> None:
     world = World(num_slots=4, prefill_chunk=4, make=make)
@@ -206,6 +207,7 @@ def test_check_sees_books_that_do_not_add_up(damage: Callable[[Scheduler], None]
         world.scheduler.check()
 
 
+# Holds invariant 17: what can be drawn is checked against what is promised.
 def test_check_sees_promises_that_memory_cannot_keep() -> None:
     world = World(num_slots=4)
     world.submit(A[:4], 12)

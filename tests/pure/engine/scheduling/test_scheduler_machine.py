@@ -116,6 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, fails: bool) -> None:
         self.world.commit(RuntimeError("device lost") if fails else None)
 
+    # Holds invariant 16: pools add up after every event.
+    # Holds invariant 17: promises can be kept after every event.
     @invariant()
     def books_are_right(self) -> None:
         if hasattr(self, "world"):

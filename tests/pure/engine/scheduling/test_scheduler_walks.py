@@ -36,6 +36,9 @@ def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     land_in_parts(monkeypatch)
 
 
+# Holds invariant 16: pools add up after every event.
+# Holds invariant 17: promises can be kept after every event.
+# Holds invariant 20: a cancel works in every state.
 def test_the_scheduler_keeps_its_promises_over_a_host_tier_in_any_order_of_events() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_WALKS):
