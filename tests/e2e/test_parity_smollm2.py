@@ -13,8 +13,8 @@ from tokenizers import pre_tokenizers
 from penstock.config import ModelSource
 from penstock.models import gguf_convert
 from penstock.models.layers import TorchLayerOps, rope_table
+from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
-from penstock.models.registry import LoadedModel, load_model
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.reference import reference_model, reference_tokenizer
 

@@ -21,7 +21,7 @@ from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import EngineClosed, StoreFailed
 from penstock.kv.transfer.mover import Copier, Layers, Slots
 from penstock.models.model import ModelConfig
-from penstock.models.weights import layout
+from penstock.models.registry import layout
 
 FAILED = 0.03  # share of copies that fail halfway
 STALLED = 0.01  # share of copies that take longer than anybody waits for them

@@ -22,9 +22,9 @@ from penstock.errors import ConfigError, ModelError
 from penstock.kv.memory.arena import free_bytes
 from penstock.kv.memory.layout import BlockLayout
 from penstock.lanes import cuda
-from penstock.models.dimensions import BUILT_IN, parse_config
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
+from penstock.models.registry import BUILT_IN, parse_config
 from penstock.models.safetensors_dir import read_json
 
 WARM_UP = 0  # number of the run that is not measured, but checked byte by byte

@@ -18,18 +18,20 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.adapter_config import AdapterConfig, parse_adapter_config
+from penstock.models.architecture import EMBED, HEAD, WeightSpec
 from penstock.models.hashed_file import DIGEST_BYTES, WeightFile
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import Model, ModelConfig
+from penstock.models.registry import layout
 from penstock.models.safetensors_dir import read_json
-from penstock.models.weights import Weight, layout, listed
+from penstock.models.weights import listed
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE_FILE = "adapter_model.bin"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_OUTER_MODULES = ("lm_head", "model.embed_tokens")  # that PEFT can adapt and we cannot
+_OUTER_MODULES = (HEAD, EMBED)  # that PEFT can adapt and we cannot
 _DIGEST_KEY = b"penstock lora adapter 1"
 
 
@@ -90,13 +92,13 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
     return directory / CONFIG_FILE, directory / TENSORS_FILE
 
 
-def _stacks(config: ModelConfig) -> list[tuple[Weight, list[_Module]]]:
+def _stacks(config: ModelConfig) -> list[tuple[WeightSpec, list[_Module]]]:
     """The model's matrices inside layers, with the modules that are stacked in each."""
     matrices = [weight for weight in layout(config) if weight.name.startswith("layers.") and len(weight.shape) == 2]
     return [(weight, list(_modules(weight))) for weight in matrices]
 
 
-def _modules(weight: Weight) -> Iterator[_Module]:
+def _modules(weight: WeightSpec) -> Iterator[_Module]:
     row = 0
     for part in weight.parts:
         yield _Module(part.name.removesuffix(".weight"), slice(row, row + part.shape[0]), part.shape[1])
@@ -160,7 +162,7 @@ def _digest(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[
 
 
 def _weights(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, stacks: list[tuple[Weight, list[_Module]]], model: Model
+    tensors: Mapping[str, Tensor], config: AdapterConfig, stacks: list[tuple[WeightSpec, list[_Module]]], model: Model
 ) -> AdapterWeights:
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
     for weight, modules in stacks:

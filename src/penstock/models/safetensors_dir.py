@@ -15,8 +15,9 @@ from penstock.errors import ModelError
 from penstock.models.hashed_file import FilePiece, WeightFile, piece_rows, read_pieces
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
+from penstock.models.registry import layout
 from penstock.models.safetensors_file import StoredTensor, read_header
-from penstock.models.weights import check_tensors, empty_weight, layout, listed, tensor_digest
+from penstock.models.weights import check_tensors, empty_weight, listed, tensor_digest
 
 INDEX = "model.safetensors.index.json"
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

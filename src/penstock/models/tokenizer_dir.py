@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelError
+from penstock.models.architecture import token_ids
 from penstock.models.chat import ChatTemplate
-from penstock.models.dimensions import token_ids
 from penstock.models.model import ModelConfig
 from penstock.models.safetensors_dir import read_json
 from penstock.models.tokenizer import Tokenizer, open_vocabulary

@@ -12,7 +12,7 @@ from penstock.config import GIB, OffloadConfig
 from penstock.engine import build as building
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
-from penstock.models.dimensions import TINY_QWEN3
+from penstock.models.qwen3 import TINY_QWEN3
 
 MakeEngine = Callable[..., Engine]
 

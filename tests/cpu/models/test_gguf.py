@@ -15,12 +15,12 @@ import torch
 from penstock.errors import ModelError
 from penstock.models import gguf_convert, hashed_file
 from penstock.models.cache import cache_dir
-from penstock.models.dimensions import parse_config
 from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, load_converted
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress, silent
+from penstock.models.registry import config_of_gguf, parse_config
 from penstock.models.safetensors_dir import LoadedWeights, load_directory, read_json
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_gguf, write_tiny_model
 
@@ -301,7 +301,7 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_p
         try:
             with WeightFile(path) as file:
                 source = GgufFile(file)
-            gguf_convert.parse_config(gguf_convert.config_from_metadata(source), "x")
+            parse_config(config_of_gguf(source.metadata, source.tensors, "x"), "x")
             gguf_convert.tokenizer_files(source.metadata, "x")
         except ModelError:
             refused += 1

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, ModelError
-from penstock.models.dimensions import TINY_LLAMA
+from penstock.models.llama import TINY_LLAMA
 from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_dir import load_tokenizer
 from penstock.testing.embedded import embedded_tokenizer

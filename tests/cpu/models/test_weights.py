@@ -6,9 +6,11 @@ import dataclasses
 
 import torch
 
-from penstock.models.dimensions import QWEN3_4B, TINY_LLAMA, TINY_QWEN3
+from penstock.models.llama import TINY_LLAMA
 from penstock.models.progress import silent
-from penstock.models.weights import dummy_digest, dummy_weights, layout, weights_digest
+from penstock.models.qwen3 import QWEN3_4B, TINY_QWEN3
+from penstock.models.registry import layout
+from penstock.models.weights import dummy_digest, dummy_weights, weights_digest
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import ModelError
-from penstock.models.dimensions import BUILT_IN, TINY_LLAMA, TINY_QWEN3, parse_config
+from penstock.models.llama import TINY_LLAMA
+from penstock.models.qwen3 import TINY_QWEN3
+from penstock.models.registry import BUILT_IN, parse_config
 from penstock.testing.tiny_models import config_json
 
 
@@ -37,6 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["MambaForCausalLM"]},
         "MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM",
     ),
+    "architecture of a wrong type": ({"architectures": [["LlamaForCausalLM"]]}, r"architecture \['LlamaForCausalLM'\] is not supported"),
     "no architecture": ({"architectures": None}, "does not name its architecture"),
     "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
     "absurd layers": ({"num_hidden_layers": 10**9}, "more than 4096 cannot be right"),
