@@ -11,7 +11,7 @@ import torch
 from tokenizers import pre_tokenizers
 
 from penstock.config import ModelSource
-from penstock.models import gguf_convert
+from penstock.models import gguf_file
 from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
@@ -135,7 +135,7 @@ def test_rotary_angles_equal_those_of_transformers_at_every_position(loaded: Loa
 
 
 def rows_left_permuted(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr(gguf_convert, "unpermute", lambda rows, head_dim: rows)
+    monkeypatch.setattr(gguf_file, "unpermute", lambda rows, head_dim: rows)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     return load()
 

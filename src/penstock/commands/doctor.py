@@ -134,7 +134,7 @@ def _weights(model: str) -> Check:
 
 
 def _cache_folder() -> Check:
-    from penstock.models.cache import cache_dir
+    from penstock.models.gguf_convert import cache_dir
 
     folder = cache_dir()
     try:

