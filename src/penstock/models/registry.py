@@ -18,15 +18,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 EMBEDDED = "smollm2-135m"  # the only built-in name that has weights, in a package of its own
 
-_BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
-_BY_CONFIG_NAME = {architecture.config_name: architecture for architecture in ARCHITECTURES}
 _PRESETS = {name: config for architecture in ARCHITECTURES for name, config in architecture.presets.items()}
 # As messages list them: the one with weights, then from large to small.
 BUILT_IN: Mapping[str, ModelConfig] = dict(sorted(_PRESETS.items(), key=lambda item: (item[0] != EMBEDDED, -item[1].hidden)))
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    return _BY_NAME[config.architecture]
+    return next(architecture for architecture in ARCHITECTURES if architecture.name == config.architecture)
 
 
 def layout(config: ModelConfig) -> tuple[WeightSpec, ...]:
@@ -36,18 +34,20 @@ def layout(config: ModelConfig) -> tuple[WeightSpec, ...]:
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The dimensions in a parsed config.json; `where` names it in errors."""
-    names, supported = raw.get("architectures"), ", ".join(_BY_CONFIG_NAME)
+    known = {architecture.config_name: architecture for architecture in ARCHITECTURES}
+    names = raw.get("architectures")
     if not isinstance(names, list) or not names:
-        raise ModelError(f"{where} does not name its architecture; supported are {supported}")
+        raise ModelError(f"{where} does not name its architecture; supported are {', '.join(known)}")
     for name in names:
-        if isinstance(name, str) and name in _BY_CONFIG_NAME:
-            return _BY_CONFIG_NAME[name].parse_config(raw, where)
-    raise ModelError(f"{where}: architecture {', '.join(map(str, names))} is not supported; supported are {supported}")
+        if isinstance(name, str) and name in known:
+            return known[name].parse_config(raw, where)
+    raise ModelError(f"{where}: architecture {', '.join(map(str, names))} is not supported; supported are {', '.join(known)}")
 
 
 def config_of_gguf(metadata: Mapping[str, Any], tensors: Container[str], where: str) -> dict[str, Any]:
     """The config.json that the metadata and the names of tensors of a GGUF file amount to."""
+    known = {architecture.name: architecture for architecture in ARCHITECTURES}
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in _BY_NAME:
-        raise ModelError(f"{where}: architecture {name!r} is not supported; supported are {', '.join(_BY_NAME)}")
-    return _BY_NAME[name].config_of_gguf(metadata, tensors, where)
+    if not isinstance(name, str) or name not in known:
+        raise ModelError(f"{where}: architecture {name!r} is not supported; supported are {', '.join(known)}")
+    return known[name].config_of_gguf(metadata, tensors, where)

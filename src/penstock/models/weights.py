@@ -246,9 +246,11 @@ def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> byte
 
 
 def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes]) -> bytes:
-    """Identity of the function that the weights compute: their `content`, the dtype they run in and the numbers of the config."""
-    numbers = dataclasses.asdict(config)
-    del numbers["eos_ids"]  # when to stop changes no KV
+    """Identity of the function that the weights compute: their `content`, the dtype they run in and the numbers of the config. Those that
+    are as they are by default are left out, so that a new one changes no model that does without it."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
+    numbers.pop("eos_ids", None)  # when to stop changes no KV
     return _framed(b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), str(dtype).encode(), *content])
 
 

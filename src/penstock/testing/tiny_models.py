@@ -123,7 +123,8 @@ def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int =
     _add_gguf_tokenizer(writer, {"tokenizer.ggml.pre": "smollm", **(metadata or {})})
     names = gguf.get_tensor_name_map(next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), config.num_layers).mapping
     for name, tensor in tiny_tensors(config, seed).items():
-        writer.add_tensor(f"{names[name.removesuffix('.weight')][1]}.weight", _gguf_rows(name, tensor, config))
+        module, _, which = name.rpartition(".")
+        writer.add_tensor(f"{names[module][1]}.{which}", _gguf_rows(name, tensor, config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,7 +146,7 @@ def _add_gguf_tokenizer(writer: Any, texts: Mapping[str, Any]) -> None:
 
 
 def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any, Any]:
-    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved."""
+    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved: from the format, not from our description."""
     rows = tensor.numpy()
     if config.architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight")):
         heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1])
