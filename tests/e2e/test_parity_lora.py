@@ -14,7 +14,7 @@ import torch
 
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
 from penstock.engine.engine import Engine
-from penstock.models.dimensions import SMOLLM2_135M
+from penstock.models.llama import SMOLLM2_135M
 from penstock.testing.adapters import PREFIX, adapter_tensors, write_adapter
 from penstock.testing.driving import run_all, submit
 from penstock.testing.logits import Logits, largest_error

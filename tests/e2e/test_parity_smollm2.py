@@ -11,10 +11,10 @@ import torch
 from tokenizers import pre_tokenizers
 
 from penstock.config import ModelSource
-from penstock.models import gguf_convert
+from penstock.models import gguf_file
 from penstock.models.layers import TorchLayerOps, rope_table
+from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
-from penstock.models.registry import LoadedModel, load_model
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.reference import reference_model, reference_tokenizer
 
@@ -135,7 +135,7 @@ def test_rotary_angles_equal_those_of_transformers_at_every_position(loaded: Loa
 
 
 def rows_left_permuted(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr(gguf_convert, "unpermute", lambda rows, head_dim: rows)
+    monkeypatch.setattr(gguf_file, "unpermute", lambda rows, head_dim: rows)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     return load()
 

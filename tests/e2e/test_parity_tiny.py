@@ -12,9 +12,9 @@ import torch
 
 from penstock.config import ModelSource
 from penstock.models.layers import TorchLayerOps, rope_table
+from penstock.models.loader import load_model
 from penstock.models.model import Model, ModelConfig
 from penstock.models.progress import silent
-from penstock.models.registry import load_model
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tokenizer, write_tiny_model
 

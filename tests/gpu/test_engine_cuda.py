@@ -23,7 +23,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.logits import Logits, largest_error
 from penstock.testing.tiny_models import write_tiny_model
-from penstock.models.dimensions import BUILT_IN
+from penstock.models.registry import BUILT_IN
 
 pytestmark = pytest.mark.gpu
 __all__ = ["prompts", "test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone"]

@@ -22,8 +22,8 @@ from penstock.contract import Chunk
 from penstock.engine.execution.attention.triton import TUNING, RotateTile, Tile, TritonAttention, Tuning
 from penstock.engine.execution.batch import Packer, StepInputs
 from penstock.errors import InvariantBroken
-from penstock.models.dimensions import QWEN3_4B
 from penstock.models.layers import rope_table
+from penstock.models.qwen3 import QWEN3_4B
 from penstock.models.triton_layers import TritonLayerOps
 
 BLOCK = 16

@@ -21,14 +21,14 @@ from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import EngineClosed, StoreFailed
 from penstock.kv.transfer.mover import Copier, Layers, Slots
 from penstock.models.model import ModelConfig
-from penstock.models.weights import layout
+from penstock.models.registry import layout
 
 FAILED = 0.03  # share of copies that fail halfway
 STALLED = 0.01  # share of copies that take longer than anybody waits for them
 PAUSE_S = 0.2  # at most, between two disturbances
 FLUSH_S = 60.0
 _RANK = 2
-_ADAPTED = ("q_proj", "v_proj", "down_proj")
+_ADAPTED = (".qkv", ".down")  # as the model calls them
 
 
 class UnreliableCopier:
@@ -115,19 +115,19 @@ class Disturber:
 
 def write_adapters(folder: Path, config: ModelConfig, num: int, seed: int) -> list[Path]:
     """Random adapters in PEFT's files, one directory each."""
+    parts = [part for weight in layout(config) if weight.name.endswith(_ADAPTED) for part in weight.parts]
+    modules = {part.name.removesuffix(".weight"): part.shape for part in parts}
+    targets = sorted({module.rpartition(".")[2] for module in modules})
     written = []
     for number in range(num):
         generator = torch.Generator().manual_seed(seed + number)
         tensors = {}
-        for part in (part for weight in layout(config) for part in weight.parts if len(part.shape) == 2):
-            module = part.name.removesuffix(".weight")
-            if module.rpartition(".")[2] in _ADAPTED:
-                num_out, num_in = part.shape
-                tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(_RANK, num_in, generator=generator) * num_in**-0.5
-                tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(num_out, _RANK, generator=generator) * 0.2
+        for module, (num_out, num_in) in modules.items():
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(_RANK, num_in, generator=generator) * num_in**-0.5
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(num_out, _RANK, generator=generator) * 0.2
         directory = folder / f"adapter-{number}"
         directory.mkdir()
-        settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": list(_ADAPTED), "bias": "none"}
+        settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": targets, "bias": "none"}
         (directory / "adapter_config.json").write_text(json.dumps(settings))
         save_file(tensors, directory / "adapter_model.safetensors")
         written.append(directory)

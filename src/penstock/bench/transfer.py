@@ -22,10 +22,10 @@ from penstock.errors import ConfigError, ModelError
 from penstock.kv.memory.arena import free_bytes
 from penstock.kv.memory.layout import BlockLayout
 from penstock.lanes import cuda
-from penstock.models.dimensions import BUILT_IN, parse_config
+from penstock.models.loader import read_config
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
-from penstock.models.safetensors_dir import read_json
+from penstock.models.registry import BUILT_IN
 
 WARM_UP = 0  # number of the run that is not measured, but checked byte by byte
 
@@ -192,12 +192,12 @@ def dimensions_of(model: str) -> tuple[str, ModelConfig]:
     """Name and shape of a built-in model, or of a directory's config.json; no weights are read."""
     if model in BUILT_IN:
         return model, BUILT_IN[model]
-    file = Path(model).expanduser() / "config.json"
-    if not file.is_file():
+    directory = Path(model).expanduser()
+    if not (directory / "config.json").is_file():
         raise ModelError(
             f"no model {model!r}: bench transfer takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a config.json"
         )
-    return file.parent.resolve().name, parse_config(read_json(file), str(file))
+    return directory.resolve().name, read_config(directory)
 
 
 def layout_of(config: Config) -> BlockLayout:

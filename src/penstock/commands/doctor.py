@@ -20,7 +20,7 @@ from penstock.bench.machine import cpu_name, describe_machine, device_of, instal
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 from penstock.errors import ModelError
 from penstock.lanes.cuda import describe_gpus
-from penstock.models.registry import embedded_file
+from penstock.models.loader import embedded_file
 
 LOW_MEMORY_GIB = 2.0  # the embedded model and its KV take about that much
 OLDEST_PYTHON = (3, 11)
@@ -119,8 +119,7 @@ def _memory() -> Check:
 
 
 def _weights(model: str) -> Check:
-    from penstock.models.dimensions import BUILT_IN
-    from penstock.models.registry import EMBEDDED
+    from penstock.models.registry import BUILT_IN, EMBEDDED
 
     if model == EMBEDDED:
         try:
@@ -135,7 +134,7 @@ def _weights(model: str) -> Check:
 
 
 def _cache_folder() -> Check:
-    from penstock.models.cache import cache_dir
+    from penstock.models.gguf_convert import cache_dir
 
     folder = cache_dir()
     try:

@@ -48,9 +48,9 @@ from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane
 from penstock.models.adapters import read_adapter
 from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import load_model
 from penstock.models.model import LayerOps, Model
 from penstock.models.progress import Progress, silent
-from penstock.models.registry import load_model
 from penstock.observe import LaneObserver
 from penstock.sanitizer.sanitizer import Sanitizer
 
@@ -241,8 +241,7 @@ def _max_model_len(config: Config, model: Model, num_blocks: int) -> int:
 
 
 def _scope(model: Model, layout: BlockLayout) -> Scope:
-    positions = f"rope half-rotation theta={model.config.rope_theta!r}"
-    return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, positions)
+    return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
 
 
 def _device_order(config: Config, num_blocks: int) -> EvictionOrder:

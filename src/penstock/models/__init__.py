@@ -1,1 +1,1 @@
-"""Models: one straight-line file per architecture, their layers, weights, tokenizers, and the registry that loads them."""
+"""Models: one file per architecture, the forward pass that they share, weights, tokenizers, adapters, and the loader."""

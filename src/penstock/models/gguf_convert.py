@@ -1,4 +1,4 @@
-"""GGUF files as model directories: converted once, kept in the cache. Owns the mapping of names and numbers, and the cached copies."""
+"""GGUF files as model directories: converted once, kept in the cache directory. Owns the conversion and the cached copies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
-
-import numpy as np
+from typing import Any, BinaryIO, TypeVar
 
 from penstock.errors import ModelError
-from penstock.models.cache import cache_dir, sync_directory
-from penstock.models.dimensions import ARCHITECTURES, parse_config
-from penstock.models.gguf_file import GgufFile, GgufTensor
-from penstock.models.gguf_tokenizer import tokenizer_files
-from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
+from penstock.models.architecture import TensorSpec
+from penstock.models.gguf_file import GgufEncoding, GgufFile, GgufTensor
+from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
-from penstock.models.safetensors_dir import read_json
-from penstock.models.weights import Part, check_tensors, listed, tensor_digest
+from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
+from penstock.models.tokenizer_files import tokenizer_files
+from penstock.models.weights import check_tensors, listed, read_json, tensor_digest
 
 log = logging.getLogger(__name__)
 
@@ -39,33 +36,6 @@ MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides
 _ABANDONED_S = 24 * 3600.0  # a temporary directory this old belongs to a process that was killed
-
-OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-class _Encoding(NamedTuple):
-    """How a tensor's rows lie in the GGUF file, and the safetensors dtype they become."""
-
-    row_bytes: int
-    dtype: str
-    plain: bool  # the bytes are already what safetensors stores
-
-    @property
-    def item_bytes(self) -> int:
-        return 4 if self.dtype == "F32" else 2
 
 
 def load_converted(path: Path, load: Load[Loaded], progress: Progress) -> Loaded:
@@ -155,7 +125,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _convert(source: GgufFile, digest: bytes, directory: Path, progress: Progress) -> None:
     """Write the model directory, and the manifest that says what was written and from what."""
-    raw = config_from_metadata(source)
+    raw = config_of_gguf(source.metadata, source.tensors, str(source.path))
     config = parse_config(raw, str(source.path))
     files = {"config.json": json.dumps(raw).encode(), **tokenizer_files(source.metadata, str(source.path))}
     with (directory / WEIGHTS).open("wb") as file:
@@ -175,75 +145,31 @@ def _convert(source: GgufFile, digest: bytes, directory: Path, progress: Progres
     sync_directory(directory)
 
 
-def config_from_metadata(source: GgufFile) -> dict[str, Any]:
-    """The config.json that a GGUF file's metadata amounts to."""
-    kinds = {kind: name for name, kind in ARCHITECTURES.items()}
-    kind = source.metadata.get("general.architecture")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ModelError(f"{source.path}: architecture {kind!r} is not supported; supported are {', '.join(kinds)}")
-    entry = _Entries(source.metadata, kind)
-    if entry("expert_count", 0) or entry("attention.sliding_window", 0):
-        raise ModelError(f"{source.path}: experts and sliding windows are not supported")
-    heads, hidden = entry("attention.head_count"), entry("embedding_length")
-    head_dim = entry("attention.key_length") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None)
-    if entry("attention.value_length", head_dim) != head_dim or entry("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"{source.path}: keys, values and rotated dimensions of unequal width are not supported")
-    scaling = entry("rope.scaling.type", "none")
-    if "rope_freqs.weight" in source.tensors or entry("rope.scale_linear", 1.0) != 1.0:
-        scaling = "frequency factors"
-    vocabulary = source.metadata.get("tokenizer.ggml.tokens")
-    return {
-        "architectures": [kinds[kind]],
-        "model_type": kind,  # not ours to read: it lets others load the converted directory
-        "num_hidden_layers": entry("block_count"),
-        "hidden_size": hidden,
-        "intermediate_size": entry("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": entry("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "vocab_size": entry("vocab_size", len(vocabulary) if isinstance(vocabulary, list) else None),
-        "max_position_embeddings": entry("context_length"),
-        "rope_theta": entry("rope.freq_base", 10000.0),
-        "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
-        "rms_norm_eps": entry("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in source.tensors,
-    }
-
-
-class _Entries:
-    """Metadata under an architecture's prefix."""
-
-    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
-        self._metadata, self._prefix = metadata, architecture
-
-    def __call__(self, key: str, default: Any = None) -> Any:
-        return self._metadata.get(f"{self._prefix}.{key}", default)
-
-
 def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
     """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
-    named = {_name(tensor.name): tensor for tensor in source.tensors.values()}
-    encodings = {name: _encoding(tensor, source) for name, tensor in named.items()}
+    names = _names(config)
+    named = {names.get(name, name): tensor for name, tensor in source.tensors.items()}  # one without a place stays, and is found unexpected
+    encodings = {name: source.encoding(tensor) for name, tensor in named.items()}
     check_tensors({name: (tensor.shape, encodings[name].dtype) for name, tensor in named.items()}, config, source.path)
     for name, tensor in named.items():  # all there, before any is written
         source.check_inside(tensor, encodings[name].row_bytes)
     header, total = _header(named, encodings)
     file.write(header)
+    interleaved = architecture_of(config).interleaved_in_gguf
     done = 0
     content = {}
     for name, tensor in named.items():
-        permuted = config.architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight"))
         digests = []
-        for piece in _decoded(source, tensor, encodings[name], config.head_dim if permuted else None):
+        for piece in source.decoded(tensor, config.head_dim if name.endswith(interleaved) else None):
             file.write(piece)
             digests.append(piece_digest(piece))
             done += len(piece)
             progress("converting GGUF to safetensors (once)", done, total)
-        content[name] = tensor_digest(Part(name, tensor.shape), encodings[name].dtype, digests)
+        content[name] = tensor_digest(TensorSpec(name, tensor.shape), encodings[name].dtype, digests)
     return content
 
 
-def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, _Encoding]) -> tuple[bytes, int]:
+def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, GgufEncoding]) -> tuple[bytes, int]:
     """A safetensors header, and the bytes of tensor data that follow it."""
     entries: dict[str, Any] = {}
     end = 0
@@ -256,50 +182,28 @@ def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, _Encoding])
     return len(text).to_bytes(8, "little") + text, end
 
 
-def _name(gguf_name: str) -> str:
-    """The name in safetensors files; one that has no equal there stays, and is found unexpected."""
-    stem, _, suffix = gguf_name.rpartition(".")
-    if suffix == "weight" and stem in OUTER_NAMES:
-        return f"{OUTER_NAMES[stem]}.weight"
-    prefix, _, rest = stem.partition(".")
-    block, _, inner = rest.partition(".")
-    if suffix == "weight" and prefix == "blk" and inner in LAYER_NAMES:
-        return f"model.layers.{block}.{LAYER_NAMES[inner]}.weight"
-    return gguf_name
-
-
-def _encoding(tensor: GgufTensor, source: GgufFile) -> _Encoding:
-    import gguf  # only a conversion needs it, and not every machine that runs converted weights has it
-
-    try:
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{source.path}: tensor {tensor.name} has an unknown encoding {tensor.kind}") from error
-    if tensor.shape[-1] % block:
-        raise ModelError(f"{source.path} is damaged: rows of {tensor.name} are {tensor.shape[-1]} long, not a multiple of {block}")
-    row_bytes = tensor.shape[-1] // block * block_bytes
-    plain = kind.name in ("F32", "F16", "BF16")
-    return _Encoding(row_bytes, kind.name if plain else "F32", plain)
-
-
-def _decoded(source: GgufFile, tensor: GgufTensor, encoding: _Encoding, permuted: int | None) -> Iterator[memoryview]:
-    """The tensor as safetensors stores it, in the pieces that it is hashed in. `permuted`: the width of heads whose halves are interleaved;
-    such a tensor is read as a whole."""
+def _names(config: ModelConfig) -> dict[str, str]:
+    """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them."""
     import gguf
 
-    whole = None if permuted is None else unpermute(source.rows(tensor, encoding.row_bytes, slice(0, tensor.num_rows)), permuted)
-    for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
-        raw = source.rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
-        if not encoding.plain:
-            try:
-                raw = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
-            except NotImplementedError as error:
-                raise ModelError(f"{source.path}: tensor {tensor.name}: {error}") from error
-        yield np.ascontiguousarray(raw).reshape(-1).data
+    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture]
+    if not kinds:
+        raise ModelError(f"the installed gguf package does not know the architecture {config.architecture!r}")
+    known = gguf.get_tensor_name_map(kinds[0], config.num_layers)
+    names = (part.name for weight in layout(config) for part in weight.parts)
+    return {known.get_name(name, (".weight", ".bias")) or name: name for name in names}
 
 
-def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Llama's q and k rows are stored with the two halves of each head interleaved; put the halves back one after the other."""
-    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
-    return heads.swapaxes(1, 2).reshape(rows.shape)
+def cache_dir() -> Path:
+    """$PENSTOCK_CACHE, or ~/.cache/penstock."""
+    chosen = os.environ.get("PENSTOCK_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "penstock"
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a crash."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

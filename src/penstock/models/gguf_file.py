@@ -1,4 +1,4 @@
-"""The GGUF container: metadata and tensors of one file. Owns the format and its bounds; knows nothing of architectures.
+"""The GGUF container: metadata and tensors of one file. Owns the format, its bounds and its encodings; knows nothing of architectures.
 
 The header is read here rather than with the `gguf` package, whose reader trusts every count: a damaged one sends it into a loop
 of up to 2**64 rounds. Each count here is checked against the bytes that are left before it is believed.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.hashed_file import WeightFile
+from penstock.models.hashed_file import WeightFile, piece_rows
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -35,6 +36,18 @@ class GgufTensor(NamedTuple):
     @property
     def num_rows(self) -> int:
         return math.prod(self.shape[:-1])
+
+
+class GgufEncoding(NamedTuple):
+    """How a tensor's rows lie in the file, and the safetensors dtype they become."""
+
+    row_bytes: int
+    dtype: str
+    plain: bool  # the bytes are already what safetensors stores
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "F32" else 2
 
 
 class GgufFile:
@@ -71,17 +84,52 @@ class GgufFile:
             raise cursor.damaged(f"alignment {alignment!r}")
         return -(-cursor.at // alignment) * alignment
 
+    def encoding(self, tensor: GgufTensor) -> GgufEncoding:
+        import gguf  # only a conversion needs it, and not every machine that runs converted weights has it
+
+        try:
+            kind = gguf.GGMLQuantizationType(tensor.kind)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{self.path}: tensor {tensor.name} has an unknown encoding {tensor.kind}") from error
+        if tensor.shape[-1] % block:
+            raise ModelError(f"{self.path} is damaged: rows of {tensor.name} are {tensor.shape[-1]} long, not a multiple of {block}")
+        plain = kind.name in ("F32", "F16", "BF16")
+        return GgufEncoding(tensor.shape[-1] // block * block_bytes, kind.name if plain else "F32", plain)
+
     def check_inside(self, tensor: GgufTensor, row_bytes: int) -> None:
         """Raises where the file ends before the tensor does."""
         short = self._data_start + tensor.offset + tensor.num_rows * row_bytes - self._file.num_bytes
         if short > 0:
             raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {short} bytes behind the end of the file")
 
-    def rows(self, tensor: GgufTensor, row_bytes: int, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Some rows of a tensor that is inside, as [rows, row_bytes]."""
+    def decoded(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[memoryview]:
+        """A tensor that is inside as safetensors stores it, in the pieces that it is hashed in. `interleaved`: the width of heads whose
+        halves are; such a tensor is read as a whole."""
+        import gguf
+
+        encoding = self.encoding(tensor)
+        whole = None if interleaved is None else unpermute(self._rows(tensor, encoding.row_bytes, slice(0, tensor.num_rows)), interleaved)
+        for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
+            raw = self._rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
+            if not encoding.plain:
+                try:
+                    raw = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
+                except NotImplementedError as error:
+                    raise ModelError(f"{self.path}: tensor {tensor.name}: {error}") from error
+            yield np.ascontiguousarray(raw).reshape(-1).data
+
+    def _rows(self, tensor: GgufTensor, row_bytes: int, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """As [rows, row_bytes]."""
         start = self._data_start + tensor.offset + rows.start * row_bytes
         data = self._file.read(start, (rows.stop - rows.start) * row_bytes)
         return np.frombuffer(data, np.uint8).reshape(-1, row_bytes)
+
+
+def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
+    """Rows that are stored with the two halves of each head interleaved: put the halves back one after the other."""
+    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
+    return heads.swapaxes(1, 2).reshape(rows.shape)
 
 
 class _Cursor:

@@ -1,72 +1,62 @@
-"""The Llama architecture: pre-norm decoder layers, rotary attention with grouped KV heads, gated SiLU. Owns its weights, not its KV."""
+"""The Llama architecture, which SmolLM2 has too. Owns its names, its tensors and its built-in dimensions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
+from penstock.models.architecture import Architecture, WeightSpec, stack
+from penstock.models.model import ModelConfig
 
-from penstock.models.layers import rope_table
-from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates
+SMOLLM2_135M = ModelConfig(
+    architecture="llama",
+    num_layers=30,
+    hidden=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    ffn=1536,
+    vocab=49152,
+    max_position=8192,
+    rope_theta=1e5,
+    norm_eps=1e-5,
+    tied_embeddings=True,
+)
+TINY_LLAMA = ModelConfig(
+    architecture="llama",
+    num_layers=2,
+    hidden=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn=128,
+    vocab=512,
+    max_position=2048,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    tied_embeddings=False,
+)
 
 
-class LlamaLayer(NamedTuple):
-    """Weights of one decoder layer; matrices are [out, in]."""
+class Llama(Architecture):
+    name = "llama"
+    config_name = "LlamaForCausalLM"
+    presets: ClassVar[Mapping[str, ModelConfig]] = {"smollm2-135m": SMOLLM2_135M, "tiny-llama": TINY_LLAMA}
+    interleaved_in_gguf = (".q_proj.weight", ".k_proj.weight")
 
-    attn_norm: Tensor
-    qkv: Tensor  # q rows, then k rows, then v rows
-    out: Tensor
-    ffn_norm: Tensor
-    gate_up: Tensor  # gate rows, then up rows
-    down: Tensor
-
-
-class Llama:
-    """Implements `Model`. `weights` has the names and shapes of `weights.layout`."""
-
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: LayerOps, digest: bytes) -> None:
-        self.config = config
-        self.digest = digest
-        self.ops = ops
-        self.embedding = weights["embed"]
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.rope = rope_table(config).to(self.device)
-        self.layers = [LlamaLayer(*(weights[f"layers.{i}.{name}"] for name in LlamaLayer._fields)) for i in range(config.num_layers)]
-        self.norm = weights["norm"]
-        self.output = self.embedding if config.tied_embeddings else weights["head"]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding)
-
-    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
-        w, eps = self.layers[index], self.config.norm_eps
-        if residual is None:
-            x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
-        else:
-            x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
-        q, k, v = kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), None, None)
-        x = self._linear_shares(index, "out", kv.attend(index, q, k, v), lora)
-        x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
-        return self._linear_shares(index, "down", self._gated(index, x, lora), lora), residual
-
-    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
-        return self.ops.linear(x, self.output)
-
-    def _linear(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
-        y = self.ops.linear(x, getattr(self.layers[index], name))
-        if lora is not None:
-            lora.add(index, name, x, y)
-        return y
-
-    def _linear_shares(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
-        if lora is None:
-            return self.ops.linear_shares(x, getattr(self.layers[index], name))
-        return self._linear(index, name, x, lora)
-
-    def _gated(self, index: int, x: Tensor, lora: Updates | None) -> Tensor:
-        if lora is None:
-            return self.ops.gated(x, self.layers[index].gate_up)
-        return self.ops.silu_mul(self._linear(index, "gate_up", x, lora))
+    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
+        hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
+        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+        return (
+            stack("attn_norm", ("input_layernorm.weight", hidden)),
+            stack(
+                "qkv",
+                ("self_attn.q_proj.weight", q_rows, hidden),
+                ("self_attn.k_proj.weight", kv_rows, hidden),
+                ("self_attn.v_proj.weight", kv_rows, hidden),
+            ),
+            stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
+            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
+            stack("gate_up", ("mlp.gate_proj.weight", ffn, hidden), ("mlp.up_proj.weight", ffn, hidden)),
+            stack("down", ("mlp.down_proj.weight", hidden, ffn)),
+        )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.contract import Adapter, Chunk
 from penstock.models.model import ModelConfig
+from penstock.models.registry import architecture_of
 
 _ADAPTER_OF = attrgetter("adapter")
 
@@ -48,7 +49,7 @@ class LoraWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter on the device: for each layer, by the names of `weights.layout` ("qkv", "out", "gate_up", "down")."""
+    """An adapter on the device: for each layer, by the names of `Architecture.layer` ("qkv", "out", "gate_up", "down")."""
 
     layers: tuple[Mapping[str, LoraWeight], ...]
 
@@ -60,22 +61,15 @@ class AdapterWeights:
 
 def blank_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int = 8) -> AdapterWeights:
     """An adapter that changes nothing, to try steps with."""
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    stacks = {
-        "qkv": (config.hidden, (heads, kv_heads, kv_heads)),
-        "out": (heads, (config.hidden,)),
-        "gate_up": (config.hidden, (config.ffn, config.ffn)),
-        "down": (config.ffn, (config.hidden,)),
-    }
+    blank = functools.partial(torch.zeros, dtype=dtype, device=device)
     layer = {}
-    for name, (num_in, widths) in stacks.items():
-        ends = list(itertools.accumulate(widths))
-        blank = functools.partial(torch.zeros, dtype=dtype, device=device)
+    for name, matrices in (weight for weight in architecture_of(config).layer(config) if len(weight.shape) == 2):
+        widths = [matrix.shape[0] for matrix in matrices]
         parts = tuple(
             LoraPart(slice(end - width, end), slice(i * rank, (i + 1) * rank), blank(width, rank))
-            for i, (width, end) in enumerate(zip(widths, ends, strict=True))
+            for i, (width, end) in enumerate(zip(widths, itertools.accumulate(widths), strict=True))
         )
-        layer[name] = LoraWeight(blank(rank * len(widths), num_in), parts)
+        layer[name] = LoraWeight(blank(rank * len(widths), matrices[0].shape[1]), parts)
     return AdapterWeights((layer,) * config.num_layers)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 class ModelConfig:
     """Dimensions of a decoder-only transformer."""
 
-    architecture: str  # "llama" or "qwen3"
+    architecture: str  # `Architecture.name`
     num_layers: int
     hidden: int
     num_heads: int  # query heads
@@ -30,6 +30,11 @@ class ModelConfig:
     @property
     def scale(self) -> float:
         return float(self.head_dim) ** -0.5
+
+    @property
+    def positions(self) -> str:
+        """How positions get into keys: KV under another scheme never matches."""
+        return f"rope half-rotation theta={self.rope_theta!r}"
 
     @property
     def qkv_width(self) -> int:
@@ -52,7 +57,7 @@ class Updates(Protocol):
     """What adapters add to a model's projections in one step."""
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Change `y` in place: the output of layer `layer`'s projection `name` (as in `weights.layout`) for the input `x`."""
+        """Change `y` in place: the output of layer `layer`'s projection `name` (as in `Architecture.layer`) for the input `x`."""
 
 
 class LayerOps(Protocol):

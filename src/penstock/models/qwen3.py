@@ -1,74 +1,62 @@
-"""The dense Qwen3 architecture: as Llama, with q and k normalised per head before they are rotated. Owns its weights, not its KV."""
+"""The dense Qwen3 architecture: as Llama, with q and k normalised per head before they are rotated. Owns its names, its tensors and its
+built-in dimensions."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
+from penstock.models.architecture import Architecture, WeightSpec, stack
+from penstock.models.model import ModelConfig
 
-from penstock.models.layers import rope_table
-from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates
+QWEN3_4B = ModelConfig(
+    architecture="qwen3",
+    num_layers=36,
+    hidden=2560,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn=9728,
+    vocab=151936,
+    max_position=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+)
+QWEN3_0_6B = dataclasses.replace(QWEN3_4B, num_layers=28, hidden=1024, num_heads=16, ffn=3072)
+TINY_QWEN3 = dataclasses.replace(
+    QWEN3_4B, num_layers=3, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn=256, vocab=512, max_position=2048
+)
 
 
-class Qwen3Layer(NamedTuple):
-    """Weights of one decoder layer; matrices are [out, in]."""
+class Qwen3(Architecture):
+    name = "qwen3"
+    config_name = "Qwen3ForCausalLM"
+    presets: ClassVar[Mapping[str, ModelConfig]] = {"qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_0_6B, "tiny-qwen3": TINY_QWEN3}
 
-    attn_norm: Tensor
-    qkv: Tensor  # q rows, then k rows, then v rows
-    q_norm: Tensor  # [head_dim], shared by all query heads
-    k_norm: Tensor  # [head_dim], shared by all KV heads
-    out: Tensor
-    ffn_norm: Tensor
-    gate_up: Tensor  # gate rows, then up rows
-    down: Tensor
+    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
+        hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
+        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+        return (
+            stack("attn_norm", ("input_layernorm.weight", hidden)),
+            stack(
+                "qkv",
+                ("self_attn.q_proj.weight", q_rows, hidden),
+                ("self_attn.k_proj.weight", kv_rows, hidden),
+                ("self_attn.v_proj.weight", kv_rows, hidden),
+            ),
+            stack("q_norm", ("self_attn.q_norm.weight", dim)),
+            stack("k_norm", ("self_attn.k_norm.weight", dim)),
+            stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
+            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
+            stack("gate_up", ("mlp.gate_proj.weight", ffn, hidden), ("mlp.up_proj.weight", ffn, hidden)),
+            stack("down", ("mlp.down_proj.weight", hidden, ffn)),
+        )
 
+    def default_head_dim(self, hidden: int, heads: int) -> int | None:
+        return None
 
-class Qwen3:
-    """Implements `Model`. `weights` has the names and shapes of `weights.layout`."""
-
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: LayerOps, digest: bytes) -> None:
-        self.config = config
-        self.digest = digest
-        self.ops = ops
-        self.embedding = weights["embed"]
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.rope = rope_table(config).to(self.device)
-        self.layers = [Qwen3Layer(*(weights[f"layers.{i}.{name}"] for name in Qwen3Layer._fields)) for i in range(config.num_layers)]
-        self.norm = weights["norm"]
-        self.output = self.embedding if config.tied_embeddings else weights["head"]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding)
-
-    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
-        w, eps = self.layers[index], self.config.norm_eps
-        if residual is None:
-            x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
-        else:
-            x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
-        q, k, v = kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm)
-        x = self._linear_shares(index, "out", kv.attend(index, q, k, v), lora)
-        x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
-        return self._linear_shares(index, "down", self._gated(index, x, lora), lora), residual
-
-    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
-        return self.ops.linear(x, self.output)
-
-    def _linear(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
-        y = self.ops.linear(x, getattr(self.layers[index], name))
-        if lora is not None:
-            lora.add(index, name, x, y)
-        return y
-
-    def _linear_shares(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
-        if lora is None:
-            return self.ops.linear_shares(x, getattr(self.layers[index], name))
-        return self._linear(index, name, x, lora)
-
-    def _gated(self, index: int, x: Tensor, lora: Updates | None) -> Tensor:
-        if lora is None:
-            return self.ops.gated(x, self.layers[index].gate_up)
-        return self.ops.silu_mul(self._linear(index, "gate_up", x, lora))
+    def has_window(self, raw: Mapping[str, Any]) -> bool:
+        """Configs state a window that is off unless `use_sliding_window` turns it on."""
+        return super().has_window({"use_sliding_window": False, **raw})

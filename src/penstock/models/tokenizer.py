@@ -86,7 +86,7 @@ class Tokenizer:
         self._splitter = _only_added(backend)  # takes all other text as one word
         vocabulary = backend.get_vocab()
         self._bytes: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
-        self._span = _Span.of(backend, vocabulary)
+        self._bound = _TokenBound.of(backend, vocabulary)
         self.eos_ids = frozenset(eos_ids)
 
     @property
@@ -104,7 +104,7 @@ class Tokenizer:
 
     def _check_bytes(self, data: bytes, most: int | None) -> None:
         """Refuses what is too long however it is cut into tokens: that is known before any work is done."""
-        if most is not None and self._span is not None and self._span.num_tokens(data) > most:
+        if most is not None and self._bound is not None and self._bound.num_tokens(data) > most:
             raise too_long(f"{len(data)} bytes, which are more than {most} tokens", most)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False) -> list[int]:
@@ -177,14 +177,14 @@ class Tokenizer:
         return self._chat
 
 
-class _Span(NamedTuple):
+class _TokenBound(NamedTuple):
     """How few tokens a text can have, told from its bytes alone."""
 
     longest: int  # bytes of text that one token can stand for
     lost: bytes  # bytes that the vocabulary does not have: they become no token at all
 
     @staticmethod
-    def of(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> _Span | None:
+    def of(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> _TokenBound | None:
         """None where a token has no longest text: blanks around some are swallowed, or text is removed or replaced on the way."""
         added = backend.get_added_tokens_decoder().values()
         lost = bytes(byte for character, byte in BYTE_OF.items() if character not in vocabulary)
@@ -194,7 +194,7 @@ class _Span(NamedTuple):
         if swallows or not known or any(behavior == "Removed" for _, behavior in cutter) or (lost and normalizer):
             return None
         longest = max([1, *map(len, vocabulary), *(len(token.content.encode()) for token in added)])  # of the byte alphabet or plain text
-        return _Span(longest * (NFC_SHRINKS if normalizer else 1), lost)
+        return _TokenBound(longest * (NFC_SHRINKS if normalizer else 1), lost)
 
     def num_tokens(self, data: bytes) -> int:
         """That many at least."""

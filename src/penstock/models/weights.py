@@ -1,81 +1,99 @@
-"""Which tensors a model has, how files call them, and random ones for a config. Owns names, shapes and digests; reads no files."""
+"""The tensors of a model: read from a directory of safetensors files, or random. Owns that format and its bounds, the check against the
+architecture, and the digests.
+
+A safetensors file starts with the length of its header, eight bytes, and the header, a JSON object: name -> dtype, shape and the place in
+the rest of the file. Tensors fill that rest without gaps. (huggingface.co/docs/safetensors)
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.models.hashed_file import DIGEST_BYTES
+from penstock.models.architecture import TensorSpec, WeightSpec
+from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, piece_rows, read_pieces
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
+from penstock.models.registry import architecture_of, layout
 
-DTYPES = ("F32", "BF16", "F16")
+INDEX = "model.safetensors.index.json"
+_METADATA = "__metadata__"
+_MAX_HEADER_BYTES = 100_000_000
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that weights may be stored in
 _NAMED = 6  # tensors listed in an error before the rest is only counted
 
 
-class Part(NamedTuple):
-    """One tensor as safetensors files of this architecture have it."""
+class LoadedWeights(NamedTuple):
+    """Weights on the device, and what they were read from."""
 
-    name: str
-    shape: tuple[int, ...]
-
-
-class Weight(NamedTuple):
-    """One tensor as the model takes it: its parts stacked along rows."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
-
-    @property
-    def numel(self) -> int:
-        return sum(torch.Size(part.shape).numel() for part in self.parts)
+    tensors: dict[str, Tensor]
+    content: dict[str, bytes]  # digest of each tensor's name, dtype, shape and bytes, under its name in the file, in the model's order
 
 
-def layout(config: ModelConfig) -> tuple[Weight, ...]:
-    """Every tensor of the model, in the order in which a forward pass meets them."""
-    return tuple(_layout(config))
+def load_directory(directory: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress) -> LoadedWeights:
+    """The model's tensors on `device` in `dtype`. Every byte is read once, hashed, and copied from there to where it stays."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
+        stored = _stored(files)
+        check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
+        sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
+        reading = stack.enter_context(closing(read_pieces(piece for source in sources for _, piece in _pieces(source))))
+        total, done = sum(weight.numel for weight in layout(config)), 0
+        loaded = LoadedWeights({}, {})
+        for weight in layout(config):
+            out = empty_weight(weight, device, dtype)
+            for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+                digests = list(_fill(room, stored[part.name], reading))
+                loaded.content[part.name] = tensor_digest(part, stored[part.name].dtype, digests)
+            loaded.tensors[weight.name] = out
+            done += weight.numel
+            progress("loading weights", done, total)
+        for file in files:
+            file.check_unchanged()
+    return loaded
 
 
-def _layout(config: ModelConfig) -> Iterator[Weight]:
-    hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
-    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
-    yield _single("embed", "model.embed_tokens.weight", config.vocab, hidden)
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        attention = f"{theirs}.self_attn"
-        yield _single(f"{ours}.attn_norm", f"{theirs}.input_layernorm.weight", hidden)
-        rows = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
-        yield Weight(f"{ours}.qkv", tuple(Part(f"{attention}.{name}.weight", (n, hidden)) for name, n in rows))
-        if config.architecture == "qwen3":
-            yield _single(f"{ours}.q_norm", f"{attention}.q_norm.weight", dim)
-            yield _single(f"{ours}.k_norm", f"{attention}.k_norm.weight", dim)
-        yield _single(f"{ours}.out", f"{attention}.o_proj.weight", hidden, q_rows)
-        yield _single(f"{ours}.ffn_norm", f"{theirs}.post_attention_layernorm.weight", hidden)
-        gate_up = tuple(Part(f"{theirs}.mlp.{name}.weight", (ffn, hidden)) for name in ("gate_proj", "up_proj"))
-        yield Weight(f"{ours}.gate_up", gate_up)
-        yield _single(f"{ours}.down", f"{theirs}.mlp.down_proj.weight", hidden, ffn)
-    yield _single("norm", "model.norm.weight", hidden)
-    if not config.tied_embeddings:
-        yield _single("head", "lm_head.weight", config.vocab, hidden)
+def _stored(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
+    """The tensors of all files together."""
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors = read_header(file)
+        twice = [name for name in tensors if name in stored]
+        if twice:
+            raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
+        stored |= tensors
+    return stored
 
 
-def _single(name: str, source: str, *shape: int) -> Weight:
-    return Weight(name, (Part(source, shape),))
+def _pieces(source: StoredTensor) -> Iterator[tuple[slice, FilePiece]]:
+    """The pieces of a matrix with the rows that each has; a vector is a matrix of one row."""
+    num_rows = source.shape[0] if len(source.shape) > 1 else 1
+    row_bytes = source.num_bytes // num_rows
+    for rows in piece_rows(num_rows, row_bytes):
+        yield rows, FilePiece(source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
 
 
-def empty_weight(weight: Weight, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _fill(room: Tensor, source: StoredTensor, reading: Iterator[tuple[memoryview, bytes]]) -> Iterator[bytes]:
+    """Copy the next pieces of `reading`, which are those of `source`, to `room`; yields their digests."""
+    room = room if room.dim() > 1 else room.unsqueeze(0)
+    for rows, _ in _pieces(source):
+        data, digest = next(reading)
+        room[rows].copy_(torch.frombuffer(data, dtype=_DTYPES[source.dtype]).view(-1, room.shape[1]))
+        yield digest
+
+
+def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Room for one tensor. A matrix that is only multiplied with lies input-major on the CPU, where float32 products of a few rows
     take half the time so; embeddings are looked up by row and stay row-major."""
     if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) == 2 and weight.name != "embed":
@@ -83,31 +101,125 @@ def empty_weight(weight: Weight, device: torch.device, dtype: torch.dtype) -> Te
     return torch.empty(weight.shape, dtype=dtype, device=device)
 
 
+# --------------------------------------------------------------------------------------------------------- which files, and what is in them
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files that together hold the weights."""
+    if (directory / INDEX).is_file():
+        return _indexed_files(directory)
+    files = sorted(directory.glob("*.safetensors"))
+    if directory / "model.safetensors" in files:
+        return (directory / "model.safetensors",)
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ModelError(f"{directory} must hold model.safetensors or {INDEX}; safetensors files there: {found}")
+    return tuple(files)
+
+
+def _indexed_files(directory: Path) -> tuple[Path, ...]:
+    weight_map = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{directory / INDEX} has no usable weight_map")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelError(f"{directory / INDEX} names files outside its directory: {listed(outside)}")
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ModelError(f"{directory} lacks weight files that its index names: {listed(missing)}")
+    return tuple(directory / name for name in names)
+
+
+class StoredTensor(NamedTuple):
+    """One tensor's place in its file."""
+
+    file: WeightFile
+    dtype: str  # as the format spells it
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+    num_bytes: int
+
+
+def read_header(file: WeightFile) -> dict[str, StoredTensor]:
+    """The tensors of a file, all of them inside it."""
+    try:
+        header_bytes = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else 0
+        if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, file.num_bytes - 8):
+            raise ValueError(f"a header of {header_bytes} bytes in a file of {file.num_bytes}")
+        entries = json.loads(file.read(8, header_bytes).decode("utf-8"))
+        if not isinstance(entries, dict):
+            raise ValueError("its header is no JSON object")
+        entries.pop(_METADATA, None)
+        tensors = {name: _tensor(file, 8 + header_bytes, name, entry) for name, entry in entries.items()}
+        _check_places(tensors, 8 + header_bytes, file.num_bytes)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file.path} is damaged or not a safetensors file: {error}") from error
+    return tensors
+
+
+def _tensor(file: WeightFile, data_start: int, name: str, entry: Any) -> StoredTensor:
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, places = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _counts(shape) or not _counts(places) or len(places) != 2:
+        raise ValueError(f"its header does not describe {name}")
+    start, end = places
+    item_bytes = _ITEM_BYTES.get(dtype)  # of one that is not known nothing is read
+    if start > end or (item_bytes is not None and end - start != math.prod(shape) * item_bytes):
+        raise ValueError(f"{name} of shape {shape} in {dtype} does not take the bytes {start} to {end}")
+    return StoredTensor(file, dtype, tuple(shape), data_start + start, end - start)
+
+
+def _counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+
+
+def _check_places(tensors: dict[str, StoredTensor], at: int, num_bytes: int) -> None:
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if tensor.start != at:
+            raise ValueError(f"{name} starts at byte {tensor.start}, expected {at}")
+        at += tensor.num_bytes
+    if at != num_bytes:
+        raise ValueError(f"its tensors end at byte {at} of {num_bytes}")
+
+
 def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: ModelConfig, where: Path) -> None:
     """`found` is what a file has: name -> (shape, dtype as safetensors spells it). All that is wrong with it is one ModelError."""
     expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
+    redundant = architecture_of(config).is_redundant
     present = [name for name in expected if name in found]
     shapes = ((name, list(found[name][0]), list(expected[name])) for name in present)
     problems = {
         "missing tensors": [name for name in expected if name not in found],
-        "unexpected tensors": [name for name in found if name not in expected and not _ignorable(name, config)],
+        "unexpected tensors": [name for name in found if name not in expected and not redundant(name, config)],
         "misshapen tensors": [f"{name} is {shape}, expected {wanted}" for name, shape, wanted in shapes if shape != wanted],
-        f"dtypes other than {', '.join(DTYPES)}": [f"{name} is {found[name][1]}" for name in present if found[name][1] not in DTYPES],
+        f"dtypes other than {', '.join(_DTYPES)}": [f"{name} is {found[name][1]}" for name in present if found[name][1] not in _DTYPES],
     }
     if any(problems.values()):
         stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
         raise ModelError(f"the weights in {where} do not fit its configuration: {stated}")
 
 
-def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store the rotary frequencies, and some repeat a tied output matrix; both follow from what is read."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings)
-
-
 def listed(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+# ------------------------------------------------------------------------------------------------------------- random weights, and identity
 
 
 def dummy_weights(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
@@ -128,15 +240,17 @@ def dummy_weights(config: ModelConfig, seed: int, device: torch.device, dtype: t
     return weights
 
 
-def tensor_digest(part: Part, dtype: str, pieces: Iterable[bytes]) -> bytes:
+def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> bytes:
     """Identity of one tensor in a file: the digests of its pieces, under its name, its shape and the dtype that it is stored in."""
     return _framed(b"penstock-tensor", [part.name.encode(), dtype.encode(), str(list(part.shape)).encode(), b"".join(pieces)])
 
 
 def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes]) -> bytes:
-    """Identity of the function that the weights compute: their `content`, the dtype they run in and the numbers of the config."""
-    numbers = dataclasses.asdict(config)
-    del numbers["eos_ids"]  # when to stop changes no KV
+    """Identity of the function that the weights compute: their `content`, the dtype they run in and the numbers of the config. Those that
+    are as they are by default are left out, so that a new one changes no model that does without it."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
+    numbers.pop("eos_ids", None)  # when to stop changes no KV
     return _framed(b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), str(dtype).encode(), *content])
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.models.model import ModelConfig
-from penstock.models.weights import layout
+from penstock.models.registry import layout
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_MODULES = (*ATTENTION, "gate_proj", "up_proj", "down_proj")

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
 from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.engine import Engine
-from penstock.models.dimensions import BUILT_IN
+from penstock.models.registry import BUILT_IN
 
 _OFFLOAD = ("eviction", "lease_s", "load_always", "load_deadline_s", "ssd_dir", "ssd_gib", "ssd_admission", "remote", "remote_timeout_s")
 

@@ -6,13 +6,12 @@ import functools
 import tempfile
 from pathlib import Path
 
-from penstock.models.dimensions import SMOLLM2_135M
 from penstock.models.gguf_file import GgufFile
-from penstock.models.gguf_tokenizer import tokenizer_files
 from penstock.models.hashed_file import WeightFile
-from penstock.models.registry import embedded_file
+from penstock.models.llama import SMOLLM2_135M
+from penstock.models.loader import embedded_file
 from penstock.models.tokenizer import Tokenizer
-from penstock.models.tokenizer_dir import load_tokenizer
+from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from penstock.models.registry import embedded_file
+from penstock.models.loader import embedded_file
 
 
 @functools.cache

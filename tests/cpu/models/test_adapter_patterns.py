@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.models.adapter_config import AdapterConfig, parse_adapter_config
+from penstock.models.adapters import AdapterConfig, parse_adapter_config
 
 MODULES = [f"model.layers.{layer}.{name}" for layer in (0, 1, 11) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")]
 

@@ -16,10 +16,10 @@ from penstock.errors import ModelError
 from penstock.models.adapters import read_adapter
 from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import load_model
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
 from penstock.models.model import Model, ModelConfig
 from penstock.models.progress import silent
-from penstock.models.registry import load_model
 from penstock.testing.adapters import ALL_MODULES, ATTENTION, PREFIX, adapter_tensors, merged, write_adapter, write_random_adapter
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from penstock.errors import ModelError
-from penstock.models import gguf_convert, hashed_file
-from penstock.models.cache import cache_dir
-from penstock.models.dimensions import parse_config
-from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, load_converted
+from penstock.models import gguf_convert, gguf_file, hashed_file
+from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, cache_dir, load_converted
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress, silent
-from penstock.models.safetensors_dir import LoadedWeights, load_directory, read_json
+from penstock.models.registry import config_of_gguf, parse_config
+from penstock.models.weights import LoadedWeights, load_directory, read_json
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_gguf, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -66,7 +65,7 @@ def test_a_converted_file_has_the_weights_of_the_model_it_was_made_from(tmp_path
 
 def test_without_unpermuting_the_rows_of_q_would_be_another_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the test above would show."""
-    monkeypatch.setattr(gguf_convert, "unpermute", lambda rows, head_dim: rows)
+    monkeypatch.setattr(gguf_file, "unpermute", lambda rows, head_dim: rows)
     q = tiny_tensors(TINY_LLAMA)["model.layers.0.self_attn.q_proj.weight"]
     assert not torch.equal(converted(write_tiny_gguf(tmp_path / "tiny.gguf"))["layers.0.qkv"][: len(q)], q)
 
@@ -301,7 +300,7 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_p
         try:
             with WeightFile(path) as file:
                 source = GgufFile(file)
-            gguf_convert.parse_config(gguf_convert.config_from_metadata(source), "x")
+            parse_config(config_of_gguf(source.metadata, source.tensors, "x"), "x")
             gguf_convert.tokenizer_files(source.metadata, "x")
         except ModelError:
             refused += 1

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.models.dimensions import TINY_QWEN3
 from penstock.models.layers import TorchLayerOps, rope_table, rotate, split_norm_rotate
+from penstock.models.qwen3 import TINY_QWEN3
 
 OPS = TorchLayerOps()
 

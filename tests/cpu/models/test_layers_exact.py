@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.models.dimensions import SMOLLM2_135M, TINY_LLAMA
 from penstock.models.layers import TorchLayerOps, rope_table
+from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA
 from penstock.models.model import ModelConfig
 
 OPS = TorchLayerOps()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ModelError
-from penstock.models.safetensors_dir import INDEX, read_json, weight_files
+from penstock.models.weights import INDEX, read_json, weight_files
 
 DEEP = '{"weight_map": ' + "[" * 200_000 + "]" * 200_000 + "}"
 

@@ -18,9 +18,7 @@ from penstock.models import hashed_file
 from penstock.models.hashed_file import WeightFile
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress, silent
-from penstock.models.safetensors_dir import INDEX, load_directory
-from penstock.models.safetensors_file import read_header
-from penstock.models.weights import layout
+from penstock.models.weights import INDEX, layout, load_directory, read_header
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 
 CPU = torch.device("cpu")

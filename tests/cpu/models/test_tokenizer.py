@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, ModelError
-from penstock.models.dimensions import TINY_LLAMA
+from penstock.models.llama import TINY_LLAMA
 from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
-from penstock.models.tokenizer_dir import load_tokenizer
+from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.embedded import embedded_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
 
@@ -133,8 +133,8 @@ def test_encoding_beside_others_gives_the_ids_of_the_library(text: str, add_spec
 @settings(deadline=None)
 def test_no_text_has_fewer_tokens_than_its_bytes_say(text: str) -> None:
     ids = REAL._backend.encode(text).ids
-    assert REAL._span is not None
-    assert REAL._span.num_tokens(text.encode()) <= len(ids)
+    assert REAL._bound is not None
+    assert REAL._bound.num_tokens(text.encode()) <= len(ids)
     assert REAL.encode(text, most=len(ids)) == ids, "a prompt that fits is never refused"
 
 
@@ -193,7 +193,7 @@ def test_where_a_token_can_stand_for_any_number_of_bytes_none_are_refused() -> N
     for backend in (swallowing, removing, replacing, unknown):
         tokenizer = Tokenizer(backend)
         text = "<E>" + " " * 5000 + "a"
-        assert tokenizer._span is None
+        assert tokenizer._bound is None
         assert tokenizer.encode(text, most=len(tokenizer.encode(text))) == tokenizer.encode(text)
 
 
@@ -208,8 +208,8 @@ def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -
     for character, parts in apart.items():
         spelled = max(len(character.encode()), sum(longest.get(part, len(part.encode())) for part in parts))
         assert spelled <= NFC_SHRINKS * len(unicodedata.normalize("NFC", character).encode())
-    assert Tokenizer(changed(normalizer=normalizers.NFC()))._span == Tokenizer(changed())._span._replace(
-        longest=NFC_SHRINKS * Tokenizer(changed())._span.longest
+    assert Tokenizer(changed(normalizer=normalizers.NFC()))._bound == Tokenizer(changed())._bound._replace(
+        longest=NFC_SHRINKS * Tokenizer(changed())._bound.longest
     )
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.errors import InvalidRequest
 from penstock.models.chat import ChatTemplate
-from penstock.models.gguf_tokenizer import tokenizer_files
 from penstock.models.tokenizer import Tokenizer
+from penstock.models.tokenizer_files import tokenizer_files
 from penstock.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 VOCABULARY: dict[str, Any] = {

@@ -6,9 +6,12 @@ import dataclasses
 
 import torch
 
-from penstock.models.dimensions import QWEN3_4B, TINY_LLAMA, TINY_QWEN3
+from penstock.models.llama import TINY_LLAMA
+from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
-from penstock.models.weights import dummy_digest, dummy_weights, layout, weights_digest
+from penstock.models.qwen3 import QWEN3_4B, TINY_QWEN3
+from penstock.models.registry import layout
+from penstock.models.weights import dummy_digest, dummy_weights, weights_digest
 
 CPU = torch.device("cpu")
 
@@ -51,6 +54,23 @@ def test_digests_tell_apart_whatever_changes_the_kv() -> None:
         weights_digest(TINY_QWEN3, torch.float32, [b"a", b"bc"]),
     ]
     assert len(set(digests)) == len(digests)
+
+
+def test_a_model_keeps_its_identity_from_version_to_version() -> None:
+    """Stored KV is found under it. A change that means to give it up changes these."""
+    assert dummy_digest(TINY_LLAMA, 0, CPU, torch.float32).hex() == "81d965d7c9e3d8fb7e42bee5b33df4fc8d6b6c3589da638431c16129145bd51f"
+    assert dummy_digest(TINY_QWEN3, 0, CPU, torch.float32).hex() == "573676648cd2fe9b58e59daaf86010d41503fed3574666fcac0c1ddbd9a4147b"
+
+
+def test_a_number_that_a_later_version_adds_changes_only_the_models_that_use_it() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class LaterConfig(ModelConfig):
+        window: int | None = None
+
+    later = LaterConfig(**dataclasses.asdict(TINY_LLAMA))
+    windowed = dataclasses.replace(later, window=4096)
+    before, same, other = (weights_digest(config, torch.float32, [b"content"]) for config in (TINY_LLAMA, later, windowed))
+    assert before == same != other
 
 
 def test_when_to_stop_is_no_part_of_the_identity() -> None:

@@ -21,9 +21,9 @@ from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.models.adapters import AdapterFiles, read_adapter
 from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import load_model
 from penstock.models.model import Model
 from penstock.models.progress import silent
-from penstock.models.registry import load_model
 from penstock.server.run import HttpServer
 from penstock.testing.adapters import write_random_adapter
 from penstock.testing.driving import tiny_config

