@@ -460,6 +460,10 @@ class KvLedger(Protocol):
         """Slots that can be drawn now: free or evictable."""
 
     @property
+    def num_free(self) -> int:
+        """Slots that can be drawn now without anything being evicted."""
+
+    @property
     def num_settling(self) -> int:
         """Slots that nobody but a transfer holds: they become available when it is over."""
 
@@ -512,6 +516,11 @@ class KvLedger(Protocol):
     def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Load:
         """Draw slots for the next `num_blocks` blocks of `table` and have them filled from `lease`, which ends with the load.
         `num_next` tokens are computed over them first: where that takes long, it can begin with the first layers."""
+
+    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Load | None:
+        """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free slots, before `owner` has a
+        table for them; None where host memory has none of them, or nothing is shared on the device. Nothing is evicted for it, and no
+        lease ends. When it has landed they are matched like any other block."""
 
     def seal(self, table: Table, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
         """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.

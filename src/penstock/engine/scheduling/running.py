@@ -47,6 +47,11 @@ class Running:
         floor = self._num_promised + match.num_idle
         return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
 
+    def num_spare(self, match: Match) -> int:
+        """Slots that can be filled ahead for a request which does not fit: what others were promised can be drawn all the same, and its
+        own idle blocks that matched stay."""
+        return self._ledger.num_available - match.num_idle - self._num_promised
+
     def _needs(self, track: Track, match: Match) -> int:
         """Blocks of its life that are not on the device."""
         return blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - match.num_blocks

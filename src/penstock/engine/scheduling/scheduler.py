@@ -22,7 +22,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line, want_rank
-from penstock.engine.scheduling.matching import find_match, found_share, is_pending, is_ready, prefetch_waiting
+from penstock.engine.scheduling.matching import find_match, found_share, is_arriving, is_pending, is_ready, prefetch_waiting, promote_ahead
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
@@ -170,7 +170,7 @@ class Scheduler:
 
     def _admit(self, room: Room) -> None:
         for known in self._line.look_again(_LOOK_AGAIN):
-            if is_ready(known):
+            if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
                 self._rank(known, find_match(known, self._ledger))
         passed: set[Track] = set()  # those that wait, and let others go ahead
         waiting = iter(self._line)
@@ -180,6 +180,8 @@ class Scheduler:
                 return
             match = self._try_match(track)
             if match is None:
+                if is_arriving(track):
+                    return  # its blocks come for it alone: nobody overtakes
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
@@ -187,6 +189,7 @@ class Scheduler:
                     return
                 if not self._running.fits(track, match):
                     self._make_room_ahead(track, match)
+                    promote_ahead(track, match, self._running.num_spare(match), self._ledger)
                     return  # nobody overtakes: what is freed goes to the first in line
                 if not self._running.has_room(track, match):
                     return
@@ -233,7 +236,7 @@ class Scheduler:
 
     def _try_match(self, track: Track) -> Match | None:
         """None: it waits, and others may go ahead."""
-        if not is_ready(track):
+        if not is_ready(track) or is_arriving(track):
             return None
         if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
             return None  # what it lacks comes without its doing: share it

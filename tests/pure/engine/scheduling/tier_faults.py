@@ -147,9 +147,9 @@ def goes_on_without_the_step_that_failed(patch: Patch) -> None:
 def reports_what_never_came(patch: Patch) -> None:
     def make(compute: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Track, num_landed: int, block_tokens: int) -> None:
-            colder = self.colder
+            found = self.found
             compute(self, num_landed, block_tokens)
-            self.colder = colder
+            self.found = found
 
         return faulty
 
