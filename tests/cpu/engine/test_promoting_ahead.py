@@ -11,7 +11,7 @@ import torch
 
 from cpu.engine.test_engine import check_at_rest
 from cpu.engine.test_tiers import forget, states, turn, until
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded
@@ -129,6 +129,42 @@ def test_a_loop_of_its_own_brings_it_to_its_end(make_engine: MakeEngine, prompts
     assert [token for event in got for token in event.tokens] == expected
     assert got[0].source == KvSource(host=399, computed=1)
     assert len(load.passed[0][0]) >= 16, "most of it came while the other one ran"
+
+
+def test_a_copy_waits_for_a_step_that_still_uses_its_slots(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is cancelled while a step of it is under way, and its last slot is among those that are filled ahead."""
+    engine, load, expected = crowded(make_engine, prompts)
+    load.let()
+    running = submit(engine, prompts(20, seed=9), max_tokens=RUNNING)
+    other = submit(engine, prompts(70, seed=8), max_tokens=8)
+    until(engine, lambda: len(running.tokens) > 2 and len(other.tokens) > 2)
+    behind = submit(engine, prompts(LENGTH))
+    turn(engine)
+    scheduler = engine._parts.scheduler
+    track = scheduler._tracks[behind.request_id]
+    assert track.ahead is None and other.finish is None, "15 slots are nobody's"
+    last = int(scheduler._running.tracks[other.request_id].held_table().slots(70)[-1])
+    gate = threading.Event()
+    engine._parts.lanes[0].submit(lambda: gate.wait(30.0), label="gate")
+    turn(engine)  # launches a step behind the gate
+    engine.cancel(other.request_id)
+    plan = scheduler.plan
+
+    def plan_and_let_go() -> StepPlan | None:
+        planned = plan()
+        gate.set()
+        return planned
+
+    monkeypatch.setattr(scheduler, "plan", plan_and_let_go)
+    turn(engine)
+    ahead = track.ahead
+    assert isinstance(ahead, Promotion) and last in ahead.dest_slots and len(ahead.after) == 1
+    until(engine, lambda: ahead.settled)
+    engine.cancel(running.request_id)
+    run_all(engine)
+    assert behind.tokens == expected and behind.source == KvSource(host=399, computed=1)
 
 
 def test_a_copy_that_fails_costs_nothing_but_time(make_engine: MakeEngine, prompts: Prompts) -> None:

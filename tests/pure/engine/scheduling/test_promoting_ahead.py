@@ -255,7 +255,7 @@ def test_it_keeps_its_place_in_line_while_its_blocks_come() -> None:
     world.plan()
     assert ahead_of(world, waiting)
     world.now_s += 15.0
-    behind = world.submit(C[:4], 4, ignore_eos=True)
+    behind = world.submit([*B[:4], 5], 4, ignore_eos=True)  # finds nearly all of itself
     for _ in range(6):
         world.plan()
         world.commit()
