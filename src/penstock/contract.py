@@ -269,7 +269,8 @@ class Arrival(NamedTuple):
 
 
 class Load(Protocol):
-    """Blocks on their way from a colder tier into the slots of a table. Asked from the engine thread; never blocks."""
+    """Blocks on their way from a colder tier to the device: into the slots of a table, or ahead of one. Asked from the engine thread; never
+    blocks."""
 
     @property
     def arrivals(self) -> tuple[Arrival, ...] | None:

@@ -39,7 +39,8 @@ class Running:
         first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED else self._budget.overcommit
-        return self._num_promised + lifetime <= available * overcommit and first_step <= available
+        num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))  # taken for it alone: they count as if it had yet to draw them
+        return self._num_promised + lifetime + num_ahead <= (available + num_ahead) * overcommit and first_step <= available
 
     def has_room(self, track: Track, match: Match) -> bool:
         """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what others were promised can be

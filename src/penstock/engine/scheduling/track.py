@@ -116,6 +116,10 @@ class Track:
             runs += [("device", first - end_before), ("host", end - first)]
         return [*runs, ("device", num_blocks - end)]
 
+    def num_brought(self, num_blocks: int) -> int:
+        """How many of its first `num_blocks` blocks were copied to the device for it while it waited."""
+        return sum(max(0, min(some.stop, num_blocks) - some.start) for some in self.brought)
+
     def compute_rest(self, num_landed: int, block_tokens: int) -> None:
         """Of its load no more than `num_landed` blocks arrived, and the copies are over: slots behind them are computed like any others."""
         self.load, self.computes = None, True

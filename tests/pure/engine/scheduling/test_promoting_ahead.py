@@ -145,6 +145,27 @@ def test_a_retracted_request_keeps_the_tail_that_was_saved_for_it() -> None:
     world.close()
 
 
+def test_slots_that_are_made_free_for_it_are_filled() -> None:
+    """The device is full of what host memory does not have. Some of that is moved for whoever is next, and its own blocks come instead."""
+    world = World(num_slots=12, prefill_chunk=64, cold=Cold(4, postpones=True))
+    world.submit(A, 1, ignore_eos=True)
+    world.finish()
+    world.cache.reset(["device"])
+    for number in (1, 2, 3):
+        world.submit([number] * 16, 1, ignore_eos=True)
+        world.finish()
+    running = world.submit(B[:4], 25, ignore_eos=True)
+    world.step()
+    waiting = world.submit([*A, 1], 8, ignore_eos=True)
+    assert world.cache.num_free == 0
+    for _ in range(16):
+        world.step()
+        world.check()
+    assert world.state_of(running) == "running" and num_on_device(world, A) == 4
+    world.close()
+    assert source_of(world, waiting) == KvSource(host=16, computed=1)
+
+
 # ----------------------------------------------------------------------------------------------------- what it may not take
 
 
@@ -177,6 +198,22 @@ def test_what_others_were_promised_can_be_drawn_while_it_comes(num_running: int)
         world.commit()
         world.check()
     assert world.outcome(running)[1] is FinishReason.LENGTH and world.scheduler.counts.retractions == 0
+    world.close()
+
+
+def test_where_promises_may_exceed_memory_it_is_admitted_as_early_as_without() -> None:
+    """What was copied ahead takes slots that could have been promised several times over, but for its own request alone."""
+    world = remembered(A[:8], num_slots=12, prefill_chunk=64, overcommit=4.0)
+    world.submit(list(range(6)) * 5 + [5, 5], 5, ignore_eos=True)
+    second = world.submit([6, 6, 6], 2, ignore_eos=True)
+    waiting = world.submit([*A[:8], 1], 39, ignore_eos=True)
+    planned(world)
+    assert ahead_of(world, waiting).num_blocks == 2
+    land(world)
+    world.cancel(second)
+    world.plan()
+    assert world.state_of(waiting) == "running"
+    world.cancel(waiting)
     world.close()
 
 
