@@ -59,6 +59,7 @@ class Scheduler:
         self._num_orders = 0
         self._shortest_first = False
         self._num_looks = 0
+        self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
         self._grace = 0  # how long the room of whoever has ended is kept for its next request
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
@@ -91,6 +92,11 @@ class Scheduler:
         retracted, loading = self._line.num_retracted, self._running.num_loading
         waiting, running = len(self._line) - retracted, len(self._running) - loading
         return {"waiting": waiting, "loading": loading, "running": running, "retracted": retracted}
+
+    @property
+    def awaits_load(self) -> bool:
+        """Whether the last plan left requests out because their KV is on its way to the device."""
+        return self._is_held or self._running.num_loading > 0
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
@@ -169,6 +175,7 @@ class Scheduler:
         self._line.add(track)
 
     def _admit(self, room: Room) -> None:
+        self._is_held = False
         for known in self._line.look_again(_LOOK_AGAIN):
             if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
                 self._rank(known, find_match(known, self._ledger))
@@ -181,6 +188,7 @@ class Scheduler:
             match = self._try_match(track)
             if match is None:
                 if is_arriving(track):
+                    self._is_held = True
                     return  # its blocks come for it alone: nobody overtakes
                 passed.add(track)
                 continue

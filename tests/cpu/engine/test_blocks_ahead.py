@@ -96,9 +96,12 @@ def test_the_engine_looks_at_a_copy_that_is_all_there_is_to_do(
     waits: list[float] = []
     wait = engine._inbox.wait
     monkeypatch.setattr(engine._inbox, "wait", lambda timeout_s: waits.append(timeout_s) or wait(timeout_s))
+    exposed_s = engine.stats().load_exposed_s
     turn(engine)
-    assert waits and max(waits) <= POLL_MOST_S, "it does not sleep until somebody asks for something"
+    exposed_s = engine.stats().load_exposed_s - exposed_s
     load.let()
+    assert waits and max(waits) <= POLL_MOST_S, "it does not sleep until somebody asks for something"
+    assert exposed_s > 0.0, "a request waits for its KV, and nothing else is computed"
     run_all(engine)
     assert ahead.settled and behind.tokens == expected and behind.source == KvSource(host=399, computed=1)
 
