@@ -255,6 +255,27 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
             rig.flow()
 
 
+def awaiting_room(num_tokens: int, num_requests: int) -> Times:
+    """All but one run, and there is no room for that one yet. Host memory has its prompt; it is copied to the device meanwhile."""
+    num = max(32, blocks(num_tokens))
+    rig = Rig(2 * num + 4 * num_requests + 8, num_requests + 1, num_host=num, has_disk=False)
+    tokens = prompt(num * BLOCK)
+    prefix = rig.cache.prefix_of(tokens)
+    assert prefix is not None and rig.cache.ladder is not None
+    remember(rig.cache.ladder.host._pool, prefix.keys)
+    rig.submit([1, 2, 3], max_tokens=(num - 32) * BLOCK + 32)
+    for _ in range(1, num_requests):
+        rig.submit([1, 2, 3], max_tokens=3 * BLOCK)
+    rig.step()
+    rig.submit(tokens, (num + 4 * num_requests) * BLOCK, prefix)
+    for turn in range(20):
+        ms, plan = timed(rig.plan)
+        yield "room is awaited: first plan" if turn == 0 else "room is awaited: plan", ms
+        rig.commit(plan)
+        if turn % 5 == 4:
+            yield "room is awaited: settle", timed(rig.flow)[0]
+
+
 def remember(pool: BlockPool, keys: Sequence[bytes]) -> None:
     """Somebody has used these blocks before."""
     hold = pool.hold("somebody")
@@ -383,7 +404,7 @@ class NoTicket:
         pass
 
 
-CASES = (decoding, waiting, queueing, prefilling, computing, coming_and_going, retracting, persisting, echoing)
+CASES = (decoding, waiting, queueing, awaiting_room, prefilling, computing, coming_and_going, retracting, persisting, echoing)
 
 # ------------------------------------------------------------------------------------------------------------------------- table
 

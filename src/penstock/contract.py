@@ -269,7 +269,8 @@ class Arrival(NamedTuple):
 
 
 class Load(Protocol):
-    """Blocks on their way from a colder tier into the slots of a table. Asked from the engine thread; never blocks."""
+    """Blocks on their way from a colder tier to the device: into the slots of a table, or ahead of one. Asked from the engine thread; never
+    blocks."""
 
     @property
     def arrivals(self) -> tuple[Arrival, ...] | None:
@@ -461,7 +462,7 @@ class KvLedger(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Those of them that have no block."""
+        """Slots that can be drawn now without anything being evicted."""
 
     @property
     def num_settling(self) -> int:
@@ -516,6 +517,11 @@ class KvLedger(Protocol):
     def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Load:
         """Draw slots for the next `num_blocks` blocks of `table` and have them filled from `lease`, which ends with the load.
         `num_next` tokens are computed over them first: where that takes long, it can begin with the first layers."""
+
+    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Load | None:
+        """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free slots, before `owner` has a
+        table for them; None where host memory has none of them, or nothing is shared on the device. Nothing is evicted for it, and no
+        lease ends. When it has landed they are matched like any other block."""
 
     def seal(self, table: Table, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
         """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.

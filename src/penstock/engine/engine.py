@@ -244,7 +244,7 @@ class Engine:
             return
         started = time.monotonic()
         self._inbox.wait(min(timeout_s, cache.look_again_s if cache.num_in_flight and not cache.is_hauling else POLL_BEHIND_S))
-        if self._parts.scheduler.num_by_state()["loading"]:
+        if self._parts.scheduler.awaits_load:
             self._load_exposed_s += time.monotonic() - started
 
     def refuse(self, why: str) -> None:

@@ -338,6 +338,28 @@ class KvCache:
         self._promoting[promotion] = own
         return promotion
 
+    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Promotion | None:
+        """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free slots, before `owner` has a
+        table for them; None where host memory has none of them, or there is nothing to leave them in. They are idle blocks when they have
+        landed, whatever has become of `owner`."""
+        if self.ladder is None or not self._prefix_cache:
+            return None
+        keys = prefix.keys[first : first + min(num_blocks, self._pool.num_free)]
+        kept = self.ladder.host.pin_run(keys, owner)
+        if kept is None:
+            return None
+        num_blocks = len(kept.run)
+        reservation = self._pool.try_reserve(num_blocks, owner)
+        if reservation is None:
+            raise InvariantBroken(f"{num_blocks} free slots of the device cannot be drawn")
+        table = BlockTable(self._pool.hold(owner), self.block_tokens, None, 0)
+        reservation.commit(table.hold)
+        pin = self._pool.pin_run(table.hold, 0, num_blocks, owner)
+        table.hold.end()  # from here on the transfer alone has the slots
+        promotion = self.ladder.promote_ahead(pin, reservation.after, kept, keys[:num_blocks], first)
+        self._promoting[promotion] = table
+        return promotion
+
     def _haul(self, own: BlockTable, first: int, lease: HostLease, keys: Sequence[bytes], after: tuple[Fence, ...]) -> Haul:
         if self.ladder is None:
             raise InvariantBroken(f"{own.owner!r} promotes, and there is no colder tier")
@@ -464,6 +486,9 @@ class KvCache:
         if self.ladder is not None and self.ladder.behind is not None and not wanted.isdisjoint(("host", *self.cold_tiers)):
             self.ladder.behind.end_fetches(keeps=False)  # what is forgotten does not come back by itself
         if "device" in wanted:
+            for promotion, own in self._promoting.items():
+                if own not in self._tables:  # nobody has them: what is forgotten does not come back by itself
+                    promotion.keys = ()
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
         if "host" in wanted and self.ladder is not None:
             forgotten["host"] = self.ladder.host.reset()

@@ -51,7 +51,7 @@ def test_only_a_wait_for_a_load_is_exposed(make_engine: MakeEngine, prompts: Pro
         engine.wait_work(0.001)
         assert engine.stats().load_exposed_s == 0.0
         with monkeypatch.context() as patched:  # a load that somebody waits for is over before a test could be sure of it
-            patched.setattr(engine._parts.scheduler, "num_by_state", lambda: {"loading": 1})
+            patched.setattr(type(engine._parts.scheduler), "awaits_load", True)
             engine.wait_work(0.001)
         assert engine.stats().load_exposed_s > 0.0
     finally:

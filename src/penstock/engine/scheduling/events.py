@@ -58,8 +58,8 @@ class Events:
     def _first_news(self, track: Track) -> tuple[PromptLogprobs | None, KvSource]:
         """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's KV came from."""
         track.started = True
-        tokens = Counter(device=track.num_device)
-        for tier, num in track.colder:
+        tokens: Counter[str] = Counter()
+        for tier, num in track.found:
             tokens[tier] += num
         source = KvSource(**tokens, computed=track.num_prompt - tokens.total())
         for tier, num_tokens in asdict(source).items():

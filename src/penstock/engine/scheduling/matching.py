@@ -1,5 +1,5 @@
 """What of a waiting request is cached: on the device, and behind that under its lease in colder tiers. Owns when a lease is of use, when
-another one is asked for, and when the coldest of it is read ahead; holds nothing itself."""
+another one is asked for, and what is brought nearer while it waits; holds nothing itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from penstock.engine.scheduling.track import Track
 
 _NO_MATCH = Match(0, 0, False)
 _PREFETCHED = 4  # requests from the head of the line, whose cold blocks are brought nearer
+# Blocks that are copied to the device in one transfer before their request is admitted. Fewer lose the rate of the link, and save less time
+# than a plan takes. With more, a request that fits meanwhile would wait long for the end of its copy, and so would others' loads behind it.
+_LEAST_AHEAD = 16
+_MOST_AHEAD = 512
 
 
 def is_ready(track: Track) -> bool:
@@ -44,6 +48,14 @@ def find_match(track: Track, ledger: KvLedger) -> Match:
         _lease_again(track, track.prefix, ledger)
         match = ledger.match(track.prefix.keys, track.lease, track.want)
     return match
+
+
+def is_arriving(track: Track) -> bool:
+    """Whether blocks are being copied to the device for it while it waits: it is matched when they have come. Nobody overtakes it
+    meanwhile. Not where the copy is late: it goes on without."""
+    if track.ahead is not None and track.ahead.settled:
+        track.end_ahead()
+    return track.ahead is not None and not track.ahead.overdue
 
 
 def _may_lease(track: Track, match: Match) -> bool:
@@ -80,3 +92,16 @@ def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger) -> None:
             track.prefetch = ledger.prefetch(track.prefix, track.request.id, track.lease)
             if track.prefetch is not None:
                 return
+
+
+def promote_ahead(track: Track, match: Match, num_spare: int, ledger: KvLedger) -> None:
+    """It is next, and there is no room for all of it yet. What host memory has behind its blocks on the device is copied into free slots
+    meanwhile, `num_spare` at most, where later matches find it. Its lease stays as it is."""
+    if not match.num_colder or not track.may_promote_ahead or track.ahead is not None or track.prefix is None or track.lease is None:
+        return
+    num_host = sum(num for tier, num in track.lease.runs_from(match.num_blocks)[:1] if tier == "host")
+    num_blocks = min(match.num_colder, num_host, num_spare, ledger.num_free, _MOST_AHEAD)
+    if num_blocks >= _LEAST_AHEAD:
+        track.ahead = ledger.promote_ahead(track.request.id, track.prefix, match.num_blocks, num_blocks)
+        track.ahead_first = match.num_blocks
+        track.may_promote_ahead = track.ahead is not None

@@ -39,7 +39,8 @@ class Running:
         first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED else self._budget.overcommit
-        return self._num_promised + lifetime <= available * overcommit and first_step <= available
+        num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))  # taken for it alone: they count as if it had yet to draw them
+        return self._num_promised + lifetime + num_ahead <= (available + num_ahead) * overcommit and first_step <= available
 
     def fits_free(self, track: Track, match: Match) -> bool:
         """Whether, moreover, nothing at all has to be forgotten for it or for those that run."""
@@ -50,6 +51,11 @@ class Running:
         drawn meanwhile."""
         floor = self._num_promised + match.num_idle
         return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
+
+    def num_spare(self, match: Match) -> int:
+        """Slots that can be filled ahead for a request which does not fit: what others were promised can be drawn all the same, and its
+        own idle blocks that matched stay."""
+        return self._ledger.num_available - match.num_idle - self._num_promised
 
     def _needs(self, track: Track, match: Match) -> int:
         """Blocks of its life that are not on the device."""

@@ -22,7 +22,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line, want_rank
-from penstock.engine.scheduling.matching import find_match, found_share, is_pending, is_ready, prefetch_waiting
+from penstock.engine.scheduling.matching import find_match, found_share, is_arriving, is_pending, is_ready, prefetch_waiting, promote_ahead
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
@@ -59,6 +59,7 @@ class Scheduler:
         self._num_orders = 0
         self._shortest_first = False
         self._num_looks = 0
+        self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
         self._grace = 0  # how long the room of whoever has ended is kept for its next request
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
@@ -91,6 +92,11 @@ class Scheduler:
         retracted, loading = self._line.num_retracted, self._running.num_loading
         waiting, running = len(self._line) - retracted, len(self._running) - loading
         return {"waiting": waiting, "loading": loading, "running": running, "retracted": retracted}
+
+    @property
+    def awaits_load(self) -> bool:
+        """Whether the last plan left requests out because their KV is on its way to the device."""
+        return self._is_held or self._running.num_loading > 0
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
@@ -169,10 +175,11 @@ class Scheduler:
         self._line.add(track)
 
     def _admit(self, room: Room) -> None:
+        self._is_held = False
         if len(self._line) == 1 and self._start_alone(next(iter(self._line)), room):
             return
         for known in self._line.look_again(_LOOK_AGAIN):
-            if is_ready(known):
+            if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
                 self._rank(known, find_match(known, self._ledger))
         passed: set[Track] = set()  # those that wait, and let others go ahead
         waiting = iter(self._line)
@@ -182,6 +189,9 @@ class Scheduler:
                 return
             match = self._try_match(track)
             if match is None:
+                if is_arriving(track):
+                    self._is_held = True
+                    return  # its blocks come for it alone: nobody overtakes
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
@@ -189,6 +199,7 @@ class Scheduler:
                     return
                 if not self._running.fits(track, match):
                     self._make_room_ahead(track, match)
+                    promote_ahead(track, match, self._running.num_spare(match), self._ledger)
                     return  # nobody overtakes: what is freed goes to the first in line
                 if not self._running.has_room(track, match):
                     return
@@ -246,7 +257,7 @@ class Scheduler:
 
     def _try_match(self, track: Track) -> Match | None:
         """None: it waits, and others may go ahead."""
-        if not is_ready(track):
+        if not is_ready(track) or is_arriving(track):
             return None
         if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
             return None  # what it lacks comes without its doing: share it

@@ -44,9 +44,8 @@ class Track:
     num_committed: int = 0  # tokens whose KV a finished step has computed
     num_in_flight: int = 0  # tokens being sampled, not yet known
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
-    num_device: int = 0  # prompt tokens found in device memory when it first ran
-    colder: Runs = ()  # prompt tokens promoted when it first ran, by tier, in order
-    loading: Runs = ()  # tokens that its load brings, by tier, in order
+    found: Runs = ()  # prompt tokens that were there when it first ran, by the tier that had them, in order
+    sources: Runs = ()  # the same for its table, as that was opened: what its load brings included
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
     lease: Lease | None = None  # what colder tiers keep for it until it is admitted
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
@@ -56,6 +55,10 @@ class Track:
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
     may_prefetch: bool = True  # nobody has looked yet whether something should be
+    ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,
+    ahead_first: int = 0  # and the block that this begins with
+    may_promote_ahead: bool = True  # no such copy has failed
+    brought: tuple[range, ...] = ()  # blocks that have come that way, in order
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
@@ -96,12 +99,26 @@ class Track:
         """It has a table that starts with what matched. At least one token is always computed: on a full match the last one, whose KV is
         there already and is not written again."""
         num_all = (match.num_blocks + match.num_colder) * block_tokens
+        self.end_ahead()
         self.num_resident = match.num_blocks * block_tokens
         self.num_cached = num_all if self.lease is None else min(num_all, max(self.lease.num_tokens, self.num_resident))
         self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
         runs = () if self.lease is None else self.lease.runs_from(match.num_blocks)
-        self.loading = tuple((tier, num * block_tokens) for tier, num in runs)
+        self.sources = tuple((tier, num * block_tokens) for tier, num in (*self._resident_runs(match.num_blocks), *runs))
         self.note_sources()
+
+    def _resident_runs(self, num_blocks: int) -> list[tuple[str, int]]:
+        """Whose the first `num_blocks` blocks were, which are on the device: what was copied there for it came from host memory."""
+        runs: list[tuple[str, int]] = []
+        end = 0
+        for brought in self.brought:
+            first, end_before, end = min(brought.start, num_blocks), end, min(brought.stop, num_blocks)
+            runs += [("device", first - end_before), ("host", end - first)]
+        return [*runs, ("device", num_blocks - end)]
+
+    def num_brought(self, num_blocks: int) -> int:
+        """How many of its first `num_blocks` blocks were copied to the device for it while it waited."""
+        return sum(max(0, min(some.stop, num_blocks) - some.start) for some in self.brought)
 
     def compute_rest(self, num_landed: int, block_tokens: int) -> None:
         """Of its load no more than `num_landed` blocks arrived, and the copies are over: slots behind them are computed like any others."""
@@ -118,11 +135,9 @@ class Track:
     def note_sources(self) -> None:
         """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were not found."""
         if not self.ran:
-            self.num_device = min(self.num_resident, self.num_planned)
-            self.colder = _first(self.loading, self.num_planned - self.num_device)
+            self.found = _first(self.sources, self.num_planned)
         elif not self.started:
-            self.num_device = min(self.num_device, self.num_planned)
-            self.colder = _first(self.colder, self.num_planned - self.num_device)
+            self.found = _first(self.found, self.num_planned)
 
     def end_lease(self) -> None:
         """Idempotent."""
@@ -135,6 +150,15 @@ class Track:
         if self.prefetch is not None:
             self.prefetch.end()
             self.prefetch = None
+
+    def end_ahead(self) -> None:
+        """It waits no longer for what is copied to the device for it: that has come, has failed, or is late. Idempotent."""
+        if self.ahead is not None:
+            first, num_blocks = self.ahead_first, self.ahead.num_landed
+            kept = (range(some.start, min(some.stop, first)) for some in self.brought)  # the device had lost what was behind `first`
+            self.brought = *(some for some in kept if some), range(first, first + num_blocks)
+            self.may_promote_ahead = num_blocks > 0
+            self.ahead = None
 
     def held_table(self) -> Table:
         if self.table is None:

@@ -458,6 +458,12 @@ class HostTier:
             here = [slot for slot in slots if slot != ABSENT]
             return slots, self._pool.pin(here, owner) if here else None
 
+    def pin_run(self, keys: Sequence[bytes], owner: str) -> Pin | None:
+        """A pin on the longest run of leading `keys` that are here; None where the first is not."""
+        with self._lock:
+            run = self._pool.find(keys)
+            return self._pool.pin(run, owner) if len(run) else None
+
     def coldest(self, num: int) -> list[bytes]:
         """Keys of blocks that are evicted soon, roughly the first first."""
         with self._lock:

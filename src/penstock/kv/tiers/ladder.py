@@ -18,7 +18,7 @@ import numpy as np
 from penstock.contract import Fence, Lease
 from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
 from penstock.figures import Histogram, Traffic
-from penstock.kv.blocks.handles import Hold, RunPin
+from penstock.kv.blocks.handles import Hold, Pin, RunPin
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
 from penstock.kv.blocks.table import BlockTable
@@ -283,17 +283,29 @@ class Ladder:
         layered = num_next >= self._limits.overlap_tokens
         promotion = Promotion(pin, sources, kept, self._groups(pin.num_slots, layered), layered)
         promotion.after, promotion.keys = tuple(after), keys
+        self._send_up(promotion, lambda: self.host.keep(lease, *kept))
+        return promotion
+
+    def promote_ahead(self, pin: RunPin, after: Sequence[Fence], kept: Pin, keys: Sequence[bytes], first: int) -> Promotion:
+        """Fill the slots of `pin` with blocks `first..` of a prefix, which have `keys` and lie where `kept` protects them. Nobody has a
+        table for them: they come as whole blocks. If this raises, both pins have ended."""
+        promotion = Promotion(pin, kept.slots, [kept], self._whole, layered=False)
+        promotion.after, promotion.keys, promotion.first = tuple(after), keys, first
+        self._send_up(promotion, lambda: self.host.end_handles([kept]))
+        return promotion
+
+    def _send_up(self, promotion: Promotion, undo: Callable[[], None]) -> None:
+        """Where this raises, its slots on the device have been given back, and `undo` was called for the others."""
         promotion.deadline_s = time.monotonic() + self._limits.load_deadline_s
         try:
             self.promoter.submit(promotion)
         except BaseException:
-            self.host.keep(lease, *kept)
-            pin.end()
+            undo()
+            promotion.pins[0].end()
             raise
         self.link.note_try()
         if self.behind is not None:
-            self.behind.used(keys)
-        return promotion
+            self.behind.used(promotion.keys)
 
     def haul(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], after: Sequence[Fence]) -> Haul:
         """As `promote`, where some of the blocks are colder than host memory: they are read while others are promoted."""

@@ -36,7 +36,7 @@ def counts_every_colder_token_to_the_host(patch: Patch) -> None:
 
     def faulty(self: Track) -> None:
         note(self)
-        self.colder = (("host", sum(num for _, num in self.colder)),) if self.colder else ()
+        self.found = tuple((tier if tier == "device" else "host", num) for tier, num in self.found)
 
     patch.setattr(Track, "note_sources", faulty)
 
@@ -45,9 +45,9 @@ def counts_tokens_that_did_not_come_to_their_tier(patch: Patch) -> None:
     compute = Track.compute_rest
 
     def faulty(self: Track, num_landed: int, block_tokens: int) -> None:
-        colder = self.colder
+        found = self.found
         compute(self, num_landed, block_tokens)
-        self.colder = colder
+        self.found = found
 
     patch.setattr(Track, "compute_rest", faulty)
 
@@ -57,9 +57,11 @@ def counts_from_the_wrong_end(patch: Patch) -> None:
     note = Track.note_sources
 
     def faulty(self: Track) -> None:
-        loading, self.loading = self.loading, self.loading[::-1]
+        sources = self.sources
+        device = [run for run in sources if run[0] == "device"]
+        self.sources = *device, *(run for run in sources[::-1] if run[0] != "device")
         note(self)
-        self.loading = loading
+        self.sources = sources
 
     patch.setattr(Track, "note_sources", faulty)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from scheduler_device import BLOCK, prompt_logprobs
@@ -38,8 +39,23 @@ def check_turn(world: World, request_id: str) -> None:
         world.seen["overtakes"] += 1
 
 
+def check_ahead(world: World, request_id: str) -> None:
+    """Blocks are copied to the device for it now: it is next, can use them, and none are on their way for it already."""
+    asked = world.asked[request_id]
+    assert asked.request.may_match and world.state_of(request_id) in ("waiting", "retracted"), "nobody waits for it"
+    assert asked.ahead is None or asked.ahead.settled, f"{request_id} has blocks copied ahead twice at once"
+    for other in tuple(world.scheduler._line):
+        if other.request.id == request_id:
+            return
+        assert not _may_start(world, other), f"blocks are copied ahead for {request_id}, and {other.request.id} is next"
+
+
 def _may_start(world: World, track: Track) -> bool:
-    """It need not wait for a step, a save, a store, or for what somebody else computes or loads."""
+    """It need not wait for a step, a save, a store, or for what somebody else computes or loads. Nor is it overtaken while what it lacks
+    is copied to the device for it, unless that is late."""
+    ahead = world.asked[track.request.id].ahead
+    if ahead is not None and not ahead.settled and not ahead.overdue:
+        return True
     others = len(world.scheduler._running) or world.cache.num_settling
     return is_ready(track) and not (others and is_pending(track, world.cache))
 
@@ -198,5 +214,5 @@ def _check_source(event: TokenEvent, asked: Asked) -> None:
     assert source is not None
     assert sum(dataclasses.astuple(source)) == num_prompt and min(dataclasses.astuple(source)) >= 0, "sources sum to the prompt"
     told = {tier: num for tier, num in dataclasses.asdict(source).items() if num and tier != "computed"}
-    assert told == +asked.num_by_tier, "the source is not true"
+    assert told == Counter(asked.came), "the source is not true"
     assert source.host + source.ssd + source.remote <= asked.num_landed, "it never got so much from colder tiers"

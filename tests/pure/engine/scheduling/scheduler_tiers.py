@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 from scheduler_device import BLOCK, LAYERS, Device
 
+from penstock.engine.scheduling import matching
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers import behind as behind_module
@@ -99,7 +100,8 @@ class Tiers:
 
 
 def land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transfers of a few blocks are in several parts already."""
+    """Transfers of a few blocks are in several parts already, and worth being made ahead."""
+    monkeypatch.setattr(matching, "_LEAST_AHEAD", 1)
     monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
     monkeypatch.setattr(ladder_module, "_LAST_BYTES", LAYOUT.block_bytes)
     monkeypatch.setattr(behind_module, "_PART_BYTES", LAYOUT.block_bytes)

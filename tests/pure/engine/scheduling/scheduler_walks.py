@@ -120,6 +120,21 @@ class Walker:
             self.tiers.launch("device")
         self.plan(r)
 
+    def a_prefix_in_host_memory_waits_for_room(self, r: random.Random) -> None:
+        """Somebody runs, for long, and there is not room enough for whoever is next."""
+        if r.random() < 0.5:
+            for _ in range(30):
+                if not self.world.step():
+                    break
+        self.world.cache.reset(["device"])
+        num_tokens = self.world.cache.num_blocks * BLOCK
+        self._submit(STEMS[2][: r.randint(1, 5)], r.randint(2, num_tokens // 2), {"ignore_eos": True})
+        self.plan(r)
+        if self.world.asked:
+            known = r.choice(list(self.world.asked.values())).known[: num_tokens - 4]
+            self._submit(known, r.randint(1, num_tokens - len(known)), {})
+        self.plan(r)
+
     # --------------------------------------------------------------------------------------------------------------- steps
 
     def plan(self, r: random.Random) -> None:
@@ -238,6 +253,7 @@ WEIGHTS = {
     "continue_a_conversation": 5,
     "cancel": 4,
     "a_prefix_comes_back": 14,
+    "a_prefix_in_host_memory_waits_for_room": 6,
     "plan": 8,
     "commit": 8,
     "turns": 6,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler_device import BLOCK, EOS, SCOPE, Device, generate
-from scheduler_rules import check_event, check_plan, check_turn, check_wants
+from scheduler_rules import check_ahead, check_event, check_plan, check_turn, check_wants
 from scheduler_tiers import Cold, Tiers
 from scheduler_times import UNTIMED, Timed, check_time
 
@@ -60,25 +60,51 @@ class WatchedCache(KvCache):
             check_turn(self._world, owner)
             self._world.admitted.append(owner)
         self.tables[owner] = super().open(owner, prefix, num_blocks)
-        if owner in self._world.asked:
-            self._world.asked[owner].num_opened, self._world.asked[owner].runs = num_blocks, []
+        if (asked := self._world.asked.get(owner)) is not None:
+            asked.open(num_blocks)
         return self.tables[owner]
 
     def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion | Haul:
         assert isinstance(table, BlockTable)
         asked, first = self._world.asked[table.owner], table.num_slots
-        asked.runs = [(tier, num * BLOCK) for tier, num in lease.runs_from(first)]
+        asked.sources += [tier for tier, num in lease.runs_from(first) for _ in range(num * BLOCK)]
         load = super().promote(table, lease, num_blocks, num_next)
         assert asked.request.may_match, "it cannot use what is cached"
         asked.load, asked.load_waited, asked.num_asked = load, False, num_blocks
-        covered = max((fence.number for fence in load.after), default=0)  # type: ignore[attr-defined]
-        for slot in table.hold.slots[first : first + num_blocks]:
-            fence = self.last_fence.get(slot)
-            assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
+        self._check_covered(table.hold.slots[first : first + num_blocks], load.after)
         self._world.seen["haul" if isinstance(load, Haul) else "promotion"] += 1
         self._world.seen["haul that shares a fetch"] += isinstance(load, Haul) and bool(load.awaited)
         self._world.seen["promotion of what was fetched"] += isinstance(load, Promotion) and asked.was_fetched
         return load
+
+    def _check_covered(self, slots: Sequence[int], after: Sequence[Fence]) -> None:
+        covered = max((fence.number for fence in after), default=0)  # type: ignore[attr-defined]
+        for slot in slots:
+            fence = self.last_fence.get(slot)
+            assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
+
+    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Promotion | None:
+        asked, num_free, num_evicted = self._world.asked[owner], self.num_free, self.pool.num_evicted
+        check_ahead(self._world, owner)
+        idle = self.pool.num_idle_of(self.pool.find(prefix.keys))
+        load = super().promote_ahead(owner, prefix, first, num_blocks)
+        assert load is None or 0 < load.num_blocks <= num_blocks
+        if load is not None:
+            assert self.pool.num_evicted == num_evicted and self.num_free == num_free - load.num_blocks, "only free slots are filled ahead"
+            promised = sum(self._world.asked[o].lifetime_blocks - table.num_slots for o, table in self.tables.items())
+            assert promised + idle <= self.num_available, f"{owner} is filled slots that others were promised"
+            self._check_covered(load.dest_slots.tolist(), load.after)
+            asked.begin_ahead(load)
+            self._world.seen["promotion ahead"] += 1
+            self._world.seen["promotion ahead of one that was retracted"] += self._world.state_of(owner) == "retracted"
+        return load
+
+    def settle(self) -> bool:
+        settled = super().settle()
+        ahead = [asked.ahead for asked in self._world.asked.values() if asked.ahead is not None and asked.ended is None]
+        self._world.seen["promotion ahead that failed"] += any(load.settled and load.error() is not None for load in ahead)
+        self._world.seen["promotion ahead that is late"] += any(load.overdue for load in ahead)
+        return settled
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
         asked = self._world.asked[owner]
@@ -91,7 +117,11 @@ class WatchedCache(KvCache):
 
     def _land(self, promotion: Promotion, own: BlockTable) -> None:
         super()._land(promotion, own)
-        self._world.asked[own.owner].num_landed += promotion.num_blocks * BLOCK
+        asked = self._world.asked[own.owner]
+        asked.num_landed += promotion.num_blocks * BLOCK
+        if promotion is asked.ahead:
+            asked.brought |= {*range(promotion.first, promotion.first + promotion.num_blocks)}
+            self._world.seen["landed ahead"] += 1
 
     def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
         assert isinstance(table, BlockTable)
@@ -143,11 +173,12 @@ class Asked:
     first: TokenEvent | None = None
     num_opened: int = 0  # blocks found on the device, for its newest table
     num_landed: int = 0  # tokens that came from colder tiers for it
-    runs: list[tuple[str, int]] = field(default_factory=list)  # what its newest load was to bring: tokens by tier, in order
-    num_asked: int = 0  # blocks of it
+    sources: list[str] = field(default_factory=list)  # of its newest table: for each token that was there, or was to be loaded, the tier
+    num_asked: int = 0  # blocks of its newest load
     ran: bool = False  # a step has computed some of it, or will have before what it has is saved
-    num_device: int = 0  # prompt tokens found on the device
-    colder: list[tuple[str, int]] = field(default_factory=list)  # and those that were promoted, by tier, in order
+    came: list[str] = field(default_factory=list)  # for each prompt token that was not computed, the tier that had it
+    ahead: Promotion | None = None  # what is copied to the device for it while it waits
+    brought: set[int] = field(default_factory=set)  # blocks that have come that way
     load: Promotion | Haul | None = None  # the newest for it
     was_fetched: bool = False  # something was read into host memory for it while it waited
     load_waited: bool = False  # a step has waited for it
@@ -165,23 +196,17 @@ class Asked:
 
     def found(self, num_tokens: int) -> None:
         """A life begins with so many tokens there. Until it has computed anything itself that is all others' work."""
-        if not self.ran:
-            self.num_device = min(self.num_opened * BLOCK, num_tokens)
-            self.colder = self.runs
-        elif self.first is None:
-            self.num_device = min(self.num_device, num_tokens)
-        num_left = num_tokens - self.num_device
         if self.first is None:
-            self.colder = [(tier, min(num, num_left - sum(n for _, n in self.colder[:i]))) for i, (tier, num) in enumerate(self.colder)]
-            self.colder = [(tier, num) for tier, num in self.colder if num > 0]
+            self.came = (self.came if self.ran else self.sources)[:num_tokens]
 
-    @property
-    def num_by_tier(self) -> Counter[str]:
-        """Prompt tokens by source."""
-        tokens = Counter(device=self.num_device)
-        for tier, num in self.colder:
-            tokens[tier] += num
-        return tokens
+    def open(self, num_blocks: int) -> None:
+        """Its table begins with so many blocks of the device."""
+        self.num_opened, self.ahead = num_blocks, None
+        self.sources = ["host" if block in self.brought else "device" for block in range(num_blocks) for _ in range(BLOCK)]
+
+    def begin_ahead(self, load: Promotion) -> None:
+        self.ahead = load
+        self.brought = {block for block in self.brought if block < load.first}  # the others were lost again
 
 
 class World:
@@ -229,7 +254,8 @@ class World:
         return request.id
 
     def cancel(self, request_id: str) -> None:
-        state = self.state_of(request_id)
+        state, ahead = self.state_of(request_id), self.asked[request_id].ahead
+        self.seen["cancelled while it is promoted ahead"] += ahead is not None and not ahead.settled
         self._end(request_id, self.scheduler.cancel(request_id), FinishReason.CANCELLED)
         self.seen[f"cancelled while {state}"] += 1
 

@@ -27,6 +27,8 @@ WANTED = (
     "partial match",
     "prefetch",
     "promotion of what was fetched",
+    "promotion ahead",
+    "landed ahead",
 )
 
 
