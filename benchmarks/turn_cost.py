@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,8 +39,10 @@ from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.transfer.mover import Mover
-from penstock.testing.stepped import SteppedLanes
 from penstock.testing.stores import MemoryStore
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from support.stepped import SteppedLanes
 
 T = TypeVar("T")
 

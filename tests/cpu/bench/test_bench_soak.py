@@ -20,7 +20,7 @@ from penstock.engine.execution.arriving import Arriving
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder
 from penstock.models.progress import silent
-from penstock.testing.driving import tiny_config
+from support.driving import tiny_config
 
 
 @pytest.fixture(autouse=True)
