@@ -376,6 +376,8 @@ def echoing(num_tokens: int, num_requests: int) -> Times:
 
 
 class NoTicket:
+    label = "over"
+
     def error(self) -> None:
         return None
 
