@@ -466,7 +466,7 @@ def main() -> None:
     if args.json is not None:
         args.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     if args.plot is not None:
-        from penstock.bench.picture import save_picture
+        from penstock.bench.report import save_picture
 
         title = "Host cost of a turn against context" + (", dotted: before" if before else "")
         save_picture(args.plot, title, lambda axes: draw(axes, rows, before))

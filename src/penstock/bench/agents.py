@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.agentic import Conversation
-from penstock.bench.agents_client import Server, UrlReplay
-from penstock.bench.agents_replay import Record, Replay
+from penstock.bench.agents_replay import EngineReplay, Record, ServerAddress, UrlReplay
 from penstock.bench.agents_users import Asking, User, reusable
-from penstock.bench.run import Column, Driver, Results
+from penstock.bench.report import Column, Results
+from penstock.bench.run import Driver
+from penstock.bench.trace_files import RecordedConversation
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
@@ -66,7 +66,7 @@ class AgentsBench:
         Column("failed", lambda row: f"{row['failed']}" if row["failed"] else "-"),
     )
 
-    def __init__(self, asking: Asking, conversations: list[Conversation]) -> None:
+    def __init__(self, asking: Asking, conversations: list[RecordedConversation]) -> None:
         self.settings = asking
         self._conversations = conversations
 
@@ -76,13 +76,13 @@ class AgentsBench:
         driver = Driver(engine)
         driver.wait_ready(progress)
         users = self._users(engine.tokenizer.vocab_size, progress)
-        replay = Replay(users, engine, driver.salt)
+        replay = EngineReplay(users, engine, driver.salt)
         seconds = replay.run(self.settings.limit_s, progress)
         stats = engine.stats()
         inside = {"retractions": stats.retractions, "steps": stats.steps, "blocked_s": stats.blocked_s, "cache": stats.cache}
         return self._results(users, replay.records, seconds, config.kv.block_tokens, inside)
 
-    def measure_url(self, server: Server, vocab: int, block_tokens: int, progress: Progress) -> Results:
+    def measure_url(self, server: ServerAddress, vocab: int, block_tokens: int, progress: Progress) -> Results:
         users = self._users(vocab, progress)
         replay = UrlReplay(users, server)
         seconds = replay.run(self.settings.limit_s, progress)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.bench.cold_rig import Shape
 from penstock.bench.machine import device_of
-from penstock.bench.run import Column, Results
+from penstock.bench.report import Column, Results
 from penstock.bench.transfer_remote import measure_remote
 from penstock.bench.transfer_ssd import measure_ssd
 from penstock.bench.transfer_ways import DIRECTIONS, WAYS, Case, Rig, Way

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from penstock.bench.cold_rig import OWNER, ColdRig, Shape
-from penstock.bench.run import Results
+from penstock.bench.report import Results
 from penstock.bench.store_clients import Client, open_client
 from penstock.bench.transfer_cold import Beside, ColdWay, TierRead, TierWrite, Wait, take_turns
 from penstock.config import OffloadConfig

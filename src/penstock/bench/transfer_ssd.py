@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from penstock.bench.cold_rig import OWNER, ColdRig, Shape
-from penstock.bench.run import Results
+from penstock.bench.report import Results
 from penstock.bench.transfer_cold import RAW, Beside, ColdWay, Promoted, Room, TierRead, TierWrite, Wait, take_turns
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.blocks.handles import Pin
