@@ -293,12 +293,12 @@ def _put_behind(ladder: Ladder, config: Config, arena: HostArena, scope: Scope, 
     if stores:
         limits = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, arena.num_bytes // 4))
         tiers = [
-            ColdTier(store, _cold_lanes(store, sanitizer), arena.view, (arena.name, arena.layout.num_layers), limits) for store in stores
+            ColdTier(store, cold_lanes(store, sanitizer), arena.view, (arena.name, arena.layout.num_layers), limits) for store in stores
         ]
         ladder.put_behind(Behind(ladder.host, tiers, block_bytes, offload.ssd_admission if offload.ssd_dir is not None else "always"))
 
 
-def _cold_lanes(store: BlockStore, sanitizer: Sanitizer | None) -> ColdLanes:
+def cold_lanes(store: BlockStore, sanitizer: Sanitizer | None = None) -> ColdLanes:
     def lanes(what: str, num: int) -> list[Lane]:
         return [CpuLane(f"{store.name}-{what}-{number}", sanitizer) for number in range(num)]
 
