@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from penstock.bench.machine import device_of
 from penstock.bench.report import Column, Results, draw_bars
 from penstock.bench.transfer_beside import measure_remote, measure_ssd
 from penstock.bench.transfer_cold import TransferShape
 from penstock.bench.transfer_ways import DIRECTIONS, HOST_WAYS, Case, HostRig, RawCopy, TransferSize, take_turns, too_large
 from penstock.config import Config
-from penstock.errors import ConfigError, ModelError
+from penstock.engine.build import device_for, layout_for
+from penstock.errors import ModelError
 from penstock.kv.memory.layout import BlockLayout
-from penstock.lanes import cuda
 from penstock.models.dimensions import BUILT_IN, parse_config
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
@@ -48,7 +47,7 @@ class TransferBench:
 
     def measure(self, config: Config, progress: Progress) -> Results:
         """The disk's directory, where there is one, is to be empty."""
-        layout, device = layout_of(config), _device(config)
+        layout, device = layout_of(config), device_for(config)
         found, shape = [self._measure_host(layout, device, progress)], TransferShape(layout, device, self.repeat, self.seed)
         if config.offload.ssd_dir is not None:
             found.append(measure_ssd(Path(config.offload.ssd_dir), self.blocks, shape, progress))
@@ -119,16 +118,4 @@ def dimensions_of(model: str) -> tuple[str, ModelConfig]:
 
 
 def layout_of(config: Config) -> BlockLayout:
-    dims = dimensions_of(config.source.model)[1]
-    dtype = config.source.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device_of(config) == "cuda" else "float32"
-    return BlockLayout(dims.num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
-
-
-def _device(config: Config) -> torch.device:
-    if device_of(config) == "cpu":
-        return torch.device("cpu")
-    if not cuda.is_usable():
-        raise ConfigError("--device cuda: no usable NVIDIA GPU was found (see `penstock doctor`)")
-    return torch.device("cuda", 0)
+    return layout_for(config, dimensions_of(config.source.model)[1], device_for(config))

@@ -68,8 +68,12 @@ class EachBlock(TransferWay):
         def wait() -> None:
             for one in started:
                 one.result()
+            self.ended()
 
         return wait
+
+    def ended(self) -> None:
+        """All calls have returned; what this does is timed."""
 
     def _run(self, first: int) -> None:
         for number in range(first, len(self._rig.keys), self._num_threads):
@@ -185,15 +189,9 @@ class RawWrite(EachBlock):
     def call(self, number: int) -> None:
         self._file.move(os.pwritev, self._views[number], number)
 
-    def launch(self) -> Wait:
-        written = super().launch()
-
-        def wait() -> None:
-            written()
-            if self.name == SYNCED:
-                os.fdatasync(self._file.fd)
-
-        return wait
+    def ended(self) -> None:
+        if self.name == SYNCED:
+            os.fdatasync(self._file.fd)
 
     def finish(self, check: bool) -> None:
         if self._pin is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.bench.transfer_ways import CLOSE_S, DEMOTE, PROMOTE, TransferSize, TransferWay, Wait, make_lane, pin_all
+from penstock.bench.transfer_ways import CLOSE_S, DEMOTE, PROMOTE, TransferSize, TransferWay, Wait, open_lane, pin_all
 from penstock.contract import Prefix, Table
 from penstock.engine.build import cold_lanes, make_launcher
 from penstock.engine.engine import POLL_BEHIND_S
@@ -77,7 +77,7 @@ class ColdRig:
 
     def _ladder(self, pool: BlockPool) -> Ladder:
         def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena) -> Mover:
-            lane = make_lane(name, self.device.device)
+            lane = open_lane(name, self.device.device)
             return Mover((source.name, dest.name), make_copier(source.tensor, dest.tensor, self.layout), lane, make_launcher(lane))
 
         movers = mover(PROMOTE, self.host, self.device), mover(DEMOTE, self.device, self.host)

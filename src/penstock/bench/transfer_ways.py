@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.bench.run import WARM_UP, runs
 from penstock.contract import Access, Fence, Mode
-from penstock.engine.build import make_launcher
+from penstock.engine.build import make_lane, make_launcher
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.memory.arena import DeviceArena, free_bytes
@@ -29,8 +29,6 @@ from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Group, Mover, Transfer
-from penstock.lanes import cuda
-from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.models.progress import Progress
 
@@ -151,7 +149,7 @@ class HostRig:
         self.layout = layout
         self.device = DeviceArena(layout, 2 * most_blocks, device)
         self.host = HostArena(layout, 2 * most_blocks, device)
-        self.lanes = {name: make_lane(name, device) for name in (PROMOTE, DEMOTE)}
+        self.lanes = {name: open_lane(name, device) for name in (PROMOTE, DEMOTE)}
         self.copiers = {name: make_copier(*self.tensors(name), layout) for name in self.lanes}
         self.inbox = Inbox(sharp=device.type == "cuda")
         self._launchers = {name: make_launcher(lane) for name, lane in self.lanes.items()}
@@ -223,10 +221,8 @@ def pin_all(arena: HostArena, progress: Progress) -> None:
         raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
 
 
-def make_lane(name: str, device: torch.device) -> Lane:
-    if device.type == "cuda":
-        return cuda.CudaLane(name, device, priority=-1 if name == PROMOTE else 0)
-    return CpuLane(name, around=torch.inference_mode)
+def open_lane(direction: str, device: torch.device) -> Lane:
+    return make_lane(direction, device, priority=-1 if direction == PROMOTE else 0)
 
 
 class _HostWay(TransferWay):
