@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.report import Column, Results, draw_bars
+from penstock.bench.report import Column, Results, draw_bars, figure
 from penstock.bench.run import WARM_UP, Driver, Stepped, blocks_for, random_prompts, runs
 from penstock.config import GIB, Config
 from penstock.engine.engine import Engine
@@ -33,12 +33,12 @@ class DecodeBench:
 
     name = "decode"
     columns = (
-        Column("batch", lambda row: f"{row['batch']}"),
-        Column("step median ms", lambda row: f"{row['step_ms']['median']:.3f}"),
-        Column("mean ms", lambda row: f"{row['step_ms']['mean']:.3f}"),
-        Column("p99 ms", lambda row: f"{row['step_ms']['p99']:.3f}"),
-        Column("tok/s", lambda row: f"{row['tokens_per_s']:.0f}"),
-        Column("steps", lambda row: f"{row['num_steps']}"),
+        figure("batch", "batch"),
+        figure("step median ms", "step_ms.median", 3),
+        figure("mean ms", "step_ms.mean", 3),
+        figure("p99 ms", "step_ms.p99", 3),
+        figure("tok/s", "tokens_per_s"),
+        figure("steps", "num_steps"),
     )
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
@@ -78,8 +78,8 @@ class DecodeBench:
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         batches = [row["batch"] for row in rows]
-        for figure, style in (("median", "o-"), ("p99", "o:")):
-            axes.plot(batches, [row["step_ms"][figure] for row in rows], style, label=f"step, {figure}")
+        for name, style in (("median", "o-"), ("p99", "o:")):
+            axes.plot(batches, [row["step_ms"][name] for row in rows], style, label=f"step, {name}")
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [str(batch) for batch in batches])
         axes.set_ylim(bottom=0)
@@ -129,12 +129,12 @@ class RestoreBench:
 
     name = "restore"
     columns = (
-        Column("batch", lambda row: f"{row['batch']}"),
+        figure("batch", "batch"),
         Column("alone median / p99 ms", lambda row: f"{row['alone_ms']['median']:.3f} / {row['alone_ms']['p99']:.3f}"),
         Column("restoring median / p99 ms", lambda row: f"{row['restoring_ms']['median']:.3f} / {row['restoring_ms']['p99']:.3f}"),
-        Column("p99 ratio", lambda row: f"{row['p99_ratio']:.3f}"),
-        Column("GiB restored", lambda row: f"{row['restored_gib']:.2f}"),
-        Column("blocks promoted", lambda row: f"{row['promoted_blocks']}"),
+        figure("p99 ratio", "p99_ratio", 3),
+        figure("GiB restored", "restored_gib", 2),
+        figure("blocks promoted", "promoted_blocks"),
     )
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:

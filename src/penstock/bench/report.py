@@ -33,6 +33,18 @@ class Column(NamedTuple):
     cell: Callable[[dict[str, Any]], str]
 
 
+def figure(title: str, path: str, digits: int = 0, factor: float = 1.0) -> Column:
+    """A column with the number at `path` of a row, such as `step_ms.median`; "-" where there is none."""
+
+    def cell(row: dict[str, Any]) -> str:
+        found: Any = row
+        for name in path.split("."):
+            found = None if found is None else found.get(name)
+        return "-" if found is None else f"{factor * found:.{digits}f}"
+
+    return Column(title, cell)
+
+
 class Shown(Protocol):
     """How the rows of one kind of measurement are shown."""
 

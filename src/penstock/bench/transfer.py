@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.report import Column, Results, draw_bars
+from penstock.bench.report import Column, Results, draw_bars, figure
 from penstock.bench.transfer_beside import measure_remote, measure_ssd
 from penstock.bench.transfer_cold import TransferShape
 from penstock.bench.transfer_ways import DIRECTIONS, HOST_WAYS, Case, HostRig, RawCopy, TransferSize, take_turns, too_large
@@ -36,13 +36,13 @@ class TransferBench:
     name = "transfer"
     columns = (
         Column("direction", lambda row: row["direction"]),
-        Column("blocks", lambda row: f"{row['blocks']}"),
+        figure("blocks", "blocks"),
         Column("copied as", lambda row: row["way"]),
         Column("layers", lambda row: f"{row['layers'] or 'all'}"),
-        Column("GB/s", lambda row: f"{row['gb_s']:.2f}"),
-        Column("% of raw", lambda row: f"{row['percent_of_raw']:.1f}"),
-        Column("ms", lambda row: f"{row['total_ms']['median']:.3f}"),
-        Column("submit ms", lambda row: f"{row['submit_ms']['median']:.3f}"),
+        figure("GB/s", "gb_s", 2),
+        figure("% of raw", "percent_of_raw", 1),
+        figure("ms", "total_ms.median", 3),
+        figure("submit ms", "submit_ms.median", 3),
     )
 
     def measure(self, config: Config, progress: Progress) -> Results:
@@ -88,8 +88,8 @@ class TransferBench:
         draw_bars(axes, [f"{direction}\n{blocks} blocks" for direction, blocks in groups], bars, size=6)
         axes.tick_params(axis="x", labelsize=8)
         axes.set_ylabel("GB/s")
-        axes.set_ylim(top=1.15 * max(row["gb_s"] for row in rows))
-        axes.legend(fontsize=8, ncols=len(titles), loc="upper center")
+        axes.set_ylim(top=1.25 * max(row["gb_s"] for row in rows))
+        axes.legend(fontsize=8, ncols=min(len(titles), 4), loc="upper center")
 
 
 def _refusal(one_way: int, device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from penstock import errors
-from penstock.bench.report import Column, Results, draw_bars
+from penstock.bench.report import Column, Results, draw_bars, figure
 from penstock.bench.run import WARM_UP, Driver, blocks_for, random_prompts, runs
 from penstock.config import Config
 from penstock.contract import KvSource
@@ -50,12 +50,8 @@ class Sample(NamedTuple):
     promoted_blocks: int
 
 
-def _cell(case: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row['ttft_ms'][case]['median']:.2f}" if case in row["ttft_ms"] else "-"
-
-
-def _ratio(tier: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row[name]:.1f}" if (name := _ratio_name(tier)) in row else "-"
+def _cell(title: str, case: str) -> Column:
+    return figure(title, f"ttft_ms.{case}.median", 2)
 
 
 def _ratio_name(tier: str) -> str:
@@ -73,9 +69,9 @@ class TtftBench:
 
     name = "ttft"
     columns = (
-        Column("prompt tokens", lambda row: f"{row['tokens']}"),
-        *(Column(f"{case.replace('_new', f' + {NEW_TOKENS}')} ms", _cell(case)) for case in NAMES),
-        *(Column(f"cold / {tier}", _ratio(tier)) for tier in TIERS),
+        figure("prompt tokens", "tokens"),
+        *(_cell(f"{case.replace('_new', f' + {NEW_TOKENS}')} ms", case) for case in NAMES),
+        *(figure(f"cold / {tier}", _ratio_name(tier), 1) for tier in TIERS),
         Column("blocks promoted", lambda row: f"{max(row['promoted_blocks'].values())}"),
     )
 
@@ -233,14 +229,14 @@ class RestartBench:
 
     name = "ttft --restart"
     columns = (
-        Column("prompt tokens", lambda row: f"{row['tokens']}"),
-        Column("cold ms", _cell("cold")),
-        Column("cold before the restart ms", _cell("cold_before")),
-        Column("ssd ms", _cell("ssd")),
-        Column("ssd, first ms", lambda row: f"{row['first_ms']:.2f}"),
-        Column("cold / ssd", _ratio("ssd")),
-        Column("blocks promoted", lambda row: f"{row['promoted_blocks']['ssd']}"),
-        Column("scan ms", lambda row: f"{row['scan_ms']:.1f}"),
+        figure("prompt tokens", "tokens"),
+        _cell("cold ms", "cold"),
+        _cell("cold before the restart ms", "cold_before"),
+        _cell("ssd ms", "ssd"),
+        figure("ssd, first ms", "first_ms", 2),
+        figure("cold / ssd", "ratio_ssd", 1),
+        figure("blocks promoted", "promoted_blocks.ssd"),
+        figure("scan ms", "scan_ms", 1),
     )
 
     def measure(self, config: Config, progress: Progress) -> tuple[str, Results]:

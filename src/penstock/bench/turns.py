@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from penstock.bench.report import Column, Results
+from penstock.bench.report import Column, Results, figure
 from penstock.bench.run import WARM_UP, Driver, random_prompts
 from penstock.config import Config
 from penstock.contract import KvSource
@@ -53,11 +53,11 @@ class TurnsBench:
     name = "turns"
     columns = (
         Column("turn", lambda row: f"{row['turn']}"),
-        Column("seconds", lambda row: f"{row['seconds']['median']:.2f}"),
-        Column("generated tok/s", lambda row: f"{row['tokens_per_s']:.0f}"),
+        figure("seconds", "seconds.median", 2),
+        figure("generated tok/s", "tokens_per_s"),
         Column("prompt tokens", lambda row: f"{sum(row['source'].values())}"),
         *(Column(f"% {tier}", _cell(tier)) for tier in SOURCES),
-        Column("retractions", lambda row: f"{row['retractions']}"),
+        figure("retractions", "retractions"),
     )
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
