@@ -127,7 +127,7 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu $(ARGS)
 
 size:
-	@$(PYTHON) tools/size.py src tests tools
+	@$(PYTHON) tools/size.py src tests tools benchmarks
 
 # Files and functions that one request passes: ARGS=--list names them.
 trace: setup
@@ -135,4 +135,4 @@ trace: setup
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
-	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.workload import random_prompts
+from penstock.bench.run import random_prompts
 from penstock.commands.arguments import config_of, engine_flags
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build

@@ -76,8 +76,7 @@ class Asker:
         num_tokens = self.engine.cache.num_blocks * self.engine.cache.block_tokens
         before = self.engine.stats().retractions
         times: list[float] = []
-        writes = {"max_tokens": num_tokens // 32}
-        both = [self.send(self.prompt(num_tokens * 31 // 64), times=some, **writes) for some in (times, None)]
+        both = [self.send(self.prompt(num_tokens * 31 // 64), times=some, max_tokens=num_tokens // 32) for some in (times, None)]
         for done in both:
             done.result(LIMIT_S)
         if self.engine.stats().retractions == before:
@@ -85,13 +84,16 @@ class Asker:
         return float(np.diff(times).max() * 1e3)
 
 
-def kinds(asker: Asker, adapter: Adapter | None, retracts: bool) -> dict[str, Callable[[], Callable[[], float | None]]]:
+SetUp = Callable[[], Callable[[], float | None]]
+
+
+def kinds(asker: Asker, adapter: Adapter | None, retracts: bool) -> dict[str, SetUp]:
     """By name: what sets one up, which returns what is timed, unless that names its own time."""
 
-    def plain(*lengths: int, **sampling: Any) -> Callable[[], Callable[[], None]]:
+    def plain(*lengths: int, **sampling: Any) -> SetUp:
         return lambda: lambda: asker.ask_many(*lengths, **sampling)
 
-    found = {
+    found: dict[str, SetUp] = {
         "greedy": plain(100),
         "temperature": plain(100, temperature=0.8),
         "top_p": plain(100, temperature=0.8, top_p=0.9),
@@ -132,7 +134,7 @@ def main() -> None:
     adapters = engine.adapters.all()
     asker = Asker(engine, engine.tokenizer.vocab_size)
     asker.prompt(1)  # what this script itself does for the first time is not the engine's
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         for name, make in kinds(asker, adapters[0].adapter if adapters else None, config.engine.overcommit > 1).items():
             times = []

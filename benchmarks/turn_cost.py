@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,8 +39,10 @@ from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.transfer.mover import Mover
-from penstock.testing.stepped import SteppedLanes
 from penstock.testing.stores import MemoryStore
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from support.stepped import SteppedLanes
 
 T = TypeVar("T")
 
@@ -394,6 +397,8 @@ def echoing(num_tokens: int, num_requests: int) -> Times:
 
 
 class NoTicket:
+    label = "over"
+
     def error(self) -> None:
         return None
 
@@ -482,7 +487,7 @@ def main() -> None:
     if args.json is not None:
         args.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     if args.plot is not None:
-        from penstock.bench.picture import save_picture
+        from penstock.bench.report import save_picture
 
         title = "Host cost of a turn against context" + (", dotted: before" if before else "")
         save_picture(args.plot, title, lambda axes: draw(axes, rows, before))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.testing.servers import ServerMissing, SlotRange, Valkey
+from support.servers import ServerMissing, SlotRange, Valkey
 
 
 def valkey_or_skip(

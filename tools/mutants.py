@@ -42,7 +42,7 @@ KINDS = {
 }
 WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
 TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides
-COPIED = ("src", "tests", "pyproject.toml")
+COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
 _SCHEDULE = re.compile(r"schedule \{\d")  # of a sequencer, other than the default one
 _SAID_BY_A_TEST = {"AssertionError": "test", "Failed": "test"}  # any other exception is the product's own
 
@@ -142,9 +142,8 @@ def stale(mutants: Sequence[Mutant], root: Path) -> list[str]:
 
 def copied(root: Path, to: Path) -> Path:
     to.mkdir()
-    for part in COPIED:
-        source = root / part
-        shutil.copytree(source, to / part) if source.is_dir() else shutil.copy2(source, to / part)
+    for source in (root / part for part in COPIED if (root / part).exists()):
+        shutil.copytree(source, to / source.name) if source.is_dir() else shutil.copy2(source, to / source.name)
     return to
 
 

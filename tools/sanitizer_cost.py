@@ -54,7 +54,7 @@ def serve(mode: str) -> None:
     """In a child: for every line on stdin one crowd, and its seconds on stdout."""
     from penstock.engine.build import build
     from penstock.sanitizer.sanitizer import Sanitizer
-    from penstock.testing.driving import run_all, settle_all, submit, tiny_config
+    from support.driving import run_all, settle_all, submit, tiny_config
 
     sanitizer = Sanitizer() if mode == "on" else None
     engine = build(tiny_config(blocks=256, host_blocks=512), sanitizer=sanitizer)
@@ -87,7 +87,7 @@ def main() -> None:
         num_cut = strip(ROOT / "src", Path(folder) / "src")
         engines: dict[str, subprocess.Popen[str]] = {}
         for mode in _MODES:
-            path = str(Path(folder) / "src" if mode == "cut out" else ROOT / "src")
+            path = os.pathsep.join([str(Path(folder) / "src" if mode == "cut out" else ROOT / "src"), str(ROOT / "tests")])
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             command = [sys.executable, __file__, "--serve", mode]
             engines[mode] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment)

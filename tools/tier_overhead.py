@@ -20,8 +20,7 @@ _WARM_UP = 2  # turns of each that do not count
 
 def serve(tiers: bool, tokens: int, generate: int) -> None:
     """In a child: for every line on stdin one request, and its seconds on stdout."""
-    from penstock.bench.run import Driver
-    from penstock.bench.workload import random_prompts
+    from penstock.bench.run import Driver, random_prompts
     from penstock.config import Config, KvConfig, OffloadConfig
     from penstock.engine.build import build
     from penstock.engine.loop import settle_process

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import sys
 import tempfile
 import threading
 import time
@@ -25,7 +26,10 @@ from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.server.connection import Connection
 from penstock.server.run import HttpServer
-from penstock.testing.driving import tiny_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.driving import tiny_config  # noqa: E402
 
 PACKAGE = str(Path(penstock.__file__).parent) + "/"
 MODEL = "tiny-qwen3"

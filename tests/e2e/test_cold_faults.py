@@ -25,10 +25,10 @@ from penstock.kv.tiers.breaker import Breaker
 from penstock.kv.tiers.cold import ColdLimits
 from penstock.kv.tiers.envelope import Envelope
 from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.testing.driving import block_bytes, run_all, submit, tiny_config
 from penstock.testing.sanitized import build_sanitized
-from penstock.testing.servers import Valkey
 from store_servers import valkey_or_skip
+from support.driving import block_bytes, run_all, submit, tiny_config
+from support.servers import Valkey
 
 NUMBERS = (0, 1, 2)
 OTHERS = (3, 4)

@@ -15,11 +15,11 @@ import torch
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
 from penstock.engine.engine import Engine
 from penstock.models.llama import SMOLLM2_135M
-from penstock.testing.adapters import PREFIX, adapter_tensors, write_adapter
-from penstock.testing.driving import run_all, submit
-from penstock.testing.logits import Logits, largest_error
-from penstock.testing.reference import reference_model
 from penstock.testing.sanitized import build_sanitized, check_silent
+from support.adapters import PREFIX, adapter_tensors, write_adapter
+from support.driving import run_all, submit
+from support.logits import Logits, largest_error
+from support.reference import reference_model
 
 PROMPTS = [
     "The capital of France is",

@@ -16,7 +16,7 @@ from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
-from penstock.testing.reference import reference_model, reference_tokenizer
+from support.reference import reference_model, reference_tokenizer
 
 TOLERANCE = 1e-4
 

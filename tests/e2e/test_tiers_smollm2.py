@@ -12,9 +12,9 @@ import torch
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
 from penstock.engine.engine import Engine
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.testing.driving import Collected, run_all, settle_all, submit
-from penstock.testing.logits import Logits
 from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import Collected, run_all, settle_all, submit
+from support.logits import Logits
 
 TEXTS = [
     "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had forgotten how to sleep. " * 3,

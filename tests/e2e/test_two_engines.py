@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from e2e.troubled import FULL_BLOCKS, PROMPT_TOKENS, prompt
-from penstock.testing.driving import generate, tiny_config
 from penstock.testing.sanitized import build_sanitized
-from penstock.testing.servers import ServerMissing, Valkey
-from penstock.testing.servers_more import Mooncake, mooncake_environment
+from support.driving import generate, tiny_config
+from support.servers import ServerMissing, Valkey
+from support.servers_more import Mooncake, mooncake_environment
 
 TESTS = Path(__file__).resolve().parents[1]
 NUMBERS = (0, 1, 2)

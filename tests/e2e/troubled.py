@@ -21,9 +21,9 @@ from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.loop import EngineLoop
 from penstock.figures import Traffic
 from penstock.kv.tiers.worth import PrefillRate
-from penstock.testing.driving import Collected, tiny_config
 from penstock.testing.sanitized import build_sanitized, check_silent
-from penstock.testing.servers import Program, Server, ServerMissing, find_program
+from support.driving import Collected, tiny_config
+from support.servers import Program, Server, ServerMissing, find_program
 
 LIMIT_S = 60.0  # by when everything has ended, on the slowest of machines
 PROMPT_TOKENS = 100

@@ -25,8 +25,8 @@ from penstock.engine.execution.attention.reference import ReferenceAttention  # 
 from penstock.engine.execution.attention.triton import TritonAttention  # noqa: E402
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.models.model import ModelConfig  # noqa: E402
-from penstock.testing.mutation import mutated  # noqa: E402
-from penstock.testing.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step  # noqa: E402
+from support.mutation import mutated  # noqa: E402
+from support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="NOT TESTED: needs the device itself")

@@ -18,10 +18,10 @@ import penstock.engine.build
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.testing.driving import generate, run_all, submit, tiny_config
+from support.driving import generate, run_all, submit, tiny_config
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
-from penstock.testing.logits import Logits, largest_error
+from support.logits import Logits, largest_error
 from penstock.testing.tiny_models import write_tiny_model
 from penstock.models.registry import BUILT_IN
 

@@ -17,8 +17,8 @@ from gpu.test_engine_cuda import make_engine
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.kv.transfer.mover import Group
-from penstock.testing.driving import generate, run_all, submit, tiny_config
-from penstock.testing.gates import gates
+from support.driving import generate, run_all, submit, tiny_config
+from support.gates import gates
 
 pytestmark = pytest.mark.gpu
 __all__ = ["make_engine", "prompts"]

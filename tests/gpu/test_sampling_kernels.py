@@ -19,7 +19,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from penstock.engine.execution import triton_moves, triton_noise  # noqa: E402
 from penstock.engine.execution.sampler import gumbel_noise  # noqa: E402
-from penstock.testing.mutation import mutated  # noqa: E402
+from support.mutation import mutated  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

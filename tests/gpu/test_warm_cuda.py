@@ -23,7 +23,7 @@ _PROCESS = Path(__file__).with_name("warm_process.py")
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a fresh process says of itself."""
     scratch = tmp_path_factory.mktemp("warm")
-    env = {**os.environ, "TRITON_CACHE_DIR": str(scratch / "triton")}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(scratch / "triton")}
     ended = subprocess.run(
         [sys.executable, str(_PROCESS), request.param, str(scratch)], capture_output=True, text=True, timeout=280, env=env
     )

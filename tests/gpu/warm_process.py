@@ -18,8 +18,8 @@ from penstock.config import LoraConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
-from penstock.testing.adapters import write_random_adapter
-from penstock.testing.driving import run_all, submit, tiny_config
+from support.adapters import write_random_adapter
+from support.driving import run_all, submit, tiny_config
 
 compiled: list[str] = []
 

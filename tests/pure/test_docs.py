@@ -99,7 +99,7 @@ def test_flags_exist(document: Path) -> None:
 
 @each("document")
 def test_files_exist(document: Path) -> None:
-    named = re.findall(r"`((?:src|tests|docs|tools)/[\w./-]+)`", document.read_text())
+    named = re.findall(r"`((?:src|tests|docs|tools|benchmarks)/[\w./-]+)`", document.read_text())
     assert all((ROOT / name).exists() for name in named), named
 
 

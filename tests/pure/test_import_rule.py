@@ -170,7 +170,7 @@ def test_the_rule_is_tried_on_the_whole_tree() -> None:
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    """The core runs on the core dependencies; only the server needs the server's, and comparisons with other engines those of tests."""
+    """The core runs on the core dependencies; only the server needs the server's, and what is for tests those of tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     core = _names(project["dependencies"]) | {"penstock"}
@@ -179,8 +179,8 @@ def test_every_package_that_is_imported_is_declared() -> None:
     for path, module, is_package in modules():
         allowed = core | optional | (_names(extras["server"]) if inside(module, "penstock.server") else set())
         stores = _names(extras["remote"]) | {"mooncake"}  # which is not what its package is called
-        allowed |= stores if inside(module, "penstock.kv.tiers.remote", "penstock.bench.store_clients") else set()
-        allowed |= _names(extras["dev"]) if inside(module, "penstock.testing", "penstock.bench.transformers_ratio") else set()
+        allowed |= stores if inside(module, "penstock.kv.tiers.remote", "penstock.bench.transfer_beside") else set()
+        allowed |= _names(extras["dev"]) if inside(module, "penstock.testing") else set()
         for line, target in imports_of(ast.parse(path.read_text()), module, is_package):
             top = target.partition(".")[0]
             if top not in allowed and top not in sys.stdlib_module_names:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.agentic import Conversation
-from penstock.bench.agents_client import Server, UrlReplay
-from penstock.bench.agents_replay import Record, Replay
+from penstock.bench.agents_replay import EngineReplay, Record, ServerAddress, UrlReplay
 from penstock.bench.agents_users import Asking, User, reusable
-from penstock.bench.run import Column, Driver, Results
+from penstock.bench.report import Column, Results, figure
+from penstock.bench.run import Driver
+from penstock.bench.trace_files import RecordedConversation
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
@@ -24,24 +24,8 @@ FIRST, LATER, ALL = "first", "later", "all"
 TIERS = (*(tier for tier in KvSource.__slots__ if tier != "computed"), "cached")  # cached: a server that does not say where
 
 
-def _figure(name: str, part: str, digits: int = 2) -> Column:
-    def cell(row: dict[str, Any]) -> str:
-        return "-" if row[name] is None else f"{row[name][part]:.{digits}f}"
-
-    unit = name.rpartition("_")[2]
-    return Column(f"{name.removesuffix(f'_{unit}').replace('_', ' ')} {part} {unit}", cell)
-
-
-def _percent(name: str, title: str) -> Column:
-    return Column(title, lambda row: "-" if row.get(name) is None else f"{100 * row[name]:.1f}")
-
-
 def _share(tier: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: f"{100 * row['source'][tier] / max(1, row['prompt_tokens']):.1f}" if row["source"].get(tier) else "-"
-
-
-def _number(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
-    return lambda row: "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
 
 
 class AgentsBench:
@@ -53,20 +37,20 @@ class AgentsBench:
     columns = (
         Column("turns", lambda row: row["turns"]),
         Column("requests done", lambda row: f"{row['done']} of {row['requests']}"),
-        Column("completion s", _number("seconds", 1)),
-        Column("prompt tokens", lambda row: f"{row['prompt_tokens']}"),
-        _percent("reused", "% reused"),
-        _percent("reusable", "% reusable"),
-        _percent("of_reusable", "% of what an infinite cache reuses"),
+        figure("completion s", "seconds", 1),
+        figure("prompt tokens", "prompt_tokens"),
+        figure("% reused", "reused", 1, 100),
+        figure("% reusable", "reusable", 1, 100),
+        figure("% of what an infinite cache reuses", "of_reusable", 1, 100),
         *(Column(f"% {tier}", _share(tier)) for tier in TIERS),
-        *(_figure(name, part) for name in ("ttft_s", "latency_s", "waiting_s") for part in ("p50", "p95", "p99")),
-        *(_figure("between_tokens_ms", part, 1) for part in ("p50", "p99")),
-        Column("worst overtaken s", _number("overtaken_s", 2)),
-        Column("output tok/s", _number("tokens_per_s", 1)),
+        *(figure(f"{name} {part} s", f"{name}_s.{part}", 2) for name in ("ttft", "latency", "waiting") for part in ("p50", "p95", "p99")),
+        *(figure(f"between tokens {part} ms", f"between_tokens_ms.{part}", 1) for part in ("p50", "p99")),
+        figure("worst overtaken s", "overtaken_s", 2),
+        figure("output tok/s", "tokens_per_s", 1),
         Column("failed", lambda row: f"{row['failed']}" if row["failed"] else "-"),
     )
 
-    def __init__(self, asking: Asking, conversations: list[Conversation]) -> None:
+    def __init__(self, asking: Asking, conversations: list[RecordedConversation]) -> None:
         self.settings = asking
         self._conversations = conversations
 
@@ -76,13 +60,13 @@ class AgentsBench:
         driver = Driver(engine)
         driver.wait_ready(progress)
         users = self._users(engine.tokenizer.vocab_size, progress)
-        replay = Replay(users, engine, driver.salt)
+        replay = EngineReplay(users, engine, driver.salt)
         seconds = replay.run(self.settings.limit_s, progress)
         stats = engine.stats()
         inside = {"retractions": stats.retractions, "steps": stats.steps, "blocked_s": stats.blocked_s, "cache": stats.cache}
         return self._results(users, replay.records, seconds, config.kv.block_tokens, inside)
 
-    def measure_url(self, server: Server, vocab: int, block_tokens: int, progress: Progress) -> Results:
+    def measure_url(self, server: ServerAddress, vocab: int, block_tokens: int, progress: Progress) -> Results:
         users = self._users(vocab, progress)
         replay = UrlReplay(users, server)
         seconds = replay.run(self.settings.limit_s, progress)

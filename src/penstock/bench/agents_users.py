@@ -12,7 +12,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.agentic import Conversation
+from penstock.bench.trace_files import RecordedConversation
 from penstock.errors import ConfigError
 
 Tokens = NDArray[np.int32]
@@ -22,7 +22,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Question:
     """One request as it is sent."""
 
     prompt: Tokens
@@ -35,7 +35,7 @@ class User:
     """One conversation, replayed."""
 
     conversation: str
-    asks: tuple[Ask, ...]
+    asks: tuple[Question, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,18 @@ class Asking:
     seed: int = 0
     subagents: str = "apart"  # a sub-agent's ids are its own; "shared": they are its parent's, as they were recorded
 
-    def users_of(self, conversations: list[Conversation], vocab: int) -> list[User]:
+    def users_of(self, conversations: list[RecordedConversation], vocab: int) -> list[User]:
         return [self._user(conversation, vocab) for conversation in conversations]
 
-    def longest(self, conversations: list[Conversation]) -> int:
+    def longest(self, conversations: list[RecordedConversation]) -> int:
         """The most tokens that one request has, prompt and output together."""
         return max(self._prompt_tokens(c, one.num_tokens) + self._output(one.num_output) for c in conversations for one in c.requests)
 
-    def _user(self, conversation: Conversation, vocab: int) -> User:
+    def _user(self, conversation: RecordedConversation, vocab: int) -> User:
         owner = conversation.id if self.subagents == "apart" else conversation.family
         ids, places = np.unique(np.concatenate([one.blocks for one in conversation.requests]), return_inverse=True)
         content = _tokens(("block", owner, self.seed), ids, self._block_tokens(conversation), vocab)
-        asks: list[Ask] = []
+        asks: list[Question] = []
         at = 0
         for number, one in enumerate(conversation.requests):
             blocks = content[places[at : at + len(one.blocks)]].reshape(-1)
@@ -73,16 +73,16 @@ class Asking:
             num_tail = self._prompt_tokens(conversation, one.num_tokens) - len(blocks)
             tail = _tokens(("tail", conversation.id, self.seed), np.array([number]), num_tail, vocab)[0]
             think_s = self._think_s(one.think_s) if asks else 0.0
-            asks.append(Ask(np.concatenate([blocks, tail]), self._output(one.num_output), think_s))
+            asks.append(Question(np.concatenate([blocks, tail]), self._output(one.num_output), think_s))
         return User(conversation.id, tuple(asks))
 
-    def _block_tokens(self, conversation: Conversation) -> int:
+    def _block_tokens(self, conversation: RecordedConversation) -> int:
         size, rest = divmod(conversation.block_tokens, self.scale)
         if rest:
             raise ConfigError(f"--scale {self.scale} does not divide the trace's blocks of {conversation.block_tokens} tokens")
         return size
 
-    def _prompt_tokens(self, conversation: Conversation, num_tokens: int) -> int:
+    def _prompt_tokens(self, conversation: RecordedConversation, num_tokens: int) -> int:
         blocks, tail = divmod(num_tokens, conversation.block_tokens)
         return max(1, blocks * self._block_tokens(conversation) + tail // self.scale)
 

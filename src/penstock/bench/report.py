@@ -1,25 +1,65 @@
-"""A measurement for people and for later: a table, a JSON file, a picture. Owns their form; measures nothing."""
+"""A measurement for people and for later: a table, a JSON file, a picture. Owns their form; measures nothing.
+
+Needs no torch until it is asked for the machine, and matplotlib, which is optional, only for pictures.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from rich.table import Table
 
-from penstock.bench.machine import describe_machine, device_of
-from penstock.bench.picture import save_picture
-from penstock.bench.run import Results, Shown
 from penstock.config import Config
+from penstock.errors import ConfigError
 
 MOST_COLUMNS = 9
 
 
+class Results(NamedTuple):
+    """One row per size measured, and a sentence for each one that could not be."""
+
+    rows: list[dict[str, Any]]
+    skipped: list[str]
+
+
+class Column(NamedTuple):
+    title: str
+    cell: Callable[[dict[str, Any]], str]
+
+
+def figure(title: str, path: str, digits: int = 0, factor: float = 1.0) -> Column:
+    """A column with the number at `path` of a row, such as `step_ms.median`; "-" where there is none."""
+
+    def cell(row: dict[str, Any]) -> str:
+        found: Any = row
+        for name in path.split("."):
+            found = None if found is None else found.get(name)
+        return "-" if found is None else f"{factor * found:.{digits}f}"
+
+    return Column(title, cell)
+
+
+class Shown(Protocol):
+    """How the rows of one kind of measurement are shown."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def columns(self) -> tuple[Column, ...]: ...
+
+    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
+        """Onto matplotlib's axes."""
+
+
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """Everything needed to read the figures without the machine they came from."""
 
     bench: Shown
@@ -32,47 +72,85 @@ class Report:
     def title(self) -> str:
         if self.server is not None:
             return f"penstock bench {self.bench.name}: {self.model} at {self.server}"
+        from penstock.bench.machine import describe_machine, device_of
+
         machine = describe_machine()
-        device = device_of(self.config)
-        where = machine["gpus"][0]["name"] if device == "cuda" else f"{machine['cpu']}, threads: {machine['threads']}"
+        where = machine["gpus"][0]["name"] if device_of(self.config) == "cuda" else f"{machine['cpu']}, threads: {machine['threads']}"
         return f"penstock bench {self.bench.name}: {self.model} on {where}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def table(self) -> Table:
+        """Without columns that have nothing in them; turned on its side where the others are too many for a terminal."""
+        rows = self.results.rows
+        columns = [column for column in self.bench.columns if any(column.cell(row) != "-" for row in rows)]
+        lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+        if len(columns) > MOST_COLUMNS:
+            lines = [list(line) for line in zip(*lines, strict=True)]
+        return table(lines[0], lines[1:], self.title)
+
+    def write(self, path: Path) -> None:
         of = getattr(self.bench, "settings", self.bench)
         settings = {name: getattr(of, name) for name in getattr(of, "__dataclass_fields__", ())}
-        measured = {"device": device_of(self.config), "config": self.config.shown()}
-        return {
-            "bench": self.bench.name,
-            "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
-            "model": self.model,
-            **(measured if self.server is None else {"server": self.server}),
-            "settings": settings,
-            "results": self.results.rows,
-            "skipped": self.results.skipped,
-        }
+        figures = {"settings": settings, "results": self.results.rows, "skipped": self.results.skipped}
+        write_json(path, self.bench.name, measured_on(self.model, self.config, self.server) | figures)
+
+    def draw(self, path: Path) -> None:
+        if self.results.rows:
+            panels: int = getattr(self.bench, "panels", 1)
+            save_picture(path, self.title, lambda axes: self.bench.draw(axes, self.results.rows), panels)
 
 
-def table(report: Report) -> Table:
-    """Without columns that have nothing in them; turned on its side where the others are too many for a terminal."""
-    rows = report.results.rows
-    columns = [column for column in report.bench.columns if any(column.cell(row) != "-" for row in rows)]
-    lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
-    if len(columns) > MOST_COLUMNS:
-        lines = [list(line) for line in zip(*lines, strict=True)]
-    drawn = Table(title=report.title, title_justify="left")
-    for title in lines[0]:
-        drawn.add_column(title, justify="right")
-    for line in lines[1:]:
+def measured_on(model: str, config: Config, server: str | None = None) -> dict[str, Any]:
+    from penstock.bench.machine import describe_machine, device_of
+
+    where = {"device": device_of(config), "config": config.shown()} if server is None else {"server": server}
+    return {"machine": describe_machine(), "model": model, **where}
+
+
+def write_json(path: Path, bench: str, fields: Mapping[str, Any]) -> None:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    path.write_text(json.dumps({"bench": bench, "measured": now, **fields}, indent=2) + "\n")
+
+
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]], title: str | None = None, left: int = 0) -> Table:
+    """Figures to the right, the first `left` columns to the left."""
+    drawn = Table(title=title, title_justify="left")
+    for number, name in enumerate(titles):
+        drawn.add_column(name, justify="left" if number < left else "right")
+    for line in lines:
         drawn.add_row(*line)
     return drawn
 
 
-def write_json(report: Report, path: Path) -> None:
-    path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+# ---------------------------------------------------------------------------------------------------------------- pictures
 
 
-def draw(report: Report, path: Path) -> None:
-    if report.results.rows:
-        panels: int = getattr(report.bench, "panels", 1)
-        save_picture(path, report.title, lambda axes: report.bench.draw(axes, report.results.rows), panels)
+def require_matplotlib() -> None:
+    """Asked before measuring, so that minutes of work do not end in an error."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed; run: pip install 'penstock[plots]'")
+
+
+def save_picture(path: Path, title: str, draw: Callable[[Any], None], panels: int = 1) -> None:
+    """`draw` gets matplotlib's axes; a list of them, one above the other with the same x axis, where there are several."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5 if panels == 1 else 2.5 * panels), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(panels, sharex=True, squeeze=False)[:, 0])
+    draw(axes[0] if panels == 1 else axes)
+    axes[0].set_title(title, fontsize=9)
+    for one in axes:
+        one.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def draw_bars(axes: Any, groups: Sequence[str], bars: Mapping[str, Sequence[float | None]], form: str = "%.1f", size: int = 7) -> None:
+    """`bars`: by their name, one for each group; None: it has none. With figures on top, and a legend."""
+    width = 0.85 / len(bars)
+    for i, (name, heights) in enumerate(bars.items()):
+        places = [at + (i - (len(bars) - 1) / 2) * width for at, height in enumerate(heights) if height is not None]
+        drawn = axes.bar(places, [height for height in heights if height is not None], width, label=name)
+        axes.bar_label(drawn, fmt=form, fontsize=size)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.legend(fontsize=8)

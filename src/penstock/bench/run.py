@@ -1,19 +1,27 @@
-"""Drives an engine from the calling thread and notes when tokens come. Owns the clock of a measurement, not what is measured."""
+"""What measurements are made with: random prompts, an engine driven from the calling thread, a directory for the time of one. Owns the
+clock of a measurement, not what is measured."""
 
 from __future__ import annotations
 
+import math
 import secrets
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
+from penstock.bench.report import Results, Shown
 from penstock.config import Config
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine, FlushLevel
-from penstock.errors import DeadlineExceeded, InvariantBroken, StepFailed
+from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
 from penstock.models.progress import Progress
 
 RESET_POLL_S = 0.001
@@ -22,32 +30,9 @@ FLUSH_S = 60.0
 READY_POLL_S = 0.01
 SHARED = "remote"  # the tier that others use as well: it is never emptied, and what they put there is never found
 
+WARM_UP = 0  # number of the run that is not measured
+
 T = TypeVar("T")
-
-
-class Results(NamedTuple):
-    """One row per size measured, and a sentence for each one that could not be."""
-
-    rows: list[dict[str, Any]]
-    skipped: list[str]
-
-
-class Column(NamedTuple):
-    title: str
-    cell: Callable[[dict[str, Any]], str]
-
-
-class Shown(Protocol):
-    """How the rows of one kind of measurement are shown."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def columns(self) -> tuple[Column, ...]: ...
-
-    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        """Onto matplotlib's axes."""
 
 
 class Bench(Shown, Protocol):
@@ -91,7 +76,7 @@ class Reader:
         return self.first_s - self.submitted_s
 
 
-class Turn(NamedTuple):
+class Stepped(NamedTuple):
     """What one call of `engine.step()` brought."""
 
     end_s: float
@@ -121,7 +106,7 @@ class Driver:
     def _num_open(self) -> int:
         return self._num_submitted - self._num_ended
 
-    def turn(self) -> Turn:
+    def turn(self) -> Stepped:
         tally = self._tally
         tally.num_tokens, tally.ended = 0, []
         moved = self.engine.step()
@@ -134,11 +119,11 @@ class Driver:
             if not self.engine.is_transferring():
                 raise InvariantBroken(f"the engine has nothing to do, but {self._num_open} requests are open")
             self.engine.wait_work(TRANSFER_WAIT_S)
-        return Turn(end_s, tally.num_tokens, len(tally.ended))
+        return Stepped(end_s, tally.num_tokens, len(tally.ended))
 
-    def run_all(self) -> list[Turn]:
+    def run_all(self) -> list[Stepped]:
         """Until every request has ended and the engine is idle."""
-        turns: list[Turn] = []
+        turns: list[Stepped] = []
         while self._num_open or self.engine.has_work():
             turns.append(self.turn())
         return turns
@@ -185,5 +170,47 @@ class Driver:
         return answer.result(timeout=0)
 
 
+def runs(stage: str, repeat: int, progress: Progress) -> Iterator[int]:
+    """Numbers of the runs: one that only warms up, and `repeat` that are measured."""
+    for run in range(1 + repeat):
+        progress(stage, run, 1 + repeat)
+        yield run
+    progress(stage, 1 + repeat, 1 + repeat)
+
+
 def blocks_for(num_tokens: int, config: Config) -> int:
     return -(-num_tokens // config.kv.block_tokens)
+
+
+def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...]) -> list[list[int]]:
+    """`num` different prompts of exactly `num_tokens` ids below `vocab`. `seed` may have several parts, such as a run's number."""
+    if num_tokens * math.log(vocab) < math.log(2 * num):
+        raise ConfigError(f"there are not enough prompts of {num_tokens} tokens over {vocab} ids to make {num} different ones")
+    source = np.random.default_rng(np.random.SeedSequence([part % 2**63 for part in seed]))
+    prompts: dict[tuple[int, ...], None] = {}
+    while len(prompts) < num:
+        for row in source.integers(0, vocab, size=(num - len(prompts), num_tokens)).tolist():
+            prompts[tuple(row)] = None
+    return [list(prompt) for prompt in prompts]
+
+
+@contextmanager
+def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
+    """`config` with an empty directory in place of the one that it names, inside that or as near as there is a folder: on the same file
+    system. Where it names none, and one is `needed`, wherever temporary files are."""
+    if config.offload.ssd_dir is None and not needed:
+        yield config
+        return
+    try:
+        near = None if config.offload.ssd_dir is None else _existing(Path(config.offload.ssd_dir).absolute())
+        made = tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=near, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(f"no directory can be made near {config.offload.ssd_dir}: {error.strerror}") from error
+    with made as folder:
+        yield replace(config, offload=replace(config.offload, ssd_dir=folder))
+
+
+def _existing(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--kv-offload-ssd-dir {path} is not a directory")
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())

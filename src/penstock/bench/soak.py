@@ -14,9 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.soak_cold import make_cold_unreliable
-from penstock.bench.soak_crowd import NUM_ASKS, Ask, Outcome, Submitter, Tally, random_asks
-from penstock.bench.soak_trouble import Disturber, UnreliableCopier, make_unreliable, write_adapters
+from penstock.bench.soak_trouble import (
+    COPIES_FAILED,
+    COPIES_STALLED,
+    NUM_ASKS,
+    Ask,
+    Disturber,
+    Ending,
+    SoakTally,
+    Submitter,
+    make_unreliable,
+    random_asks,
+    write_adapters,
+)
 from penstock.bench.transfer import dimensions_of
 from penstock.config import Config, KvConfig, LoraConfig, OffloadConfig, SanitizeConfig
 from penstock.contract import FinishReason
@@ -67,13 +77,12 @@ class SoakBench:
 
     def _soak(
         self, config: Config, adapters: list[Path], progress: Progress, seen: Callable[[Engine], bool]
-    ) -> tuple[Verdict, Tally, list[Ask]]:
-        rng, tally = random.Random(self.seed), Tally()
+    ) -> tuple[Verdict, SoakTally, list[Ask]]:
+        rng, tally = random.Random(self.seed), SoakTally()
         before = set(threading.enumerate())
         engine = build(config, progress)
         asks = random_asks(rng, NUM_ASKS, engine.tokenizer.vocab_size, _most_tokens(engine))
-        copiers = make_unreliable(engine, rng, STALL_S)
-        mischief = make_cold_unreliable(engine, rng, STALL_S)
+        mischief = make_unreliable(engine, rng, STALL_S)
         submitters = [Submitter(engine, asks, tally, random.Random(rng.random())) for _ in range(self.threads)]
         disturber = Disturber(engine, adapters, random.Random(rng.random()))
         loop = EngineLoop(engine)
@@ -83,7 +92,7 @@ class SoakBench:
         violations = _unended(submitters) + _unsettled(engine)
         loop.close(0.0)
         violations += _unbalanced(engine, loop, tally, before) + tally.faults[:MOST_TOLD]
-        counts = _counts(engine, submitters, disturber, copiers, tally) | _cold_counts(engine, disturber, mischief)
+        counts = _counts(engine, submitters, disturber, mischief, tally) | _cold_counts(engine, disturber, mischief)
         return Verdict(counts, violations), tally, asks
 
     def _watch(self, loop: EngineLoop, seen: Callable[[], bool], progress: Progress) -> None:
@@ -165,7 +174,7 @@ def _unsettled(engine: Engine) -> list[str]:
     return found
 
 
-def _unbalanced(engine: Engine, loop: EngineLoop, tally: Tally, before: set[threading.Thread]) -> list[str]:
+def _unbalanced(engine: Engine, loop: EngineLoop, tally: SoakTally, before: set[threading.Thread]) -> list[str]:
     """After the engine has closed, which by itself raises where anything is still held."""
     found = []
     if (error := loop.failed()) is not None:
@@ -183,7 +192,7 @@ def _unbalanced(engine: Engine, loop: EngineLoop, tally: Tally, before: set[thre
     return found + ([f"threads are left: {', '.join(left)}"] if left else [])
 
 
-def _wrong_outputs(config: Config, asks: list[Ask], tally: Tally, adapters: list[Path], progress: Progress) -> list[str]:
+def _wrong_outputs(config: Config, asks: list[Ask], tally: SoakTally, adapters: list[Path], progress: Progress) -> list[str]:
     """Every outcome against the same request alone, on an engine without tiers and without reuse."""
     found = [f"request {o.ask} ended with {o.finish}: {o.error}" for o in tally.outcomes if o.finish is FinishReason.ERROR]
     with _Reference(config, adapters) as reference:
@@ -212,7 +221,7 @@ class _Reference:
     def __exit__(self, *error: object) -> None:
         self._engine.close(timeout_s=60.0)
 
-    def difference(self, ask: Ask, outcome: Outcome) -> str | None:
+    def difference(self, ask: Ask, outcome: Ending) -> str | None:
         """None: there is none. A cancelled request has the beginning of what it would have got."""
         expected, found = self._tokens(ask, outcome), outcome.tokens
         if found == (expected[: len(found)] if outcome.finish is FinishReason.CANCELLED else expected):
@@ -221,7 +230,7 @@ class _Reference:
         asked = f"{len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, {outcome.finish}, {outcome.source}"
         return f"{len(found)} tokens differ from the {len(expected)} it gets alone, from number {at} on ({asked})"
 
-    def _tokens(self, ask: Ask, outcome: Outcome) -> tuple[int, ...]:
+    def _tokens(self, ask: Ask, outcome: Ending) -> tuple[int, ...]:
         known = self._known.get((outcome.ask, outcome.adapter))
         if known is None:
             tokens: list[int] = []
@@ -236,9 +245,7 @@ class _Reference:
 # ------------------------------------------------------------------------------------------------------------------ counts
 
 
-def _counts(
-    engine: Engine, submitters: list[Submitter], disturber: Disturber, copiers: list[UnreliableCopier], tally: Tally
-) -> dict[str, Any]:
+def _counts(engine: Engine, submitters: list[Submitter], disturber: Disturber, mischief: Counter[str], tally: SoakTally) -> dict[str, Any]:
     stats = engine.stats()
     ended: Counter[str] = Counter()
     for outcome, times in tally.outcomes.items():
@@ -248,16 +255,11 @@ def _counts(
         "cancelled": ended[FinishReason.CANCELLED],
         "steps": stats.steps,
         "generated tokens": stats.generated_tokens,
-        **{
-            f"prompt tokens from {tier}" if tier != "computed" else "prompt tokens computed": num
-            for tier, num in stats.prompt_tokens.items()
-            if num
-        },
+        **{f"prompt tokens {'' if tier == 'computed' else 'from '}{tier}": num for tier, num in stats.prompt_tokens.items() if num},
         "retractions": stats.retractions,
         "promoted blocks": stats.cache["promoted"],
         "evicted blocks": stats.cache["evictions"],
-        "copies failed on purpose": sum(copier.num_failures for copier in copiers),
-        "copies stalled on purpose": sum(copier.num_stalls for copier in copiers),
+        **{what: mischief[what] for what in (COPIES_FAILED, COPIES_STALLED)},
         "transfers seen to fail": 0 if stats.traffic is None else sum(stats.traffic.failures.values()),
         "saves skipped": 0 if stats.traffic is None else sum(stats.traffic.skipped.values()),
         "cache resets": disturber.counts["resets"],

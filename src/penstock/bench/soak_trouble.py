@@ -1,67 +1,334 @@
-"""What disturbs an engine during a soak: copies that fail or stall, caches that are emptied, adapters that change. Owns the mischief."""
+"""What happens to an engine during a soak: a crowd of threads that ask, and whatever goes wrong meanwhile, in memory, on disks and in
+stores. Owns the requests and the mischief; checks nothing itself, and nobody but the soak asks for it."""
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from penstock.bench.run import SHARED
-from penstock.bench.soak_crowd import NAME
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import EngineClosed, StoreFailed
+from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.kv.transfer.mover import Copier, Layers, Slots
 from penstock.models.model import ModelConfig
 from penstock.models.registry import layout
 
-FAILED = 0.03  # share of copies that fail halfway
-STALLED = 0.01  # share of copies that take longer than anybody waits for them
-PAUSE_S = 0.2  # at most, between two disturbances
+NAME = "soak"  # of the adapter whose content changes all the time
+NUM_ASKS = 96  # different requests: few enough to come back often, and to be run alone afterwards
+NUM_STEMS = 5
+CANCELLED = 0.25  # share of requests that somebody cancels
+ADAPTED = 0.4  # share of requests for the adapter, where there is one
+PAUSE_S = 0.02  # at most, between two requests of a thread
+OPEN_PER_THREAD = 8
+
+COPY_FAILED = 0.03  # share of copies that fail halfway
+COPY_STALLED = 0.01  # share of copies that take longer than anybody waits for them
+FAILED = 0.02  # share of the disk's calls that end with an error, and of a store's blocks
+STALLED = 0.005  # share of calls that take longer than anybody waits for them
+SPOILED = 0.02  # share of the disk's reads that bring a wrong bit, and of its writes that do not happen or only by half
+DOWN = 0.003  # share of a store's calls for which all of it is down
+EXAGGERATED = 0.05  # share of answers of a store that it has everything
+DISTURBED_S = 0.2  # at most, between two disturbances
 FLUSH_S = 60.0
+COPIES_FAILED, COPIES_STALLED = "copies failed on purpose", "copies stalled on purpose"
 _RANK = 2
 _ADAPTED = (".qkv", ".down")  # as the model calls them
 
 
-class UnreliableCopier:
-    """Copies as `inner` does, most of the time. Used by one lane, so it counts without a lock."""
+class Ask(NamedTuple):
+    """One of the requests that are made again and again."""
 
-    def __init__(self, inner: Copier, rng: random.Random, stall_s: float) -> None:
-        self.num_failures = 0
-        self.num_stalls = 0
-        self._inner = inner
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    salt: str
+
+
+def random_asks(rng: random.Random, num: int, vocab: int, most_tokens: int) -> list[Ask]:
+    """Prompts that share their beginnings, with any mixture of what can be asked; `most_tokens` for prompt and answer together."""
+    length = most_tokens // 2
+    stems = [[rng.randrange(vocab) for _ in range(length)] for _ in range(NUM_STEMS)]
+    asks = []
+    for _ in range(num):
+        shared = rng.choice((0, 5, 16, 48, length // 2, length))
+        prompt = rng.choice(stems)[:shared] + [rng.randrange(vocab) for _ in range(rng.choice((1, 3, 16, 40)))]
+        prompt = prompt[: most_tokens - 1]
+        fields: dict[str, Any] = {"max_tokens": min(rng.choice((0, 1, 2, 9, 24, 60)), most_tokens - len(prompt)), "temperature": 0.0}
+        if rng.random() < 0.4:
+            fields |= {"temperature": rng.choice((0.5, 1.0)), "seed": rng.randrange(100), "top_p": rng.choice((0.8, 1.0))}
+        if rng.random() < 0.2:
+            fields |= rng.choice(({"frequency_penalty": 0.5}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}))
+        if rng.random() < 0.1:
+            fields |= {"prompt_logprobs": 1}
+        asks.append(Ask(tuple(prompt), SamplingParams(ignore_eos=True, **fields), rng.choice(("", "", "", "tenant"))))
+    return asks
+
+
+class Ending(NamedTuple):
+    """What came of one request; equal ones are counted, so that days of them fit into memory."""
+
+    ask: int
+    adapter: str | None  # digest of its content
+    finish: FinishReason
+    tokens: tuple[int, ...]
+    source: KvSource | None  # of its prompt's KV; None: it ended before its first token
+    error: str | None
+
+
+@dataclass(slots=True)
+class SoakTally:
+    """What the crowd has got. Filled on the engine's thread, read when all have ended."""
+
+    outcomes: Counter[Ending] = field(default_factory=Counter)
+    source: Counter[str] = field(default_factory=Counter)  # prompt tokens
+    faults: list[str] = field(default_factory=list)  # what is wrong with an event itself
+
+
+class Listening:
+    """Listens to one request, and cancels it after `cancel_at` tokens where that is said."""
+
+    def __init__(self, tally: SoakTally, ask: int, length: int, adapter: str | None) -> None:
+        self.ended = threading.Event()
+        self.on_tokens: Any = None  # called with the number of tokens so far
+        self._tally = tally
+        self._ask = ask
+        self._length = length
+        self._adapter = adapter
+        self._tokens: list[int] = []
+        self._source: KvSource | None = None
+
+    def __call__(self, event: TokenEvent) -> None:
+        self._tokens.extend(event.tokens)
+        if event.source is not None:
+            self._source = event.source
+            self._tally.source.update(asdict(event.source))
+            if sum(asdict(event.source).values()) != self._length:
+                self._tally.faults.append(f"a prompt of {self._length} tokens came from {event.source}")
+        if event.finish is not None:
+            outcome = Ending(self._ask, self._adapter, event.finish, tuple(self._tokens), self._source, event.error)
+            self._tally.outcomes[outcome] += 1
+            self.ended.set()
+        elif self.on_tokens is not None:
+            self.on_tokens(len(self._tokens))
+
+
+class Submitter:
+    """One thread that asks until it is told to stop. It never has more than a few requests open."""
+
+    def __init__(self, engine: Engine, asks: list[Ask], tally: SoakTally, rng: random.Random) -> None:
+        self.num_submitted = 0
+        self.open: list[Listening] = []
+        self._engine = engine
+        self._asks = asks
+        self._tally = tally
+        self._rng = rng
+
+    def run(self, stop: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                self.open = [listening for listening in self.open if not listening.ended.is_set()]
+                if len(self.open) >= OPEN_PER_THREAD:
+                    self.open[0].ended.wait(PAUSE_S)
+                    continue
+                self._submit()
+                if self._rng.random() < 0.3:
+                    stop.wait(self._rng.random() * PAUSE_S)
+        except EngineClosed:
+            return  # the engine has stopped, and says why itself
+
+    def _submit(self) -> None:
+        rng, number = self._rng, self._rng.randrange(len(self._asks))
+        ask = self._asks[number]
+        hold = self._engine.adapters.try_hold(NAME) if rng.random() < ADAPTED else None
+        listening = Listening(self._tally, number, len(ask.prompt), None if hold is None else hold.adapter.digest)
+        try:
+            adapter = None if hold is None else hold.adapter
+            request_id = self._engine.submit(ask.prompt, ask.sampling, listening, cache_salt=ask.salt, adapter=adapter)
+        finally:
+            if hold is not None:
+                hold.end()
+        self.open.append(listening)
+        self.num_submitted += 1
+        if rng.random() < CANCELLED:
+            self._cancel(request_id, listening)
+
+    def _cancel(self, request_id: str, listening: Listening) -> None:
+        """At once, after a moment, or when some tokens have come."""
+        when = self._rng.randrange(3)
+        if when == 0:
+            after = self._rng.randrange(1, 20)
+            listening.on_tokens = lambda num: self._engine.cancel(request_id) if num >= after else None
+            return
+        if when == 1:
+            listening.ended.wait(self._rng.random() * PAUSE_S)
+        self._engine.cancel(request_id)
+
+
+# --------------------------------------------------------------------------------------------------------------- mischief
+
+
+class Mischief:
+    """When it happens, and how often it did. For several lanes at once."""
+
+    def __init__(self, counts: Counter[str], rng: random.Random, stall_s: float) -> None:
+        self._counts = counts
         self._rng = rng
         self._stall_s = stall_s
+        self._lock = threading.Lock()
+
+    def happens(self, share: float, what: str) -> bool:
+        with self._lock:
+            drawn = self._rng.random() < share
+            self._counts[what] += drawn
+        return drawn
+
+    def below(self, end: int) -> int:
+        with self._lock:
+            return self._rng.randrange(end)
+
+    def stall(self, share: float, what: str) -> None:
+        if self.happens(share, what):
+            time.sleep(self._stall_s)
+
+
+class UnreliableCopier:
+    """Copies as `inner` does, most of the time."""
+
+    def __init__(self, inner: Copier, mischief: Mischief) -> None:
+        self._inner = inner
+        self._mischief = mischief
 
     def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
-        draw = self._rng.random()
-        if draw < FAILED:
-            self.num_failures += 1
+        if self._mischief.happens(COPY_FAILED, COPIES_FAILED):
             half = len(source_slots) // 2
             self._inner.copy(source_slots[:half], dest_slots[:half], layers)
             raise OSError("this copy was made to fail halfway")
-        if draw < FAILED + STALLED:
-            self.num_stalls += 1
-            time.sleep(self._stall_s)
+        self._mischief.stall(COPY_STALLED, COPIES_STALLED)
         self._inner.copy(source_slots, dest_slots, layers)
 
 
-def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> list[UnreliableCopier]:
-    """Before the engine's first step: nothing may be in flight."""
+class UnreliableDisk(DiskIo):
+    """The system's calls, most of the time."""
+
+    def __init__(self, mischief: Mischief) -> None:
+        self._mischief = mischief
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._mischief.stall(STALLED, "disk calls stalled on purpose")
+        if self._mischief.happens(FAILED, "disk calls failed on purpose"):
+            raise OSError(errno.EIO, "this read was made to fail")
+        num = super().preadv(fd, buffers, offset)
+        if num and self._mischief.happens(SPOILED, "disk reads spoiled on purpose"):
+            spoiled = buffers[self._mischief.below(len(buffers))]
+            spoiled[self._mischief.below(len(spoiled))] ^= 1 << self._mischief.below(8)
+        return num
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._mischief.stall(STALLED, "disk calls stalled on purpose")
+        if self._mischief.happens(FAILED, "disk calls failed on purpose"):
+            super().pwritev(fd, buffers[:1], offset)
+            raise OSError(errno.EIO, "this write was made to fail halfway")
+        if self._mischief.happens(SPOILED, "disk writes lost on purpose"):
+            kept = buffers[: self._mischief.below(len(buffers) + 1)]
+            if kept:
+                super().pwritev(fd, kept, offset)
+            return sum(len(buffer) for buffer in buffers)
+        return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        if self._mischief.happens(FAILED, "disk calls failed on purpose"):
+            raise OSError(errno.EIO, "this sync was made to fail")
+        super().fdatasync(fd)
+
+
+class UnreliableStore:
+    """A `BlockStore` as `inner` is one, most of the time. What it calls done was checked by `inner`."""
+
+    def __init__(self, inner: BlockStore, mischief: Mischief) -> None:
+        self.name = inner.name
+        self.local = inner.local
+        self._inner = inner
+        self._mischief = mischief
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        self._call()
+        exaggerates = self._mischief.happens(EXAGGERATED, "store answers exaggerated on purpose")
+        return len(keys) if exaggerates else self._inner.find(keys)
+
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+        self._call()
+        outcomes = self._inner.read(keys, into)
+        for place in self._failing(len(keys)):
+            into[place][:] = bytes(len(into[place]))
+            outcomes[place] = Outcome.FAILED
+        return outcomes
+
+    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        self._call()
+        failing = self._failing(len(keys))
+        kept = [place for place in range(len(keys)) if place not in failing]
+        done = self._inner.write([keys[place] for place in kept], [depths[place] for place in kept], [blocks[place] for place in kept])
+        outcomes = [Outcome.FAILED] * len(keys)
+        for place, outcome in zip(kept, done, strict=True):
+            outcomes[place] = outcome
+        return outcomes
+
+    def persist(self) -> None:
+        self._call()
+        self._inner.persist()
+
+    def probe(self) -> None:
+        self._inner.probe()
+
+    def reset(self) -> int:
+        self._call()
+        return self._inner.reset()
+
+    def usage(self) -> StoreUsage:
+        return self._inner.usage()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _call(self) -> None:
+        self._mischief.stall(STALLED, "store calls stalled on purpose")
+        if self._mischief.happens(DOWN, "store calls failed on purpose"):
+            raise StoreFailed("the store was made to be down")
+
+    def _failing(self, num: int) -> set[int]:
+        return {place for place in range(num) if self._mischief.happens(FAILED, "blocks of a store failed on purpose")}
+
+
+def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Counter[str]:
+    """Before the engine's first step: nothing may be in flight. Returns what is counted from then on."""
+    counts: Counter[str] = Counter({COPIES_FAILED: 0, COPIES_STALLED: 0})
     ladder = engine.cache.ladder
-    copiers = []
     for mover in () if ladder is None else (ladder.promoter, ladder.demoter):
-        mover.copier = UnreliableCopier(mover.copier, random.Random(rng.random()), stall_s)
-        copiers.append(mover.copier)
-    return copiers
+        mover.copier = UnreliableCopier(mover.copier, Mischief(counts, random.Random(rng.random()), stall_s))
+    for tier in engine.cache.cold_tiers.values():
+        mischief = Mischief(counts, random.Random(rng.random()), stall_s)
+        store = tier.exchanges.store
+        if isinstance(store, SsdStore):
+            store.files.io = UnreliableDisk(mischief)
+        else:
+            tier.exchanges.store = UnreliableStore(store, mischief)
+    return counts
 
 
 class Disturber:
@@ -75,7 +342,7 @@ class Disturber:
 
     def run(self, stop: threading.Event) -> None:
         try:
-            while not stop.wait(self._rng.random() * PAUSE_S):
+            while not stop.wait(self._rng.random() * DISTURBED_S):
                 self._rng.choice((self._reset, self._flush, self._both, self._reload, self._reload, self._engine.stats))()
         except EngineClosed:
             return  # the engine has stopped, and says why itself

@@ -1,4 +1,5 @@
-"""Hit rates of eviction policies on a trace, and the best that any could have. Owns the replay; needs no model, no engine and no torch.
+"""Hit rates of eviction policies on a trace, and the best that any could have. Owns the replay and the report; needs no model, no engine
+and no torch.
 
 A request finds the leading run of its blocks, holds them, takes slots for the rest, seals them and lets go: the calls that the engine
 makes, on the same pool, one request at a time. What does not fit beside its own prefix is computed and not kept.
@@ -11,18 +12,26 @@ missing prefix.
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.bench.mooncake import BLOCK_TOKENS, Trace
+from rich.table import Table
+
+from penstock import __version__
+from penstock.bench.report import save_picture, table, write_json
+from penstock.bench.trace_files import BLOCK_TOKENS, Trace
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.eviction.cost import prefill_cost
 from penstock.kv.blocks.pool import BlockPool
 from penstock.models.progress import Progress
 
 OPTIMUM = "optimum"
+BOUND = f"{OPTIMUM}: Belady, an upper bound"
 LADDER = 9  # capacities by default, each twice the one before, the last with room for every block
 _REPORT_EVERY = 256  # requests or, for the optimum, as many blocks times a hundred
 
@@ -127,3 +136,77 @@ def best_hits(uses: Sequence[int], capacity: int, progress: Progress) -> Hits:
                 kept.remove(-heappop(furthest))
     progress(f"{OPTIMUM}, {capacity} blocks", never, never)
     return Hits(num_hits, None)
+
+
+# ------------------------------------------------------------------------------------------------------------------ report
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReport:
+    """The rows of `measure`, and what they were measured on."""
+
+    trace: Trace
+    rows: list[dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        trace = self.trace
+        scan = f" and {trace.num_scans} one-off documents of {trace.scan_blocks} blocks" if trace.num_scans else ""
+        return f"penstock bench trace: {trace.name}, {trace.num_requests} requests{scan}, blocks of {BLOCK_TOKENS} tokens"
+
+    @property
+    def policies(self) -> list[str]:
+        """In the order measured; the optimum is the last."""
+        return list(dict.fromkeys(row["policy"] for row in self.rows))
+
+    def line(self, policy: str, figure: str) -> dict[int, float | None]:
+        """By capacity."""
+        return {row["capacity_blocks"]: row[figure] for row in self.rows if row["policy"] == policy}
+
+    def tables(self) -> dict[str, Table]:
+        """By heading: blocks found, and work saved, for which no bound is known."""
+        return {
+            f"{self.title}\nblocks found, % ({BOUND})": self._table(self.policies, "hit_rate"),
+            "prefill work saved, %": self._table(self.policies[:-1], "prefill_saved"),
+        }
+
+    def _table(self, policies: list[str], figure: str) -> Table:
+        lines = [self.line(policy, figure) for policy in policies]
+        cells = [[str(capacity), *(_percent(line[capacity]) for line in lines)] for capacity in lines[0]]
+        return table(["capacity, blocks", *policies], cells)
+
+    def write(self, path: Path) -> None:
+        trace = self.trace
+        of = {
+            "file": trace.name,
+            "requests": trace.num_requests,
+            "tokens": trace.num_tokens,
+            "block_tokens": BLOCK_TOKENS,
+            "blocks": trace.num_blocks,
+            "distinct_blocks": trace.num_distinct,
+            **({"interleave": trace.interleave} if trace.interleave is not None else {}),
+            **({"scans": trace.num_scans, "scan_blocks": trace.scan_blocks} if trace.num_scans else {}),
+        }
+        write_json(path, "trace", {"penstock": __version__, "python": platform.python_version(), "trace": of, "results": self.rows})
+
+    def draw(self, path: Path) -> None:
+        save_picture(path, self.title, self._draw_lines)
+
+    def _draw_lines(self, axes: Any) -> None:
+        for policy in self.policies:
+            line = sorted(self.line(policy, "hit_rate").items())
+            style = {"linestyle": "--", "color": "black", "label": BOUND} if policy == OPTIMUM else {"marker": "o", "label": policy}
+            axes.plot([capacity for capacity, _ in line], [100 * (share or 0.0) for _, share in line], markersize=4, **style)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.set_xticks([capacity for capacity, _ in line])
+        axes.minorticks_off()
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"capacity in blocks of {BLOCK_TOKENS} tokens")
+        axes.set_ylabel("blocks found, %")
+        axes.legend(fontsize=8)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

@@ -1,54 +1,175 @@
-"""Ways of getting blocks between host memory and a store behind it, taking turns with whatever they are compared with. Owns the turns and
-the ways of a cold tier; what they are compared with is each store's own file."""
+"""Ways of getting blocks between host memory and a store behind it, through the parts of a cache with one such tier, without an engine:
+real arenas, lanes, copies and books. Owns those parts and the blocks in them; what the ways are compared with is in `transfer_beside`."""
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import threading
+import time
 from collections.abc import Callable, Sequence
-from statistics import median
-from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from types import TracebackType
+from typing import NamedTuple
 
-from penstock.bench.cold_rig import OWNER, ColdRig
-from penstock.contract import Table
-from penstock.errors import InvariantBroken, StoreFailed
+import numpy as np
+import torch
+
+from penstock.bench.transfer_ways import CLOSE_S, DEMOTE, PROMOTE, TransferSize, TransferWay, Wait, open_lane, pin_all
+from penstock.contract import Prefix, Table
+from penstock.engine.build import cold_lanes, make_launcher
+from penstock.engine.engine import POLL_BEHIND_S
+from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.handles import Reservation
-from penstock.kv.tiers.store import Outcome
+from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+from penstock.kv.memory.arena import DeviceArena
+from penstock.kv.memory.host import HostArena
+from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.envelope import checksum
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.store import BlockStore, Outcome, Space
+from penstock.kv.transfer.copies import make_copier
+from penstock.kv.transfer.mover import Mover
 from penstock.models.progress import Progress
 
-WARM_UP = 0  # number of the run that is not measured, but checked byte by byte
+OWNER = "bench"
 RAW, TIER, PERSISTED = "raw", "tier", "tier, persisted"
-
-Wait = Callable[[], None]
-Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before
+_WAIT_S = 600.0
 
 
-class ColdWay(Protocol):
-    """All blocks of a rig, one way."""
+class TransferShape(NamedTuple):
+    """Of what is moved, and how often."""
+
+    layout: BlockLayout
+    device: torch.device
+    repeat: int
+    seed: int
+
+
+class ColdRig:
+    """`num_blocks` blocks of random bytes in host memory, room for as many more there and on the device, and an empty store. Their keys
+    are those of one prompt, in a space that nobody else has."""
+
+    def __init__(self, shape: TransferShape, num_blocks: int, open_store: Callable[[Space], BlockStore]) -> None:
+        layout, device, _, self._seed = shape
+        self.layout = layout
+        self.device = DeviceArena(layout, num_blocks, device)
+        self.host = HostArena(layout, 2 * num_blocks, device)
+        scope = Scope(secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none")
+        self.store = open_store(Space(scope.digest(), layout.block_bytes, self.host.bytes))
+        self.tier = ColdTier(self.store, cold_lanes(self.store), self.host.view, (self.host.name, layout.num_layers))
+        self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
+        pool = BlockPool(num_blocks, self.device.name)
+        self.cache = KvCache(pool, scope, ladder=self._ladder(pool))
+        self._woken = threading.Event()
+        self.cache.call_when_launched(self._woken.set)
+        tokens = np.random.default_rng(self._seed).integers(0, 1 << 16, num_blocks * layout.block_tokens)
+        prefix = self.cache.prefix_of(tokens, "", None)
+        if prefix is None:
+            raise InvariantBroken("a cache with colder tiers gives no keys")
+        self.prefix: Prefix = prefix
+        self.depths = range(num_blocks)
+        self.checksums: list[bytes] = []  # of the blocks, in order
+
+    def _ladder(self, pool: BlockPool) -> Ladder:
+        def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena) -> Mover:
+            lane = open_lane(name, self.device.device)
+            return Mover((source.name, dest.name), make_copier(source.tensor, dest.tensor, self.layout), lane, make_launcher(lane))
+
+        movers = mover(PROMOTE, self.host, self.device), mover(DEMOTE, self.device, self.host)
+        ladder = Ladder(pool, self.slots, movers, self.layout, LadderLimits(overlap_tokens=1, load_deadline_s=_WAIT_S, load_always=True))
+        ladder.put_behind(Behind(self.slots, [self.tier], self.layout.block_bytes))
+        return ladder
+
+    # --------------------------------------------------------------------------------------------------------------- blocks
 
     @property
-    def direction(self) -> str: ...
+    def keys(self) -> Sequence[bytes]:
+        return self.prefix.keys
 
     @property
-    def name(self) -> str: ...
+    def size(self) -> TransferSize:
+        """Of all blocks."""
+        return TransferSize(len(self.keys), len(self.keys) * self.layout.block_bytes)
 
-    @property
-    def beside(self) -> Beside:
-        """What it is compared with, the fastest of them; none: with nothing."""
+    def fill(self, progress: Progress) -> None:
+        """Pin host memory, and put the blocks there."""
+        pin_all(self.host, progress)
+        taken = self.slots.take(self.keys, self.depths, OWNER)
+        if taken.reservation is None or taken.keys != list(self.keys):
+            raise InvariantBroken(f"{len(taken.keys)} of {len(self.keys)} blocks fit into an empty host tier")
+        generator = torch.Generator().manual_seed(self._seed)
+        for slot in taken.reservation.slots:
+            self.host.tensor[slot].view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
+            self.checksums.append(checksum(self.host.view(slot)))
+        self.slots.land(taken)
 
-    def prepare(self, spoil: bool) -> None:
-        """Untimed. `spoil`: nothing of what is to arrive is there yet."""
+    def spoil(self) -> None:
+        """Nothing of what is to come is in host memory or on the device; over when this returns, on a GPU, too."""
+        self.host.tensor.zero_()
+        self.device.tensor.zero_()[0, 0, 0, 0, 0, 0].item()
 
-    def launch(self) -> Wait:
-        """Submit all of it; what is returned blocks until it is over, and raises what went wrong."""
+    def check(self, views: Sequence[memoryview], what: str) -> None:
+        """`views` hold the blocks, in order."""
+        for number, (view, expected) in enumerate(zip(views, self.checksums, strict=True)):
+            if checksum(view) != expected:
+                raise InvariantBroken(f"{what}: block {number} is not what was written")
 
-    def finish(self, check: bool) -> None:
-        """Untimed. `check`: every byte has arrived."""
+    def device_views(self, slots: Sequence[int]) -> list[memoryview]:
+        """What is in these slots of the device, fetched."""
+        return [memoryview(self.device.tensor[slot].cpu().flatten().view(torch.uint8).numpy().tobytes()) for slot in slots]
+
+    # ----------------------------------------------------------------------------------------------------------------- waits
+
+    def wait_until(self, over: Callable[[], bool]) -> None:
+        """Settle what there is to settle, as an engine without other work does."""
+        by_s = time.monotonic() + _WAIT_S
+        while True:
+            self._woken.clear()
+            self.cache.settle()
+            if over():
+                return
+            if time.monotonic() > by_s:
+                raise DeadlineExceeded(f"blocks are still on their way after {_WAIT_S:g} s")
+            self._woken.wait(self.cache.look_again_s if self.cache.num_in_flight and not self.cache.is_hauling else POLL_BEHIND_S)
+
+    def empty_store(self) -> None:
+        """Raises StoreFailed."""
+        resetting = self.cache.begin_reset([self.tier.name])
+        self.wait_until(lambda: resetting.settled)
+        if resetting.error is not None:
+            raise resetting.error
+
+    def wait_idle(self) -> None:
+        self.wait_until(lambda: not (self.cache.num_in_flight or self.cache.num_behind))
+
+    # ------------------------------------------------------------------------------------------------------------------- end
+
+    def __enter__(self) -> ColdRig:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """What the store got is removed from it. After an error as much of that as can be done."""
+        if kind is None:
+            self.wait_idle()
+            self.empty_store()
+            self.cache.close(CLOSE_S)
+        else:
+            with contextlib.suppress(PenstockError):
+                self.empty_store()
+            with contextlib.suppress(PenstockError):
+                self.cache.close(CLOSE_S)
+        self.host.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- where to
+# ----------------------------------------------------------------------------------------------------------------- ways
 
 
-class Room:
+class ReadRoom:
     """Host slots to read into, while there is need of them."""
 
     def __init__(self, rig: ColdRig) -> None:
@@ -79,16 +200,13 @@ class Room:
             self._reservation = None
 
 
-# -------------------------------------------------------------------------------------------------------------- the tier
-
-
-class TierWrite:
+class TierWrite(TransferWay):
     """From host slots into a store that has none of it, on the tier's lanes; over when the tier says so, or when it is safe as well."""
 
     def __init__(self, rig: ColdRig, direction: str, beside: Sequence[str], persist: bool = False) -> None:
         self.direction = direction
         self.name = PERSISTED if persist else TIER
-        self.beside: Beside = tuple((direction, name) for name in beside)
+        self.beside = tuple((direction, name) for name in beside)
         self._rig = rig
         self._persist = persist
 
@@ -111,20 +229,17 @@ class TierWrite:
 
         return wait
 
-    def finish(self, check: bool) -> None:
-        """What was written is checked when it is read."""
 
-
-class TierRead:
+class TierRead(TransferWay):
     """From the store into host slots, on the tier's lanes."""
 
     name = TIER
 
     def __init__(self, rig: ColdRig, direction: str, beside: Sequence[str]) -> None:
         self.direction = direction
-        self.beside: Beside = tuple((direction, name) for name in beside)
+        self.beside = tuple((direction, name) for name in beside)
         self._rig = rig
-        self._room = Room(rig)
+        self._room = ReadRoom(rig)
 
     def prepare(self, spoil: bool) -> None:
         self._room.take(spoil)
@@ -142,14 +257,14 @@ class TierRead:
         self._room.give_back(f"{self.direction}, {self.name}" if check else None)
 
 
-class Promoted:
+class Promoted(TransferWay):
     """From the store to the device, through host memory, as a request's prefix comes: leased, promoted block by block, settled."""
 
     name = "pipelined"
 
     def __init__(self, rig: ColdRig, direction: str, beside: tuple[str, str]) -> None:
         self.direction = direction
-        self.beside: Beside = (beside,)
+        self.beside = (beside,)
         self._rig = rig
         self._table: Table | None = None
 
@@ -191,58 +306,3 @@ def _require_done(outcomes: Sequence[Outcome], direction: str, why: BaseExceptio
     num_lost = sum(outcome is not Outcome.DONE for outcome in outcomes)
     if num_lost:
         raise StoreFailed(f"{direction}: {num_lost} of {len(outcomes)} blocks did not come across") from why
-
-
-# ------------------------------------------------------------------------------------------------------------------ turns
-
-
-class Timed(NamedTuple):
-    submit_s: float  # of the thread that submits
-    total_s: float  # from submit to over
-
-
-def take_turns(rig: ColdRig, ways: Sequence[ColdWay], repeat: int, progress: Progress) -> list[dict[str, Any]]:
-    """Every way once per run, in an order that turns around, so that none always comes behind the same; a row for each."""
-    taken: list[list[Timed]] = [[] for _ in ways]
-    stage = f"{rig.tier.name}, {len(rig.keys)} blocks"
-    for run in range(1 + repeat):
-        progress(stage, run, 1 + repeat)
-        for number in range(len(ways)) if run % 2 == WARM_UP else reversed(range(len(ways))):
-            one = _timed(ways[number], run == WARM_UP)
-            if run != WARM_UP:
-                taken[number].append(one)
-    progress(stage, 1 + repeat, 1 + repeat)
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for way, runs in zip(ways, taken, strict=True):
-        row = rows[way.direction, way.name] = _row(rig, way, runs)
-        if way.beside:
-            fastest = max(way.beside, key=lambda name: rows[name]["gb_s"])
-            row |= {"beside": ", ".join(fastest), "percent_of_raw": 100 * row["gb_s"] / rows[fastest]["gb_s"]}
-    return list(rows.values())
-
-
-def _timed(way: ColdWay, checked: bool) -> Timed:
-    way.prepare(checked)
-    started = perf_counter()
-    wait = way.launch()
-    submitted = perf_counter()
-    wait()
-    ended = perf_counter()
-    way.finish(checked)
-    return Timed(submitted - started, ended - started)
-
-
-def _row(rig: ColdRig, way: ColdWay, runs: list[Timed]) -> dict[str, Any]:
-    total_s = median(run.total_s for run in runs)
-    return {
-        "direction": way.direction,
-        "blocks": len(rig.keys),
-        "bytes": rig.num_bytes,
-        "way": way.name,
-        "beside": None,
-        "layers": None,
-        "gb_s": rig.num_bytes / total_s / 1e9,
-        "percent_of_raw": 100.0,
-        "total_ms": {"median": total_s * 1000, "all": [run.total_s * 1000 for run in runs]},
-        "submit_ms": {"median": median(run.submit_s for run in runs) * 1000, "all": [run.submit_s * 1000 for run in runs]},
-    }

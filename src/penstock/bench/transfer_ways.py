@@ -1,6 +1,7 @@
-"""Ways of getting blocks from one arena to another, ready to be timed. Owns arenas, lanes and slots; the clock is the measurement's.
+"""Ways of getting blocks from one place to another, taking turns so that all meet the same machine; and those between device and host
+memory. Owns the turns, arenas, lanes and slots; which ways are measured is the measurement's choice.
 
-A way that launches copies in another manner is one class more, and one entry more in `WAYS`.
+A way that launches copies in another manner is one class more, and one entry more in `HOST_WAYS`.
 """
 
 from __future__ import annotations
@@ -9,32 +10,128 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.bench.run import WARM_UP, runs
 from penstock.contract import Access, Fence, Mode
-from penstock.engine.build import make_launcher
+from penstock.engine.build import make_lane, make_launcher
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.kv.memory.arena import DeviceArena
+from penstock.kv.memory.arena import DeviceArena, free_bytes
 from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Group, Mover, Transfer
-from penstock.lanes import cuda
-from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.models.progress import Progress
 
 PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
-_CLOSE_S = 60.0
+CLOSE_S = 60.0
 
 Wait = Callable[[], None]
+Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before
+
+
+class TransferWay:
+    """One way of getting blocks across."""
+
+    direction: str
+    name: str
+    layers: int | None = None  # that it moves at a time; None: all
+    beside: Beside | None = None  # what it is compared with, the fastest of them; (): with nothing; None: with the first way of all
+
+    def prepare(self, spoil: bool) -> None:
+        """Untimed. `spoil`: nothing of what is to arrive is there yet."""
+
+    def launch(self) -> Wait:
+        """Submit all of it; what is returned blocks until it is over, and raises what went wrong."""
+        raise NotImplementedError
+
+    def finish(self, check: bool) -> None:
+        """Untimed. `check`: every byte has arrived."""
+
+
+class Timed(NamedTuple):
+    submit_s: float  # of the thread that submits
+    total_s: float  # from submit to over
+
+
+class TransferSize(NamedTuple):
+    blocks: int
+    num_bytes: int
+
+
+def take_turns(
+    stage: str, ways: Sequence[TransferWay], size: TransferSize, repeat: int, progress: Progress, turning: bool = False
+) -> list[dict[str, Any]]:
+    """Every way once per run, and a row for each; `turning`: in an order that turns around, so that none always comes behind the same. The
+    run that only warms up is checked byte by byte."""
+    taken: list[list[Timed]] = [[] for _ in ways]
+    for run in runs(f"{stage}, {size.blocks} blocks", repeat, progress):
+        for number in reversed(range(len(ways))) if turning and run % 2 else range(len(ways)):
+            one = _timed(ways[number], run == WARM_UP)
+            if run != WARM_UP:
+                taken[number].append(one)
+    rows: list[dict[str, Any]] = []
+    for way, timed in zip(ways, taken, strict=True):
+        rows.append(_row(way, size, timed))
+        _compare(rows[-1], way, rows)
+    return rows
+
+
+def _timed(way: TransferWay, checked: bool) -> Timed:
+    way.prepare(checked)
+    started = perf_counter()
+    wait = way.launch()
+    submitted = perf_counter()
+    wait()
+    ended = perf_counter()
+    way.finish(checked)
+    return Timed(submitted - started, ended - started)
+
+
+def _row(way: TransferWay, size: TransferSize, timed: list[Timed]) -> dict[str, Any]:
+    total_s = median(one.total_s for one in timed)
+    return {
+        "direction": way.direction,
+        "blocks": size.blocks,
+        "bytes": size.num_bytes,
+        "way": way.name,
+        **({"beside": None} if way.beside is not None else {}),
+        "layers": way.layers,
+        "gb_s": size.num_bytes / total_s / 1e9,
+        "percent_of_raw": 100.0,
+        "total_ms": {"median": total_s * 1000, "all": [one.total_s * 1000 for one in timed]},
+        "submit_ms": {"median": median(one.submit_s for one in timed) * 1000, "all": [one.submit_s * 1000 for one in timed]},
+    }
+
+
+def _compare(row: dict[str, Any], way: TransferWay, rows: list[dict[str, Any]]) -> None:
+    of = rows[:1] if way.beside is None else [one for one in rows if (one["direction"], one["way"]) in way.beside]
+    if of:
+        fastest = max(of, key=lambda one: one["gb_s"])
+        row["percent_of_raw"] = 100 * row["gb_s"] / fastest["gb_s"]
+        if way.beside:
+            row["beside"] = f"{fastest['direction']}, {fastest['way']}"
+
+
+def too_large(needs: dict[torch.device, int]) -> str | None:
+    """Why so many bytes by device cannot be had; None: they can."""
+    for where, needed in needs.items():
+        if needed > (free := free_bytes(where)):
+            return f"they need {needed / 1e9:.1f} GB on {where}, where {free / 1e9:.1f} are free"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- between device and host
 
 
 class Case(NamedTuple):
@@ -45,22 +142,33 @@ class Case(NamedTuple):
     layers: int
 
 
-class Rig:
-    """Two arenas full of random bytes, a lane for each direction, and which scattered slots go where."""
+class HostRig:
+    """Two arenas full of random bytes, a lane and a mover for each direction, and which scattered slots go where."""
 
     def __init__(self, layout: BlockLayout, most_blocks: int, device: torch.device, seed: int) -> None:
         self.layout = layout
         self.device = DeviceArena(layout, 2 * most_blocks, device)
         self.host = HostArena(layout, 2 * most_blocks, device)
-        self.lanes = {name: make_lane(name, device) for name in (PROMOTE, DEMOTE)}
+        self.lanes = {name: open_lane(name, device) for name in (PROMOTE, DEMOTE)}
+        self.copiers = {name: make_copier(*self.tensors(name), layout) for name in self.lanes}
+        self.inbox = Inbox(sharp=device.type == "cuda")
+        self._launchers = {name: make_launcher(lane) for name, lane in self.lanes.items()}
+        self.movers = {name: Mover(self.names(name), self.copiers[name], self.lanes[name], self._launchers[name]) for name in self.lanes}
+        for mover in self.movers.values():
+            mover.wake = self.inbox.wake
         random = np.random.default_rng(seed)
         self._device_slots, self._host_slots = (random.permutation(2 * most_blocks).reshape(2, most_blocks) for _ in range(2))
-        _fill_at_random(self.device.tensor, seed)
+        self.pieces: tuple[Tensor, ...] = ()  # as many bytes of host memory as the arena has, in one piece; those of the device
+        generator = torch.Generator(device).manual_seed(seed)
+        self.device.tensor.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
 
     def prepare(self, progress: Progress) -> None:
         """Pin host memory and give it other bytes than the device has."""
         pin_all(self.host, progress)
         self.host.tensor.copy_(self.device.tensor[1:].cpu())  # by the CPU: CUDA copies nothing across two pinned pieces
+        device = self.device.tensor.view(torch.uint8).flatten()
+        host = torch.empty(self.host.num_bytes, dtype=torch.uint8, pin_memory=self.device.device.type == "cuda")
+        self.pieces = host.copy_(device[: len(host)]), device
 
     def slots(self, direction: str, blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(source, dest); those of the two directions have nothing in common."""
@@ -80,7 +188,10 @@ class Rig:
             dest = self.tensors(direction)[1]
             for slot in self.slots(direction, case.blocks)[1].tolist():
                 dest[slot].zero_()
-        self.drain()
+        if self.device.device.type == "cuda":
+            self.device.tensor[0, 0, 0, 0, 0, 0].item()  # what was launched outside the lanes is over, too
+        for lane in self.lanes.values():
+            lane.drain()
 
     def check(self, case: Case, way: str) -> None:
         """Every byte has arrived."""
@@ -90,19 +201,12 @@ class Rig:
                 if not torch.equal(source[source_slot].to(self.device.device), dest[dest_slot].to(self.device.device)):
                     raise InvariantBroken(f"{way}, {case}: slot {dest_slot} does not hold what slot {source_slot} did ({direction})")
 
-    def drain(self) -> None:
-        """What was launched outside the lanes is over, too."""
-        if self.device.device.type == "cuda":
-            self.device.tensor[0, 0, 0, 0, 0, 0].item()
-        for lane in self.lanes.values():
-            lane.drain()
-
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> HostRig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for lane in self.lanes.values():
-            lane.close(_CLOSE_S)
+        for lane in (*self._launchers.values(), *self.lanes.values()):
+            lane.close(CLOSE_S)
         self.host.close()
 
 
@@ -117,127 +221,96 @@ def pin_all(arena: HostArena, progress: Progress) -> None:
         raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
 
 
-def make_lane(name: str, device: torch.device) -> Lane:
-    if device.type == "cuda":
-        return cuda.CudaLane(name, device, priority=-1 if name == PROMOTE else 0)
-    return CpuLane(name, around=torch.inference_mode)
+def open_lane(direction: str, device: torch.device) -> Lane:
+    return make_lane(direction, device, priority=-1 if direction == PROMOTE else 0)
 
 
-def _fill_at_random(tensor: Tensor, seed: int) -> None:
-    tensor.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=torch.Generator(tensor.device).manual_seed(seed))
+class _HostWay(TransferWay):
+    """One of them for one case."""
+
+    def __init__(self, rig: HostRig, case: Case) -> None:
+        self.direction = case.direction
+        self.layers = case.layers if case.layers < rig.layout.num_layers else None
+        self._rig = rig
+        self._case = case
+
+    def prepare(self, spoil: bool) -> None:
+        if spoil:
+            self._rig.spoil(self._case)
+
+    def finish(self, check: bool) -> None:
+        if check:
+            self._rig.check(self._case, self.name)
+
+    def _groups(self) -> list[tuple[int, int]]:
+        num_layers = self._rig.layout.num_layers
+        return [(first, min(first + self._case.layers, num_layers)) for first in range(0, num_layers, self._case.layers)]
 
 
-# ------------------------------------------------------------------------------------------------------------------ ways
-
-
-class Way(Protocol):
-    """One way of getting a case's bytes across."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def scatters(self) -> bool:
-        """Whether it moves the case's slots, by layers where asked to; otherwise just as many bytes."""
-
-    def launch(self, case: Case) -> Wait:
-        """Submit all of it; what is returned blocks until it is over, and raises what went wrong."""
-
-    def close(self) -> None:
-        """Before the rig is closed."""
-
-
-class RawCopy:
+class RawCopy(_HostWay):
     """The ceiling: one copy of as many bytes that lie in one piece on both sides, pinned on the host's."""
 
     name = "raw"
-    scatters = False
 
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-        self._device = rig.device.tensor.view(torch.uint8).flatten()
-        self._host = torch.empty(rig.host.num_bytes, dtype=torch.uint8, pin_memory=rig.device.device.type == "cuda")
-        self._host.copy_(self._device[: len(self._host)])
+    def prepare(self, spoil: bool) -> None:
+        """It touches none of the slots."""
 
-    def launch(self, case: Case) -> Wait:
-        num_bytes = case.blocks * self._rig.layout.block_bytes
-        launched = _Launched()
-        for direction in DIRECTIONS[case.direction]:
-            first = 0 if direction == PROMOTE else len(self._host) // 2
-            host, device = (memory[first : first + num_bytes] for memory in (self._host, self._device))
+    def launch(self) -> Wait:
+        rig, launched = self._rig, _Launched()
+        num_bytes = self._case.blocks * rig.layout.block_bytes
+        for direction in DIRECTIONS[self.direction]:
+            first = 0 if direction == PROMOTE else len(rig.pieces[0]) // 2
+            host, device = (piece[first : first + num_bytes] for piece in rig.pieces)
             ends = (host, device) if direction == PROMOTE else (device, host)
-            launched.submit(self._rig.lanes[direction], partial(_copy_piece, *ends), (), direction)
+            launched.submit(rig.lanes[direction], partial(_copy_piece, *ends), (), direction)
         return launched.wait
 
-    def close(self) -> None:
-        """It has nothing of its own."""
+    def finish(self, check: bool) -> None:
+        """There is nothing to check."""
 
 
-class Blocks:
+class BlockCopy(_HostWay):
     """Scattered blocks, as transfers copy them: an op and a fence for each group of layers."""
 
     name = "blocks"
-    scatters = True
 
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-        self._copiers = {direction: make_copier(*rig.tensors(direction), rig.layout) for direction in (PROMOTE, DEMOTE)}
-
-    def launch(self, case: Case) -> Wait:
-        launched = _Launched()
-        for first in range(0, self._rig.layout.num_layers, case.layers):
-            layers = first, min(first + case.layers, self._rig.layout.num_layers)
-            for direction in DIRECTIONS[case.direction]:
-                source, dest = self._rig.slots(direction, case.blocks)
-                source_name, dest_name = self._rig.names(direction)
+    def launch(self) -> Wait:
+        rig, launched = self._rig, _Launched()
+        for layers in self._groups():
+            for direction in DIRECTIONS[self.direction]:
+                source, dest = rig.slots(direction, self._case.blocks)
+                source_name, dest_name = rig.names(direction)
                 accesses = Access(source_name, source, layers, Mode.READ), Access(dest_name, dest, layers, Mode.WRITE)
-                op = partial(self._copiers[direction].copy, source, dest, layers)
-                launched.submit(self._rig.lanes[direction], op, accesses, direction)
+                launched.submit(rig.lanes[direction], partial(rig.copiers[direction].copy, source, dest, layers), accesses, direction)
         return launched.wait
 
-    def close(self) -> None:
-        """It has nothing of its own."""
 
-
-class Moved:
+class MovedCopy(_HostWay):
     """The same through movers, as the engine does it: submitted in one call, launched on another thread, over when polling says so."""
 
     name = "moved"
-    scatters = True
 
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-        self._inbox = Inbox(sharp=rig.device.device.type == "cuda")
-        self._launchers = {direction: make_launcher(lane) for direction, lane in rig.lanes.items()}
-        self._movers = {
-            direction: Mover(rig.names(direction), make_copier(*rig.tensors(direction), rig.layout), rig.lanes[direction], launcher)
-            for direction, launcher in self._launchers.items()
-        }
-        for mover in self._movers.values():
-            mover.wake = self._inbox.wake
-
-    def launch(self, case: Case) -> Wait:
-        num_layers = self._rig.layout.num_layers
-        groups = [Group((first, min(first + case.layers, num_layers))) for first in range(0, num_layers, case.layers)]
+    def launch(self) -> Wait:
+        groups = [Group(layers) for layers in self._groups()]
         transfers = []
-        for direction in DIRECTIONS[case.direction]:
+        for direction in DIRECTIONS[self.direction]:
             transfer = Transfer(direction, groups)
-            transfer.source_slots, transfer.dest_slots = self._rig.slots(direction, case.blocks)
-            self._movers[direction].submit(transfer)
+            transfer.source_slots, transfer.dest_slots = self._rig.slots(direction, self._case.blocks)
+            self._rig.movers[direction].submit(transfer)
             transfers.append(transfer)
         return partial(self._wait, transfers)
 
     def _wait(self, transfers: list[Transfer]) -> None:
+        movers = self._rig.movers.values()
         while not all(transfer.settled for transfer in transfers):
-            if not any(mover.settle() for mover in self._movers.values()):
-                self._inbox.wait(min(mover.look_again_s() for mover in self._movers.values()))
+            if not any(mover.settle() for mover in movers):
+                self._rig.inbox.wait(min(mover.look_again_s() for mover in movers))
         for transfer in transfers:
             if (error := transfer.error()) is not None:
                 raise error
 
-    def close(self) -> None:
-        for launcher in self._launchers.values():
-            launcher.close(_CLOSE_S)
+
+HOST_WAYS: tuple[type[_HostWay], ...] = (RawCopy, BlockCopy, MovedCopy)  # the first is what the others are compared with
 
 
 class _Launched:
@@ -257,9 +330,6 @@ class _Launched:
         for ticket in self._tickets:
             if (error := ticket.error()) is not None:
                 raise error
-
-
-WAYS: tuple[Callable[[Rig], Way], ...] = (RawCopy, Blocks, Moved)  # the first is what the others are compared with
 
 
 def _copy_piece(source: Tensor, dest: Tensor) -> None:

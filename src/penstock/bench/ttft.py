@@ -1,19 +1,27 @@
-"""Time to first token: cold, and with the prefix in one tier alone. Owns the proof that a tier served what it is said to have served."""
+"""Time to first token: cold, with the prefix in one tier alone, and from the disk after a restart. Owns the proof that a tier served
+what it is said to have served, and the processes of a restart."""
 
 from __future__ import annotations
 
+import multiprocessing
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, NamedTuple
 
-from penstock.bench.run import Column, Driver, Results, blocks_for
-from penstock.bench.workload import random_prompts
+from penstock import errors
+from penstock.bench.report import Column, Results, draw_bars, figure
+from penstock.bench.run import WARM_UP, Driver, blocks_for, random_prompts, runs
 from penstock.config import Config
 from penstock.contract import KvSource
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.loop import settle_process
 from penstock.engine.stats import EngineStats
-from penstock.errors import InvariantBroken
+from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StepFailed
 from penstock.models.progress import Progress
 
 NEW_TOKENS = 16  # of the follow-up: the cached prompt, then so many that nobody has seen
@@ -28,8 +36,12 @@ NAMES = {
     "remote": "prefix in the shared store",
     "remote_new": f"prefix in the shared store, {NEW_TOKENS} new tokens",
 }
+SCAN_S = 120.0  # for the index of what was there before
+SCAN_POLL_S = 0.005
+FRESH = 1 << 16  # added to a run's number: prompts that nobody has seen
+CLOSE_S = 60.0
+END_S = 60.0  # for a process that has said everything
 TIERS = ("device", "host", "ssd", "remote")
-WARM_UP = 0  # number of the run that is not measured
 
 
 class Sample(NamedTuple):
@@ -38,12 +50,8 @@ class Sample(NamedTuple):
     promoted_blocks: int
 
 
-def _cell(case: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row['ttft_ms'][case]['median']:.2f}" if case in row["ttft_ms"] else "-"
-
-
-def _ratio(tier: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row[name]:.1f}" if (name := _ratio_name(tier)) in row else "-"
+def _cell(title: str, case: str) -> Column:
+    return figure(title, f"ttft_ms.{case}.median", 2)
 
 
 def _ratio_name(tier: str) -> str:
@@ -61,9 +69,9 @@ class TtftBench:
 
     name = "ttft"
     columns = (
-        Column("prompt tokens", lambda row: f"{row['tokens']}"),
-        *(Column(f"{case.replace('_new', f' + {NEW_TOKENS}')} ms", _cell(case)) for case in NAMES),
-        *(Column(f"cold / {tier}", _ratio(tier)) for tier in TIERS),
+        figure("prompt tokens", "tokens"),
+        *(_cell(f"{case.replace('_new', f' + {NEW_TOKENS}')} ms", case) for case in NAMES),
+        *(figure(f"cold / {tier}", _ratio_name(tier), 1) for tier in TIERS),
         Column("blocks promoted", lambda row: f"{max(row['promoted_blocks'].values())}"),
     )
 
@@ -80,8 +88,7 @@ class TtftBench:
 
     def _row(self, driver: Driver, length: int, config: Config, progress: Progress) -> dict[str, Any]:
         samples: dict[str, list[Sample]] = {}
-        for run in range(1 + self.repeat):
-            progress(f"ttft, {length} tokens", run, 1 + self.repeat)
+        for run in runs(f"ttft, {length} tokens", self.repeat, progress):
             vocab, cases = driver.engine.tokenizer.vocab_size, cases_of(driver.engine, config)
             drawn = random_prompts(1, length + len(cases) * NEW_TOKENS, vocab, (self.seed, length, run))[0]
             prompt, new = drawn[:length], drawn[length:]
@@ -95,23 +102,20 @@ class TtftBench:
             if run != WARM_UP:
                 for case, one in taken.items():
                     samples.setdefault(case, []).append(one)
-        progress(f"ttft, {length} tokens", 1 + self.repeat, 1 + self.repeat)
         return row_of(length, samples)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        names = {case: name for case, name in NAMES.items() if case in rows[0]["ttft_ms"]}
-        width = 0.85 / len(names)
-        for i, (case, name) in enumerate(names.items()):
-            places = [at + (i - (len(names) - 1) / 2) * width for at in range(len(rows))]
-            bars = axes.bar(places, [row["ttft_ms"][case]["median"] for row in rows], width, label=name)
-            axes.bar_label(bars, fmt="%.1f", fontsize=7)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter("")
-        axes.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
-        axes.set_xlabel("prompt tokens")
-        axes.set_ylabel("ms to first token")
-        axes.legend()
+        _draw(axes, rows, {case: name for case, name in NAMES.items() if case in rows[0]["ttft_ms"]})
+
+
+def _draw(axes: Any, rows: list[dict[str, Any]], names: dict[str, str]) -> None:
+    bars = {name: [row["ttft_ms"][case]["median"] for row in rows] for case, name in names.items()}
+    draw_bars(axes, [str(row["tokens"]) for row in rows], bars)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_xlabel("prompt tokens")
+    axes.set_ylabel("ms to first token")
 
 
 def row_of(length: int, samples: dict[str, list[Sample]]) -> dict[str, Any]:
@@ -179,3 +183,177 @@ def sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Sampl
 
 def _bytes_read(stats: EngineStats, tier: str) -> int:
     return 0 if stats.traffic is None else stats.traffic.bytes.get((tier, "host"), 0)
+
+
+# --------------------------------------------------------------------------------------------------------- across a restart
+
+
+class RestartJob(NamedTuple):
+    """What both processes work on."""
+
+    config: Config
+    lengths: tuple[int, ...]
+    repeat: int
+    seed: int
+    salt: str
+
+    def prompt(self, length: int, run: int, vocab: int) -> list[int]:
+        return random_prompts(1, length, vocab, (self.seed, length, run))[0]
+
+
+class BeforeRestart(NamedTuple):
+    """What the first process leaves behind."""
+
+    model: str
+    cold: dict[int, list[Sample]]  # by length
+    refused: list[str]
+    num_blocks: int  # on disk
+
+
+class AfterRestart(NamedTuple):
+    """What the second one found."""
+
+    samples: dict[int, dict[str, list[Sample]]]  # by length and case
+    first: dict[int, Sample]  # the disk's in the run that only warms up: of the first length, the first request of the process
+    scan_s: float  # from a built engine to a complete index
+
+
+@dataclass(frozen=True, slots=True)
+class RestartBench:
+    """For each length: so many prompts computed and flushed by a process that ends; then each asked for again, and a fresh one of the
+    same length computed, taking turns, in a process that has only the disk."""
+
+    lengths: tuple[int, ...]
+    repeat: int
+    seed: int
+
+    name = "ttft --restart"
+    columns = (
+        figure("prompt tokens", "tokens"),
+        _cell("cold ms", "cold"),
+        _cell("cold before the restart ms", "cold_before"),
+        _cell("ssd ms", "ssd"),
+        figure("ssd, first ms", "first_ms", 2),
+        figure("cold / ssd", "ratio_ssd", 1),
+        figure("blocks promoted", "promoted_blocks.ssd"),
+        figure("scan ms", "scan_ms", 1),
+    )
+
+    def measure(self, config: Config, progress: Progress) -> tuple[str, Results]:
+        """With the model's name. The disk's directory is to be empty."""
+        job = RestartJob(config, self.lengths, self.repeat, self.seed, secrets.token_hex(8))
+        before: BeforeRestart = run_in_process(_compute, (job,), progress)
+        if not before.cold:
+            return before.model, Results([], before.refused)
+        after: AfterRestart = run_in_process(_ask_again, (job._replace(lengths=tuple(before.cold)), before.num_blocks), progress)
+        rows = []
+        for length, samples in after.samples.items():
+            row = row_of(length, {**samples, "cold_before": before.cold[length]})
+            rows.append({**row, "first_ms": after.first[length].ttft_s * 1000, "scan_ms": after.scan_s * 1000})
+        return before.model, Results(rows, before.refused)
+
+    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
+        _draw(axes, rows, {"cold": NAMES["cold"], "ssd": f"{NAMES['ssd']}, after a restart"})
+
+
+def _compute(job: RestartJob, progress: Progress) -> BeforeRestart:
+    engine = _built(job.config, progress)
+    driver, vocab = Driver(engine, job.salt), engine.tokenizer.vocab_size
+    driver.wait_ready(progress)
+    cold: dict[int, list[Sample]] = {}
+    refused = []
+    for length in job.lengths:
+        refusal = refusal_of(length, engine, job.config)
+        if refusal is not None:
+            refused.append(f"{length} tokens: {refusal}")
+            continue
+        for run in runs(f"before the restart, {length} tokens", job.repeat, progress):
+            taken = sample(driver, job.prompt(length, run, vocab), "device", 0)
+            if run != WARM_UP:
+                cold.setdefault(length, []).append(taken)
+            driver.flush("persisted")
+    num_blocks = engine.stats().kv_blocks["ssd"]["used"]
+    engine.close(timeout_s=CLOSE_S)
+    return BeforeRestart(engine.name, cold, refused, num_blocks)
+
+
+def _ask_again(job: RestartJob, num_blocks: int, progress: Progress) -> AfterRestart:
+    engine = _built(job.config, progress)
+    scan_s = _wait_scanned(engine, num_blocks)
+    driver, vocab = Driver(engine, job.salt), engine.tokenizer.vocab_size
+    driver.wait_ready(progress)
+    after = AfterRestart({length: {"cold": [], "ssd": []} for length in job.lengths}, {}, scan_s)
+    for length in job.lengths:
+        expected = reusable(length, length, job.config.kv.block_tokens)
+        for run in runs(f"after the restart, {length} tokens", job.repeat, progress):
+            restored = sample(driver, job.prompt(length, run, vocab), "ssd", expected)
+            computed = sample(driver, job.prompt(length, run + FRESH, vocab), "device", 0)
+            driver.flush("persisted")  # nothing of this run is written beside the next,
+            driver.reset_cache("device", "host")  # which begins as the first one did: with nothing in memory
+            if run == WARM_UP:
+                after.first[length] = restored
+            else:
+                after.samples[length]["ssd"].append(restored)
+                after.samples[length]["cold"].append(computed)
+    engine.close(timeout_s=CLOSE_S)
+    return after
+
+
+def _built(config: Config, progress: Progress) -> Engine:
+    engine = build(config, progress)
+    engine.warm(progress)
+    settle_process()
+    return engine
+
+
+def _wait_scanned(engine: Engine, num_blocks: int) -> float:
+    """Until the disk's index has all that was there; returns how long that took."""
+    started = time.perf_counter()
+    while (found := engine.stats().kv_blocks["ssd"]["used"]) < num_blocks:
+        if time.perf_counter() - started > SCAN_S:
+            raise DeadlineExceeded(f"{found} of {num_blocks} blocks were found on disk within {SCAN_S:g} s of a restart")
+        time.sleep(SCAN_POLL_S)
+    return time.perf_counter() - started
+
+
+def run_in_process(work: Callable[..., Any], args: tuple[Any, ...], progress: Progress) -> Any:
+    """What `work` returns in a new process that has nothing of this one; its progress is shown here."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, work, args), name="penstock-bench")
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            kind, *said = ours.recv()
+            if kind == "progress":
+                progress(*said)
+            elif kind == "error":
+                raise _as_error(*said)
+            else:
+                return said[0]
+    except EOFError:
+        process.join()
+        raise StepFailed(f"a process of the measurement ended with code {process.exitcode} and without a result") from None
+    finally:
+        ours.close()
+        process.join(END_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(("result", work(*args, lambda *said: pipe.send(("progress", *said)))))
+    except PenstockError as error:
+        pipe.send(("error", type(error).__name__, f"{error}"))
+
+
+def _as_error(name: str, message: str) -> BaseException:
+    """The same kind where that can be made of a message alone."""
+    kind: Callable[[str], BaseException] = getattr(errors, name, StepFailed)
+    try:
+        return kind(message)
+    except TypeError:
+        return StepFailed(message)

@@ -9,20 +9,19 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from penstock.bench.run import Column, Driver, Results
-from penstock.bench.workload import random_prompts
+from penstock.bench.report import Column, Results, figure
+from penstock.bench.run import WARM_UP, Driver, random_prompts
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import InvariantBroken
 from penstock.models.progress import Progress
 
-WARM_UP = 0  # number of the run that is not measured
 ALL = "all"  # the row that sums the turns
 SOURCES = ("device", "host", "computed")  # those that have a column
 
 
-class Taken(NamedTuple):
+class TakenTurn(NamedTuple):
     """One turn of all conversations."""
 
     seconds: float
@@ -54,11 +53,11 @@ class TurnsBench:
     name = "turns"
     columns = (
         Column("turn", lambda row: f"{row['turn']}"),
-        Column("seconds", lambda row: f"{row['seconds']['median']:.2f}"),
-        Column("generated tok/s", lambda row: f"{row['tokens_per_s']:.0f}"),
+        figure("seconds", "seconds.median", 2),
+        figure("generated tok/s", "tokens_per_s"),
         Column("prompt tokens", lambda row: f"{sum(row['source'].values())}"),
         *(Column(f"% {tier}", _cell(tier)) for tier in SOURCES),
-        Column("retractions", lambda row: f"{row['retractions']}"),
+        figure("retractions", "retractions"),
     )
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
@@ -77,10 +76,10 @@ class TurnsBench:
             return None
         return f"each ends with {longest} tokens, and the context holds {engine.max_model_len}, as far as the device's KV memory goes"
 
-    def _run(self, driver: Driver, run: int, progress: Progress) -> list[Taken]:
+    def _run(self, driver: Driver, run: int, progress: Progress) -> list[TakenTurn]:
         driver.reset_cache()
         said: list[list[int]] = [[] for _ in range(self.conversations)]
-        taken: list[Taken] = []
+        taken: list[TakenTurn] = []
         for turn in range(self.turns):
             progress(f"turns, run {run} of {self.repeat}", turn, self.turns)
             new = random_prompts(self.conversations, self.prompt_tokens, driver.engine.tokenizer.vocab_size, (self.seed, run, turn))
@@ -90,7 +89,7 @@ class TurnsBench:
         progress(f"turns, run {run} of {self.repeat}", self.turns, self.turns)
         return taken
 
-    def _turn(self, driver: Driver, prompts: list[list[int]], taken: list[Taken]) -> list[list[int]]:
+    def _turn(self, driver: Driver, prompts: list[list[int]], taken: list[TakenTurn]) -> list[list[int]]:
         """Ask all at once; returns the answers."""
         before = driver.engine.stats().retractions
         started = perf_counter()
@@ -103,7 +102,7 @@ class TurnsBench:
         if source.total() != sum(map(len, prompts)):
             raise InvariantBroken(f"prompts of {sum(map(len, prompts))} tokens came from {dict(source)}")
         generated = sum(len(reader.tokens) for reader in readers)
-        taken.append(Taken(seconds, source, generated, driver.engine.stats().retractions - before))
+        taken.append(TakenTurn(seconds, source, generated, driver.engine.stats().retractions - before))
         return [reader.tokens for reader in readers]
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -123,17 +122,17 @@ class TurnsBench:
         axes.legend(fontsize=8)
 
 
-def _sum(run: list[Taken]) -> Taken:
+def _sum(run: list[TakenTurn]) -> TakenTurn:
     source: Counter[str] = Counter()
     for turn in run:
         source.update(turn.prompt_tokens)
     seconds, generated, retractions = (
         sum(column) for column in zip(*((t.seconds, t.generated_tokens, t.retractions) for t in run), strict=True)
     )
-    return Taken(seconds, source, int(generated), int(retractions))
+    return TakenTurn(seconds, source, int(generated), int(retractions))
 
 
-def _row(turn: int | str, runs: list[Taken]) -> dict[str, Any]:
+def _row(turn: int | str, runs: list[TakenTurn]) -> dict[str, Any]:
     """Times are the median's, counts the last run's."""
     seconds, last = median(run.seconds for run in runs), runs[-1]
     return {

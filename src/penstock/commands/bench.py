@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from penstock.bench.agents import AgentsBench
-from penstock.bench.agents_client import Server
-from penstock.bench.picture import require_matplotlib
-from penstock.bench.report import Report, draw, table, write_json
-from penstock.bench.restart import RestartBench
-from penstock.bench.run import Bench
-from penstock.bench.scratch import scratch_ssd
+from penstock.bench.agents_replay import ServerAddress
+from penstock.bench.report import BenchReport, measured_on, require_matplotlib, table, write_json
+from penstock.bench.run import Bench, scratch_ssd
+from penstock.bench.soak import SoakBench
 from penstock.bench.transfer import TransferBench, dimensions_of
+from penstock.bench.ttft import RestartBench
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import load_engine
 from penstock.config import Config
 from penstock.engine.loop import settle_process
 
+DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")  # they warn of whatever fails in a tier, and in a soak that is on purpose
 
-def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: Path | None) -> int:
+
+def run_bench(config: Config, bench: Bench) -> BenchReport:
     """The engine is driven from this thread, so that nothing but its own work is in the figures."""
-    if plot_file is not None:
-        require_matplotlib()
     with scratch_ssd(config) as config:
         engine = load_engine(config)
         with ProgressBar() as bar:
@@ -31,45 +34,72 @@ def run_bench(config: Config, bench: Bench, json_file: Path | None, plot_file: P
             settle_process()
             results = bench.measure(engine, config, bar)
         engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
-    return _show(Report(bench, engine.name, config, results), json_file, plot_file)
+    return BenchReport(bench, engine.name, config, results)
 
 
-def run_restart(config: Config, bench: RestartBench, json_file: Path | None, plot_file: Path | None) -> int:
+def run_restart(config: Config, bench: RestartBench) -> BenchReport:
     """No engine in this process: what is measured is that nothing but the disk connects one with the next."""
-    if plot_file is not None:
-        require_matplotlib()
     with scratch_ssd(config, needed=True) as config, ProgressBar() as bar:
         model, results = bench.measure(config, bar)
-    return _show(Report(bench, model, config, results), json_file, plot_file)
+    return BenchReport(bench, model, config, results)
 
 
-def run_transfer(config: Config, bench: TransferBench, json_file: Path | None, plot_file: Path | None) -> int:
+def run_transfer(config: Config, bench: TransferBench) -> BenchReport:
     """No engine and no weights: the model's shape says how large a block is."""
-    if plot_file is not None:
-        require_matplotlib()
     settle_process()
     with scratch_ssd(config) as config, ProgressBar() as bar:
         results = bench.measure(config, bar)
-    return _show(Report(bench, dimensions_of(config.source.model)[0], config, results), json_file, plot_file)
+    return BenchReport(bench, dimensions_of(config.source.model)[0], config, results)
 
 
-def run_agents_url(bench: AgentsBench, server: Server, made_of: tuple[int, int], json_file: Path | None, plot_file: Path | None) -> int:
-    """No engine: a server that runs already. `made_of`: ids that tokens are below, and tokens of a block that can be reused."""
+def run_agents_url(bench: AgentsBench, server: ServerAddress, vocab: int, block_tokens: int) -> BenchReport:
+    """No engine: a server that runs already. `vocab`: ids that tokens are below; `block_tokens`: of a block that can be reused."""
+    with ProgressBar() as bar:
+        results = bench.measure_url(server, vocab, block_tokens, bar)
+    return BenchReport(bench, server.model, Config(), results, server.url)
+
+
+def show(measure: Callable[[], BenchReport], json_file: Path | None, plot_file: Path | None) -> int:
+    """What is measured, wherever it is wanted. 1 where there is nothing, or a server has failed."""
     if plot_file is not None:
         require_matplotlib()
-    with ProgressBar() as bar:
-        results = bench.measure_url(server, *made_of, bar)
-    return _show(Report(bench, server.model, Config(), results, server.url), json_file, plot_file) or int(bool(results.skipped))
-
-
-def _show(report: Report, json_file: Path | None, plot_file: Path | None) -> int:
+    report = measure()
     results = report.results
     notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for skipped in results.skipped:
         notes.print(f"skipped: {skipped}")
-    Console().print(table(report))
+    Console().print(report.table())
     if json_file is not None:
-        write_json(report, json_file)
+        report.write(json_file)
     if plot_file is not None:
-        draw(report, plot_file)
-    return 0 if results.rows else 1
+        report.draw(plot_file)
+    return 0 if results.rows and not (report.server and results.skipped) else 1
+
+
+def run_soak(config: Config, bench: SoakBench, json_file: Path | None) -> int:
+    """1 where anything was violated."""
+    with _quiet(), scratch_ssd(config) as config, ProgressBar() as bar:
+        verdict = bench.measure(config, bar)
+    title = f"penstock bench soak: {config.source.model}, {bench.seconds:g} s, seed {bench.seed}"
+    counts = [(what, "not asked for" if number is None else f"{number}") for what, number in verdict.counts.items()]
+    Console().print(table(["", "number"], counts, title, left=1))
+    said = Console(soft_wrap=True, highlight=False, markup=False)
+    for violation in verdict.violations:
+        said.print(f"violated: {violation}")
+    said.print("nothing was violated" if not verdict.violations else f"{len(verdict.violations)} violations")
+    if json_file is not None:
+        found = {"settings": asdict(bench), "counts": verdict.counts, "violations": verdict.violations}
+        write_json(json_file, bench.name, measured_on(config.source.model, config) | found)
+    return 1 if verdict.violations else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before = {name: logging.getLogger(name).level for name in DISTURBED}
+    for name in DISTURBED:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

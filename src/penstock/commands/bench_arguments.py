@@ -27,8 +27,9 @@ from penstock.config import EVICTIONS, Config, KvConfig, ModelSource, OffloadCon
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.bench.agentic import Conversation
     from penstock.bench.agents_users import Asking
+    from penstock.bench.run import Bench
+    from penstock.bench.trace_files import RecordedConversation
 
 _URL_VOCAB = 32000  # ids that most models have
 _SCAN_BLOCKS = 128  # 65,536 tokens
@@ -75,10 +76,14 @@ def _add_decode(kinds: Any) -> None:
 def _decode(args: argparse.Namespace) -> int:
     config = config_of(args)
     from penstock.bench.decode import DecodeBench
-    from penstock.commands.bench import run_bench
 
-    bench = DecodeBench(args.batch, args.prompt_tokens, args.tokens, args.repeat, args.seed)
-    return run_bench(config, bench, args.json, args.plot)
+    return _measured(args, config, DecodeBench(args.batch, args.prompt_tokens, args.tokens, args.repeat, args.seed))
+
+
+def _measured(args: argparse.Namespace, config: Config, bench: Bench) -> int:
+    from penstock.commands.bench import run_bench, show
+
+    return show(lambda: run_bench(config, bench), args.json, args.plot)
 
 
 def _add_ttft(kinds: Any) -> None:
@@ -100,14 +105,12 @@ def _ttft(args: argparse.Namespace) -> int:
     if args.restart and not config.offload.enabled:
         raise ConfigError("--restart needs --kv-offload: nothing else outlives a process")
     config = replace(config, offload=replace(config.offload, load_always=True))  # a tier is measured, whether or not it pays
-    from penstock.bench.restart import RestartBench
-    from penstock.bench.ttft import TtftBench
-    from penstock.commands.bench import run_bench, run_restart
+    from penstock.bench.ttft import RestartBench, TtftBench
+    from penstock.commands.bench import run_restart, show
 
     if args.restart:
-        return run_restart(config, RestartBench(args.tokens, args.repeat, args.seed), args.json, args.plot)
-
-    return run_bench(config, TtftBench(args.tokens, args.repeat, args.seed), args.json, args.plot)
+        return show(lambda: run_restart(config, RestartBench(args.tokens, args.repeat, args.seed)), args.json, args.plot)
+    return _measured(args, config, TtftBench(args.tokens, args.repeat, args.seed))
 
 
 def _add_turns(kinds: Any) -> None:
@@ -124,10 +127,8 @@ def _add_turns(kinds: Any) -> None:
 def _turns(args: argparse.Namespace) -> int:
     config = config_of(args)
     from penstock.bench.turns import TurnsBench
-    from penstock.commands.bench import run_bench
 
-    bench = TurnsBench(args.conversations, args.turns, args.prompt_tokens, args.tokens, args.repeat, args.seed)
-    return run_bench(config, bench, args.json, args.plot)
+    return _measured(args, config, TurnsBench(args.conversations, args.turns, args.prompt_tokens, args.tokens, args.repeat, args.seed))
 
 
 def _add_agents(kinds: Any) -> None:
@@ -164,7 +165,7 @@ def _add_agents(kinds: Any) -> None:
 
 
 def _agents(args: argparse.Namespace) -> int:
-    from penstock.bench.agentic import read_conversations, select
+    from penstock.bench.trace_files import read_conversations, select
 
     chosen = select(read_conversations(args.trace), args.users, args.context, args.requests)
     return _agents_at_url(args, chosen) if args.url is not None else _agents_here(args, chosen)
@@ -177,7 +178,7 @@ def _asking(args: argparse.Namespace) -> Asking:
     return Asking(args.trace.name, **given)
 
 
-def _agents_here(args: argparse.Namespace, chosen: list[Conversation]) -> int:
+def _agents_here(args: argparse.Namespace, chosen: list[RecordedConversation]) -> int:
     if args.api_key is not None or args.vocab is not None or args.hints:
         raise ConfigError("--api-key, --vocab and --hints need --url: they are for a server")
     asking = _asking(args)
@@ -186,24 +187,22 @@ def _agents_here(args: argparse.Namespace, chosen: list[Conversation]) -> int:
         args.max_model_len = longest  # random weights know no longest context
     config = config_of(args)
     from penstock.bench.agents import AgentsBench
-    from penstock.commands.bench import run_bench
 
-    return run_bench(config, AgentsBench(asking, chosen), args.json, args.plot)
+    return _measured(args, config, AgentsBench(asking, chosen))
 
 
-def _agents_at_url(args: argparse.Namespace, chosen: list[Conversation]) -> int:
+def _agents_at_url(args: argparse.Namespace, chosen: list[RecordedConversation]) -> int:
     plain = vars(engine_flags().parse_args([]))
     for name, default in plain.items():
         if name not in ("model", "seed", "block_tokens") and getattr(args, name) != default:
             raise ConfigError(f"--{name.replace('_', '-')} is for an engine in this process, and --url names a server")
     from penstock.bench.agents import AgentsBench
-    from penstock.bench.agents_client import Server
-    from penstock.commands.bench import run_agents_url
+    from penstock.bench.agents_replay import ServerAddress
+    from penstock.commands.bench import run_agents_url, show
 
-    server = Server(args.url, args.model, args.api_key, args.hints)
+    server, bench = ServerAddress(args.url, args.model, args.api_key, args.hints), AgentsBench(_asking(args), chosen)
     server.parts()
-    made_of = args.vocab or _URL_VOCAB, args.block_tokens
-    return run_agents_url(AgentsBench(_asking(args), chosen), server, made_of, args.json, args.plot)
+    return show(lambda: run_agents_url(bench, server, args.vocab or _URL_VOCAB, args.block_tokens), args.json, args.plot)
 
 
 def _not_negative(text: str) -> float:
@@ -231,11 +230,9 @@ def _restore(args: argparse.Namespace) -> int:
     if not config.offload.enabled or not 0 < args.gib < 1024:
         raise ConfigError("bench restore needs --kv-offload and a positive --gib: it brings KV back from host memory")
     config = replace(config, offload=replace(config.offload, load_always=True))
-    from penstock.bench.restore import RestoreBench
-    from penstock.commands.bench import run_bench
+    from penstock.bench.decode import RestoreBench
 
-    bench = RestoreBench(args.batch, args.gib, args.tokens, args.repeat, args.seed)
-    return run_bench(config, bench, args.json, args.plot)
+    return _measured(args, config, RestoreBench(args.batch, args.gib, args.tokens, args.repeat, args.seed))
 
 
 def _add_soak(kinds: Any) -> None:
@@ -267,9 +264,9 @@ def _soak(args: argparse.Namespace) -> int:
         args.kv_offload_ssd_gib = 0.016
     config = config_of(args)
     from penstock.bench.soak import SoakBench
-    from penstock.commands.soak import bench_soak
+    from penstock.commands.bench import run_soak
 
-    return bench_soak(config, SoakBench(args.seconds, args.threads, args.adapters, args.seed), args.json)
+    return run_soak(config, SoakBench(args.seconds, args.threads, args.adapters, args.seed), args.json)
 
 
 # ------------------------------------------------------------------------------------------------------------ without one
@@ -309,9 +306,10 @@ def _transfer(args: argparse.Namespace) -> int:
     source = ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed)
     config = Config(source, KvConfig(args.block_tokens), offload=offload)
     from penstock.bench.transfer import TransferBench
-    from penstock.commands.bench import run_transfer
+    from penstock.commands.bench import run_transfer, show
 
-    return run_transfer(config, TransferBench(args.blocks, args.layers, args.repeat, args.seed), args.json, args.plot)
+    bench = TransferBench(args.blocks, args.layers, args.repeat, args.seed)
+    return show(lambda: run_transfer(config, bench), args.json, args.plot)
 
 
 def _add_trace(kinds: Any) -> None:
@@ -338,14 +336,32 @@ def _add_trace(kinds: Any) -> None:
 
 
 def _trace(args: argparse.Namespace) -> int:
+    """Here, and not with the others: it needs no torch."""
     if args.scan is None and args.scan_blocks is not None:
         raise ConfigError("--scan-blocks needs --scan")
-    from penstock.commands.trace import Replays, bench_trace
+    from rich.console import Console
 
-    scan = args.scan or 0, args.scan_blocks or _SCAN_BLOCKS
-    return bench_trace(
-        Replays(args.trace, args.policies, args.capacity_blocks, args.requests, args.interleave, *scan), args.json, args.plot
-    )
+    from penstock.bench.report import require_matplotlib
+    from penstock.bench.trace import TraceReport, ladder, measure
+    from penstock.bench.trace_files import read_any, with_scan
+    from penstock.commands.progress import ProgressBar
+
+    if args.plot is not None:
+        require_matplotlib()
+    trace = read_any(args.trace, args.requests, args.interleave)
+    if args.scan:
+        trace = with_scan(trace, args.scan, args.scan_blocks or _SCAN_BLOCKS)
+    with ProgressBar() as bar:
+        report = TraceReport(trace, measure(trace, args.policies, args.capacity_blocks or ladder(trace), bar))
+    console = Console()
+    for heading, table in report.tables().items():
+        console.print(heading, soft_wrap=True, highlight=False, markup=False)
+        console.print(table)
+    if args.json is not None:
+        report.write(args.json)
+    if args.plot is not None:
+        report.draw(args.plot)
+    return 0
 
 
 def _policies(text: str) -> tuple[str, ...]:

@@ -155,8 +155,7 @@ def _optional(package: str, use: str) -> Check:
 
 def _tiny_generation(device: DeviceName) -> Check:
     """The same prompt twice: the answers agree, and the second one's prefix comes from the cache."""
-    from penstock.bench.run import Driver
-    from penstock.bench.workload import random_prompts
+    from penstock.bench.run import Driver, random_prompts
     from penstock.engine.build import build
 
     kv = KvConfig(device_blocks=16)

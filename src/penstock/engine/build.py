@@ -49,7 +49,7 @@ from penstock.lanes.lane import Lane
 from penstock.models.adapters import read_adapter
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
-from penstock.models.model import LayerOps, Model
+from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.observe import LaneObserver
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -76,7 +76,7 @@ _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | None = None) -> Engine:
     """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
     sanitizer = sanitizer or _sanitizer(config)
-    device = _device(config)
+    device = device_for(config)
     if device.type == "cuda":
         return _build(config, device, progress, sanitizer)
     # On a thread that ends: OpenMP keeps a team for every thread that ever computed, and with more of them than cores it puts its workers
@@ -99,7 +99,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     model = loaded.model
     adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
     dims = model.config
-    layout = BlockLayout(dims.num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, str(dtype).removeprefix("torch."))
+    layout = layout_for(config, dims, device)
     num_blocks = _num_blocks(config, layout, model)
     max_model_len = _max_model_len(config, model, num_blocks)
     arena = DeviceArena(layout, num_blocks, device)
@@ -122,7 +122,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         arena=arena.name,
     )
     attention = _attention(arena, model)
-    lane = _lane("compute", device, sanitizer)
+    lane = make_lane("compute", device, sanitizer)
     executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters)
     executor.guard = guard
     if device.type == "cuda":
@@ -162,12 +162,17 @@ def _executor(
     return Executor(Forward(model, attention, sampler.last_tokens), sampler, uploads, lane, limits, buckets, adapters.weights_of)
 
 
-def _device(config: Config) -> torch.device:
+def device_for(config: Config) -> torch.device:
     if config.source.device == "cpu" or (config.source.device == "auto" and not cuda.is_usable()):
         return torch.device("cpu")
     if not cuda.is_usable():
         raise ConfigError("--device cuda: no usable NVIDIA GPU was found (see `penstock doctor`)")
     return torch.device("cuda", 0)
+
+
+def layout_for(config: Config, dims: ModelConfig, device: torch.device) -> BlockLayout:
+    dtype = str(_dtype(config, device)).removeprefix("torch.")
+    return BlockLayout(dims.num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -262,7 +267,7 @@ def _ladder(
     memory = HostMemory(host_arena, host.ready)
 
     def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
-        lane = _lane(name, device, sanitizer, priority)
+        lane = make_lane(name, device, sanitizer, priority)
         copier, launcher = make_copier(source.tensor, dest.tensor, layout), make_launcher(lane, sanitizer)
         made = Mover((source.name, dest.name), copier, lane, launcher)
         if guard is not None and sanitizer is not None:
@@ -292,12 +297,12 @@ def _put_behind(ladder: Ladder, config: Config, arena: HostArena, scope: Scope, 
     if stores:
         limits = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, arena.num_bytes // 4))
         tiers = [
-            ColdTier(store, _cold_lanes(store, sanitizer), arena.view, (arena.name, arena.layout.num_layers), limits) for store in stores
+            ColdTier(store, cold_lanes(store, sanitizer), arena.view, (arena.name, arena.layout.num_layers), limits) for store in stores
         ]
         ladder.put_behind(Behind(ladder.host, tiers, block_bytes, offload.ssd_admission if offload.ssd_dir is not None else "always"))
 
 
-def _cold_lanes(store: BlockStore, sanitizer: Sanitizer | None) -> ColdLanes:
+def cold_lanes(store: BlockStore, sanitizer: Sanitizer | None = None) -> ColdLanes:
     def lanes(what: str, num: int) -> list[Lane]:
         return [CpuLane(f"{store.name}-{what}-{number}", sanitizer) for number in range(num)]
 
@@ -316,7 +321,7 @@ def _num_host_blocks(config: Config, arena: DeviceArena) -> int:
     return max(1, min(int(num_bytes) // block_bytes, 16 * arena.num_slots))
 
 
-def _lane(name: str, device: torch.device, observer: LaneObserver | None, priority: int = 0) -> Lane:
+def make_lane(name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> Lane:
     if device.type == "cuda":
         return cuda.CudaLane(name, device, observer, priority)
     return CpuLane(name, observer, around=torch.inference_mode)

@@ -31,7 +31,7 @@ class Effects:
     may_touch_anything: bool = False  # ran code that has declared nothing
 
 
-class Scheduler(Protocol):
+class LaneScheduler(Protocol):
     """The sequencer as its lanes see it."""
 
     effects: Effects  # of whoever acts now
@@ -97,7 +97,7 @@ class SequencedTicket:
 
 
 @dataclass(slots=True)
-class _Item:
+class _SequencedItem:
     ticket: SequencedTicket
     op: Op | None = None
     accesses: tuple[Access, ...] = ()
@@ -106,7 +106,7 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _Recording:
+class _SequencedRecording:
     pending: CpuReplay
     complete: bool = False
 
@@ -120,16 +120,16 @@ class _Recording:
 class SequencedLane:
     """A lane with the rules of `lanes.lane`. The work of a launcher may itself use lanes, and can be left half-way at each such call."""
 
-    def __init__(self, name: str, scheduler: Scheduler, observer: LaneObserver | None, is_launcher: bool) -> None:
+    def __init__(self, name: str, scheduler: LaneScheduler, observer: LaneObserver | None, is_launcher: bool) -> None:
         self.name = name
         self.scheduler = scheduler
         self.is_launcher = is_launcher
         self.accesses: tuple[Access, ...] | None = None  # of the item that has begun and not ended; None: there is none
         self.num_finished = 0
         self._observer = observer
-        self._queue: deque[_Item] = deque()
+        self._queue: deque[_SequencedItem] = deque()
         self._num_submitted = 0
-        self._recording: _Recording | None = None
+        self._recording: _SequencedRecording | None = None
         self._closed = False
 
     def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
@@ -139,7 +139,7 @@ class SequencedLane:
         ticket = self._next_ticket(label)
         if self._observer is not None:
             self._observer.submitted(self.name, ticket.number, label, accesses)
-        return self._put(_Item(ticket, op, tuple(accesses), after), f"submits {label!r} to {self.name}")
+        return self._put(_SequencedItem(ticket, op, tuple(accesses), after), f"submits {label!r} to {self.name}")
 
     def record(self) -> Fence:
         fence = SequencedFence(self, self._num_submitted)
@@ -159,11 +159,11 @@ class SequencedLane:
         ticket = self._next_ticket("wait")
         if self._observer is not None:
             self._observer.waited(self.name, fence.lane, fence.number)
-        self._put(_Item(ticket, fence=fence), f"lets {self.name} wait for fence {fence.number} of {fence.lane}")
+        self._put(_SequencedItem(ticket, fence=fence), f"lets {self.name} wait for fence {fence.number} of {fence.lane}")
 
     @contextmanager
-    def capture(self, label: str) -> Iterator[_Recording]:
-        recording = self._recording = _Recording(CpuReplay(label))
+    def capture(self, label: str) -> Iterator[_SequencedRecording]:
+        recording = self._recording = _SequencedRecording(CpuReplay(label))
         try:
             yield recording
             recording.complete = True
@@ -227,7 +227,7 @@ class SequencedLane:
         self.scheduler.num_finished += 1
         self.scheduler.effects.finished = self.name, item.ticket.number
 
-    def _announce(self, item: _Item) -> None:
+    def _announce(self, item: _SequencedItem) -> None:
         self.scheduler.act(item.ticket.label)
         effects = self.scheduler.effects
         effects.begun = self.name, item.ticket.number
@@ -242,7 +242,7 @@ class SequencedLane:
         self._num_submitted += 1
         return SequencedTicket(self, self._num_submitted, label)
 
-    def _put(self, item: _Item, what: str) -> SequencedTicket:
+    def _put(self, item: _SequencedItem, what: str) -> SequencedTicket:
         self._queue.append(item)
         self.scheduler.effects.submitted.add((self.name, item.ticket.number))
         self.scheduler.pause(what)

@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.bench.agentic import read_conversations, select
 from penstock.bench.agents import ALL, FIRST, LATER, AgentsBench, overtaken, percentiles
-from penstock.bench.agents_client import Server, UrlReplay, source_of
-from penstock.bench.agents_replay import Agenda, Record, Replay
-from penstock.bench.agents_users import Ask, Asking, User, reusable
+from penstock.bench.agents_replay import Agenda, EngineReplay, Record, ServerAddress, UrlReplay, source_of
+from penstock.bench.agents_users import Asking, Question, User, reusable
+from penstock.bench.trace_files import read_conversations, select
 from penstock.cli import main
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SchedulingName, ServerConfig
 from penstock.engine.build import build
@@ -67,7 +66,7 @@ def replayed(host_blocks: int, scheduling: SchedulingName = "cost") -> list[Reco
     """From one thread alone, so that who is asked when depends on nothing but steps."""
     engine = build(config_of(host_blocks, scheduling))
     chosen = select(read_conversations(EXCERPT), ASKING.users, ASKING.context, ASKING.requests)
-    replay = Replay(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "salt")
+    replay = EngineReplay(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "salt")
     while replay.submit_due():
         replay.step()
     engine.close(timeout_s=20.0)
@@ -137,7 +136,7 @@ def test_a_measurement_reports_first_and_later_turns_apart_and_both_together(roo
 
 
 def record_of(submit_s: float, first_s: float | None) -> Record:
-    return Record("a", 1, Ask(np.zeros(4, np.int32), 1, 0.0), submit_s, first_s=first_s)
+    return Record("a", 1, Question(np.zeros(4, np.int32), 1, 0.0), submit_s, first_s=first_s)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +207,7 @@ def test_the_next_request_is_due_after_the_answer_and_its_pause():
     now = [0.0]
 
     def user(*pauses):
-        return User("a", tuple(Ask(np.zeros(1, np.int32), 1, pause) for pause in pauses))
+        return User("a", tuple(Question(np.zeros(1, np.int32), 1, pause) for pause in pauses))
 
     agenda = Agenda([user(0.0, 5.0), user(0.0, 1.0, 0.0)], lambda: now[0])
     assert [agenda.try_next(), agenda.try_next(), agenda.try_next()] == [(0, 0), (1, 0), None]
@@ -224,7 +223,7 @@ def test_the_next_request_is_due_after_the_answer_and_its_pause():
 
 
 def test_an_agenda_that_has_ended_lets_nobody_ask():
-    agenda = Agenda([User("a", (Ask(np.zeros(1, np.int32), 1, 0.0),))], lambda: 0.0)
+    agenda = Agenda([User("a", (Question(np.zeros(1, np.int32), 1, 0.0),))], lambda: 0.0)
     agenda.end()
     assert agenda.wait_next() is None
 
@@ -250,8 +249,8 @@ def serving(engine, **settings):
 def test_our_own_server_says_where_everything_came_from():
     engine = build(config_of(ROOMY))
     with serving(engine, api_key="secret") as url:
-        results = bench().measure_url(Server(url, engine.name, "secret"), 512, 16, silent)
-        refused = bench(users=2).measure_url(Server(url, engine.name, "wrong"), 512, 16, silent)
+        results = bench().measure_url(ServerAddress(url, engine.name, "secret"), 512, 16, silent)
+        refused = bench(users=2).measure_url(ServerAddress(url, engine.name, "wrong"), 512, 16, silent)
     whole = results.rows[-1]
     assert results.skipped == [] and whole["done"] == NUM_REQUESTS
     assert whole["of_reusable"] == 1.0 and set(whole["source"]) == {"device", "host", "ssd", "remote", "computed"}
@@ -306,7 +305,7 @@ def foreign():
 
 
 def test_a_server_that_does_not_know_our_extension_is_asked_without_it(foreign):
-    results = bench(users=1, requests=3).measure_url(Server(foreign.url, "m", hints=True), 512, 16, silent)
+    results = bench(users=1, requests=3).measure_url(ServerAddress(foreign.url, "m", hints=True), 512, 16, silent)
     whole = results.rows[-1]
     assert results.skipped == [] and whole["done"] == 3
     assert ["ignore_eos" in body for _, body in foreign.bodies] == [True, False, False, False]
@@ -319,7 +318,7 @@ def test_a_server_that_does_not_know_our_extension_is_asked_without_it(foreign):
 
 
 def test_without_hints_nothing_names_the_conversation(foreign):
-    bench(users=1, requests=3).measure_url(Server(foreign.url, "m"), 512, 16, silent)
+    bench(users=1, requests=3).measure_url(ServerAddress(foreign.url, "m"), 512, 16, silent)
     assert not any({"session_id", "prompt_cache_key"} & set(body) for _, body in foreign.bodies)
 
 
@@ -334,7 +333,7 @@ def test_without_hints_nothing_names_the_conversation(foreign):
 )
 def test_an_answer_that_breaks_off_ends_that_conversation_and_is_reported(foreign, content, said):
     foreign.stream = lambda body: stream_of(body) if len(body["prompt"]) < 16000 // 64 else content
-    results = bench(users=1, requests=3).measure_url(Server(foreign.url, "m"), 512, 16, silent)
+    results = bench(users=1, requests=3).measure_url(ServerAddress(foreign.url, "m"), 512, 16, silent)
     assert results.rows[-1]["done"] == 1 and results.rows[-1]["failed"] == 1
     assert len(results.skipped) == 1 and "its request 2 failed" in results.skipped[0] and said in results.skipped[0]
 
@@ -342,7 +341,7 @@ def test_an_answer_that_breaks_off_ends_that_conversation_and_is_reported(foreig
 def test_nobody_there_is_reported_as_such():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
     server.server_close()
-    results = bench(users=1).measure_url(Server(f"http://127.0.0.1:{server.server_port}/v1", "m"), 512, 16, silent)
+    results = bench(users=1).measure_url(ServerAddress(f"http://127.0.0.1:{server.server_port}/v1", "m"), 512, 16, silent)
     assert results.rows == [] and "refused" in results.skipped[0]
 
 
@@ -355,7 +354,7 @@ def test_a_limit_ends_the_wait_for_a_server(foreign):
 
     foreign.stream = late
     users = ASKING.users_of(select(read_conversations(EXCERPT), 2, 65536, 3), 512)
-    replay = UrlReplay(users, Server(foreign.url, "m"))
+    replay = UrlReplay(users, ServerAddress(foreign.url, "m"))
     assert replay.run(0.0, silent) >= 0.0
     assert not any(record.done for record in replay.records)
     gate.set()

@@ -67,7 +67,7 @@ def test_nothing_measured_is_a_failure(capsys):
 
 
 def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("penstock.bench.picture.find_spec", lambda package: None)
+    monkeypatch.setattr("penstock.bench.report.find_spec", lambda package: None)
     monkeypatch.setattr("penstock.commands.bench.load_engine", lambda config: pytest.fail("it was loaded"))
     assert main(["bench", "decode", *TINY, "--plot", str(tmp_path / "x.png")]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.bench.machine import cpu_name, describe_machine, installed_version
-from penstock.bench.transformers_ratio import CASES, Timed, compare, main
 from penstock.models import loader
+from transformers_ratio import CASES, Timed, compare, main
 
 
 class _Side:

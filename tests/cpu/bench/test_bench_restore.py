@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.restore import RestoreBench
+from penstock.bench.decode import RestoreBench
 from penstock.cli import main
 from penstock.errors import InvariantBroken
 from penstock.models.progress import silent

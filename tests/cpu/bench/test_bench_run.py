@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.bench.decode import steady_times
-from penstock.bench.run import Driver, Turn
+from penstock.bench.run import Driver, Stepped
 from penstock.errors import InvariantBroken, StepFailed
 
 
@@ -53,13 +53,13 @@ def test_an_engine_that_does_nothing_is_noticed(engine, monkeypatch):
 
 def test_only_full_steps_between_full_steps_are_steady():
     turns = [
-        Turn(1.0, 0, 0),  # prefill
-        Turn(2.0, 2, 0),  # two of three have started
-        Turn(4.0, 3, 0),  # full, but the one before was not
-        Turn(5.0, 3, 0),
-        Turn(6.5, 3, 0),
-        Turn(7.0, 3, 1),  # the first finishes
-        Turn(7.1, 2, 2),
+        Stepped(1.0, 0, 0),  # prefill
+        Stepped(2.0, 2, 0),  # two of three have started
+        Stepped(4.0, 3, 0),  # full, but the one before was not
+        Stepped(5.0, 3, 0),
+        Stepped(6.5, 3, 0),
+        Stepped(7.0, 3, 1),  # the first finishes
+        Stepped(7.1, 2, 2),
     ]
     assert steady_times(turns, 3) == [1.0, 1.5]
     assert steady_times(turns[:2], 3) == []

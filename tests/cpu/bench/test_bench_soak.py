@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.bench import soak, soak_crowd, soak_trouble
+from penstock.bench import soak, soak_trouble
 from penstock.bench.soak import SoakBench, Verdict
-from penstock.bench.soak_crowd import Ask, random_asks
-from penstock.bench.soak_trouble import Disturber, UnreliableCopier
+from penstock.bench.soak_trouble import Ask, Disturber, UnreliableCopier, random_asks
 from penstock.cli import main
 from penstock.config import SanitizeConfig
 from penstock.contract import SamplingParams
@@ -20,14 +19,14 @@ from penstock.engine.execution.arriving import Arriving
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder
 from penstock.models.progress import silent
-from penstock.testing.driving import tiny_config
+from support.driving import tiny_config
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "NUM_ASKS", 12)
     monkeypatch.setattr(soak, "END_S", 20.0)
-    monkeypatch.setattr(soak_trouble, "STALLED", 0.0)
+    monkeypatch.setattr(soak_trouble, "COPY_STALLED", 0.0)
 
 
 def run(seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: int = 64, seen=lambda engine: True) -> Verdict:
@@ -37,7 +36,7 @@ def run(seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: 
 
 
 def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
-    monkeypatch.setattr(soak_trouble, "FAILED", 0.2)
+    monkeypatch.setattr(soak_trouble, "COPY_FAILED", 0.2)
     verdict = run(seconds=3.0, adapters=2, seen=_troubled)
     assert verdict.violations == []
     counts = verdict.counts
@@ -63,10 +62,10 @@ def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
 
 def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
-    monkeypatch.setattr(soak_crowd, "OPEN_PER_THREAD", 1)  # alone, a request is set off while its load is on its way
-    monkeypatch.setattr(soak_crowd, "CANCELLED", 0.0)
+    monkeypatch.setattr(soak_trouble, "OPEN_PER_THREAD", 1)  # alone, a request is set off while its load is on its way
+    monkeypatch.setattr(soak_trouble, "CANCELLED", 0.0)
     monkeypatch.setattr(soak, "random_asks", lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")])
-    monkeypatch.setattr(soak_trouble, "PAUSE_S", 0.01)
+    monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
     monkeypatch.setattr(Disturber, "_reset", lambda self: self._engine.reset_cache(("device",)))
     assert any("the sanitizer reports" in violation for violation in run(threads=1, seen=_reported).violations)
 
@@ -94,7 +93,7 @@ def test_a_request_that_never_ends_is_noticed(monkeypatch):
     monkeypatch.setattr(soak, "END_S", 0.2)
     monkeypatch.setattr("penstock.engine.scheduling.scheduler.Scheduler.plan", lambda self: None)
     monkeypatch.setattr(soak, "_Reference", _NoReference)
-    monkeypatch.setattr(soak_crowd, "CANCELLED", 0.0)
+    monkeypatch.setattr(soak_trouble, "CANCELLED", 0.0)
     assert any("have not ended" in violation for violation in run(seconds=0.2).violations)
 
 

@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.bench import soak, soak_cold, soak_trouble
+from penstock.bench import soak, soak_trouble
 from penstock.bench.soak import SoakBench, Verdict
-from penstock.bench.soak_cold import Mischief, UnreliableDisk, UnreliableStore
+from penstock.bench.soak_trouble import Mischief, UnreliableDisk, UnreliableStore
 from penstock.cli import main
 from penstock.config import SanitizeConfig
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.envelope import Envelope
 from penstock.kv.tiers.store import Outcome
 from penstock.models.progress import silent
-from penstock.testing.driving import tiny_config
 from penstock.testing.stores import MemoryStore
+from support.driving import tiny_config
 
 NEVER = {"FAILED": 0.0, "STALLED": 0.0, "SPOILED": 0.0, "DOWN": 0.0, "EXAGGERATED": 0.0}
 
@@ -30,13 +30,13 @@ NEVER = {"FAILED": 0.0, "STALLED": 0.0, "SPOILED": 0.0, "DOWN": 0.0, "EXAGGERATE
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "NUM_ASKS", 12)
     monkeypatch.setattr(soak, "END_S", 20.0)
-    monkeypatch.setattr(soak_trouble, "STALLED", 0.0)
-    monkeypatch.setattr(soak_trouble, "FAILED", 0.0)
+    monkeypatch.setattr(soak_trouble, "COPY_STALLED", 0.0)
+    monkeypatch.setattr(soak_trouble, "COPY_FAILED", 0.0)
 
 
 def shares(monkeypatch: pytest.MonkeyPatch, **given: float) -> None:
     for name, share in {**NEVER, **given}.items():
-        monkeypatch.setattr(soak_cold, name, share)
+        monkeypatch.setattr(soak_trouble, name, share)
 
 
 def run(tmp_path, seconds: float = 2.0, seen=lambda engine: True, **offload) -> Verdict:
@@ -59,10 +59,10 @@ def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, mo
 
 def test_a_wrong_bit_that_nobody_checks_for_is_noticed_by_its_tokens(tmp_path, monkeypatch):
     shares(monkeypatch, SPOILED=1.0)
-    monkeypatch.setattr(UnreliableDisk, "pwritev", soak_cold.DiskIo.pwritev)  # only what is read is spoiled, and in many places
+    monkeypatch.setattr(UnreliableDisk, "pwritev", soak_trouble.DiskIo.pwritev)  # only what is read is spoiled, and in many places
     monkeypatch.setattr(UnreliableDisk, "preadv", _read_wrong)
     monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
-    monkeypatch.setattr(soak_trouble, "PAUSE_S", 0.01)
+    monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
     monkeypatch.setattr(soak_trouble.Disturber, "_flush", lambda self: self._engine.wait_flushed("persisted", 20.0))
     monkeypatch.setattr(soak_trouble.Disturber, "_reset", lambda self: self._engine.reset_cache(("device", "host")))
     assert any("differ from the" in violation for violation in run(tmp_path, seen=_read_from_disk).violations)

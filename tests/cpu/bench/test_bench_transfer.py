@@ -75,7 +75,7 @@ def test_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.Monke
 
 
 def test_the_two_directions_share_no_slot() -> None:
-    with transfer_ways.Rig(transfer.layout_of(TINY), 20, transfer.torch.device("cpu"), 0) as rig:
+    with transfer_ways.HostRig(transfer.layout_of(TINY), 20, transfer.torch.device("cpu"), 0) as rig:
         promoted, demoted = (rig.slots(direction, 20) for direction in (transfer_ways.PROMOTE, transfer_ways.DEMOTE))
         for one, other in ((promoted[0], demoted[1]), (promoted[1], demoted[0])):
             assert len({*one.tolist(), *other.tolist()}) == 40

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench import store_clients, transfer_remote, transfer_ssd
-from penstock.bench.cold_rig import Shape
-from penstock.bench.run import Results
+from penstock.bench import transfer_beside
+from penstock.bench.report import Results
 from penstock.bench.transfer import layout_of
-from penstock.bench.transfer_remote import measure_remote
-from penstock.bench.transfer_ssd import measure_ssd
+from penstock.bench.transfer_beside import measure_remote, measure_ssd
+from penstock.bench.transfer_cold import TransferShape
 from penstock.cli import main
 from penstock.config import Config, ModelSource, OffloadConfig
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
@@ -27,7 +26,7 @@ from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 from store_servers import valkey_or_skip
 
-SHAPE = Shape(layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0)
+SHAPE = TransferShape(layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0)
 REMOTE = OffloadConfig(remote="valkey://elsewhere")
 
 
@@ -100,15 +99,15 @@ def test_every_run_writes_everything_anew(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_system_without_direct_access_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_ssd.os, "O_DIRECT", 0o100000000)  # a flag that no file system has
-    honest = transfer_ssd.os.open
+    monkeypatch.setattr(transfer_beside.os, "O_DIRECT", 0o100000000)  # a flag that no file system has
+    honest = transfer_beside.os.open
 
     def refuse(path: Any, flags: int, *mode: int, **where: int) -> int:
         if flags & 0o100000000:
             raise OSError(22, "Invalid argument")
         return honest(path, flags, *mode, **where)
 
-    monkeypatch.setattr(transfer_ssd.os, "open", refuse)
+    monkeypatch.setattr(transfer_beside.os, "open", refuse)
     assert "figures are of memory" in on_disk(tmp_path).skipped[0]
 
 
@@ -147,14 +146,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
         store._space = space.digest
         return store
 
-    monkeypatch.setattr(transfer_remote, "open_store", open_store)
+    monkeypatch.setattr(transfer_beside, "open_store", open_store)
     return store
 
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     client = FakeClient({})
-    monkeypatch.setattr(transfer_remote, "open_client", lambda url, at_once: client)
+    monkeypatch.setattr(transfer_beside, "open_client", lambda url, at_once: client)
     return client
 
 
@@ -195,7 +194,7 @@ def test_a_store_that_is_down_is_a_clear_error(store: MemoryStore, client: FakeC
 
 def test_a_kind_without_a_client_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no client of ftp://"):
-        store_clients.open_client("ftp://user:sekret@elsewhere", (1, 1))
+        transfer_beside.open_client("ftp://user:sekret@elsewhere", (1, 1))
 
 
 def test_the_command_measures_disk_and_a_real_store_and_shows_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

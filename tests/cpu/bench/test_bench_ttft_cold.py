@@ -10,12 +10,9 @@ from dataclasses import asdict
 import child_work
 import pytest
 
-from penstock.bench import restart
-from penstock.bench.child import run_in_process
-from penstock.bench.restart import Job, RestartBench
-from penstock.bench.run import Driver
-from penstock.bench.scratch import scratch_ssd
-from penstock.bench.ttft import NEW_TOKENS, TtftBench
+from penstock.bench import ttft
+from penstock.bench.run import Driver, scratch_ssd
+from penstock.bench.ttft import NEW_TOKENS, RestartBench, RestartJob, TtftBench, run_in_process
 from penstock.cli import main
 from penstock.config import OffloadConfig
 from penstock.contract import KvSource
@@ -110,13 +107,13 @@ def test_a_hit_on_disk_for_which_nothing_was_read_is_noticed(make_engine, ssd_co
 
 @pytest.fixture
 def job(ssd_config):
-    return Job(ssd_config, (64, 20), repeat=1, seed=0, salt="bench")
+    return RestartJob(ssd_config, (64, 20), repeat=1, seed=0, salt="bench")
 
 
 def test_what_one_engine_computed_the_next_reads_from_disk(job):
-    before = restart._compute(job, silent)
+    before = ttft._compute(job, silent)
     assert before.num_blocks == 2 * (4 + 1) and before.refused == []
-    after = restart._ask_again(job, before.num_blocks, silent)
+    after = ttft._ask_again(job, before.num_blocks, silent)
     for length, from_disk in ((64, 63), (20, 16)):
         (computed,), (restored,) = after.samples[length]["cold"], after.samples[length]["ssd"]
         assert computed.source == KvSource(computed=length)
@@ -124,12 +121,12 @@ def test_what_one_engine_computed_the_next_reads_from_disk(job):
 
 
 def test_a_directory_that_lost_its_files_is_no_restart(job, monkeypatch, tmp_path):
-    before = restart._compute(job, silent)
+    before = ttft._compute(job, silent)
     for file in (tmp_path / "ssd").glob("*.kv"):
         file.unlink()
-    monkeypatch.setattr(restart, "SCAN_S", 0.1)
+    monkeypatch.setattr(ttft, "SCAN_S", 0.1)
     with pytest.raises(DeadlineExceeded, match="0 of 10 blocks"):
-        restart._ask_again(job, before.num_blocks, silent)
+        ttft._ask_again(job, before.num_blocks, silent)
 
 
 def test_the_command_restarts_in_new_processes_and_leaves_no_directory(tmp_path, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.bench.workload import random_prompts
+from penstock.bench.run import random_prompts
 from penstock.errors import ConfigError
 
 

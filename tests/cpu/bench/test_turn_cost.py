@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "turn_cost.py"
+import turn_cost
 
 
-@pytest.fixture
-def turn_cost(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("turn_cost", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "turn_cost", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "TOKENS", (400, 800))
-    monkeypatch.setattr(module, "REQUESTS", (1, 3))
-    return module
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_cost, "TOKENS", (400, 800))
+    monkeypatch.setattr(turn_cost, "REQUESTS", (1, 3))
 
 
-def test_every_case_of_the_turn_cost_runs(
-    turn_cost: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_case_of_the_turn_cost_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["turn_cost.py", "--repeat", "1", "--json", str(found)])
     turn_cost.main()

@@ -10,7 +10,7 @@ from penstock.commands.answer import Answer
 from penstock.commands.chat import _interrupts
 from penstock.commands.session import load_engine
 from penstock.contract import SamplingParams
-from penstock.testing.scripted_engine import ScriptedEngine
+from support.scripted_engine import ScriptedEngine
 
 
 def test_a_port_that_is_taken_closes_the_engine_that_was_loaded(penstock, tiny, monkeypatch):

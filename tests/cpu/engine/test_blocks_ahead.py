@@ -17,8 +17,8 @@ from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.promotion import Promotion
 from penstock.lanes.polling import POLL_MOST_S
-from penstock.testing.driving import Collected, generate, run_all, settle_all, submit
-from penstock.testing.gates import GatedCopier, gates
+from support.driving import Collected, generate, run_all, settle_all, submit
+from support.gates import GatedCopier, gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

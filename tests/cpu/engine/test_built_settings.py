@@ -15,7 +15,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
 from penstock.models.qwen3 import TINY_QWEN3
-from penstock.testing.driving import tiny_config
+from support.driving import tiny_config
 
 MakeEngine = Callable[..., Engine]
 

@@ -14,8 +14,8 @@ from penstock.contract import FinishReason, KvSource
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, InvalidRequest, StoreFailed
-from penstock.testing.driving import generate, run_all, settle_all, submit
 from penstock.testing.stores import MemoryStore
+from support.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

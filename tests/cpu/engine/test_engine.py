@@ -14,7 +14,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution import outcome
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
-from penstock.testing.driving import generate, run_all, submit
+from support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -10,8 +10,8 @@ import pytest
 from cpu.engine.test_tiers import forget, states, until
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
-from penstock.testing.driving import generate, run_all, submit
-from penstock.testing.gates import gates
+from support.driving import generate, run_all, submit
+from support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

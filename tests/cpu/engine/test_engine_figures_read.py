@@ -10,8 +10,8 @@ import pytest
 from penstock.contract import FinishReason
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
-from penstock.testing.driving import generate, run_all, settle_all, submit
-from penstock.testing.gates import gates
+from support.driving import generate, run_all, settle_all, submit
+from support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.contract import FinishReason
 from penstock.engine.engine import Engine
-from penstock.testing.driving import generate, run_all, submit
+from support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

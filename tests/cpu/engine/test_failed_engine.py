@@ -24,10 +24,10 @@ from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest
 from penstock.kv.tiers.host import HostLease
 from penstock.models.lora import AdapterWeights
-from penstock.testing.driving import Collected, generate, run_all, settle_all, submit, tiny_config
-from penstock.testing.gates import gates
 from penstock.testing.sanitized import build_sanitized
 from penstock.testing.stores import MemoryStore
+from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.gates import gates
 
 Prompts = Callable[..., list[int]]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[3] / "src"
+ROOT = Path(__file__).resolve().parents[3]
 
 SCENE = """
 import resource, torch
 import numpy as np
 from penstock.engine.build import build
 from penstock.engine.execution.executor import Executor
-from penstock.testing.driving import generate, run_all, settle_all, submit, tiny_config
+from support.driving import generate, run_all, settle_all, submit, tiny_config
 from penstock.testing.guarded import GuardedArena, GuardedSanitizer
 from penstock.testing.sanitized import check_silent
 
@@ -35,7 +35,7 @@ def prompt(num_tokens, seed=0):
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "faulthandler", "-c", SCENE + body]
-    environment = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 

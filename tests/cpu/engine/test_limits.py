@@ -18,7 +18,7 @@ from penstock.engine.execution.executor import StepLimits
 from penstock.engine.execution.rows import NUM_PARAMS
 from penstock.errors import ConfigError, InvalidRequest, Overloaded
 from penstock.models.qwen3 import TINY_QWEN3
-from penstock.testing.driving import block_bytes, generate, run_all, submit, tiny_config
+from support.driving import block_bytes, generate, run_all, submit, tiny_config
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

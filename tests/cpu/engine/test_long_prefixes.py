@@ -12,7 +12,7 @@ from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.kv.blocks import handles, key, slots
 from penstock.kv.tiers import host, saves
-from penstock.testing.driving import generate, settle_all
+from support.driving import generate, settle_all
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -14,8 +14,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, StepFailed
-from penstock.testing.driving import generate, run_all, submit, tiny_config
 from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import generate, run_all, submit, tiny_config
 
 
 class Ended:

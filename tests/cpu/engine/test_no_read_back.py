@@ -21,7 +21,7 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.execution.sampler import Sampler
-from penstock.testing.driving import run_all, settle_all, submit, tiny_config
+from support.driving import run_all, settle_all, submit, tiny_config
 
 Prompts = Callable[..., list[int]]
 

@@ -14,9 +14,9 @@ from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.fetch import Fetch
-from penstock.testing.driving import Collected, generate, run_all, settle_all, submit
 from penstock.testing.stores import MemoryStore
 from store_servers import valkey_or_skip
+from support.driving import Collected, generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -18,9 +18,9 @@ from penstock.contract import FinishReason, KvSource, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import InvalidRequest, StoreFailed
-from penstock.testing.driving import generate, run_all, settle_all, submit
-from penstock.testing.gates import gates
 from penstock.testing.stores import MemoryStore
+from support.driving import generate, run_all, settle_all, submit
+from support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.contract import Request, SamplingParams, Start, StepPlan
 from penstock.engine.engine import Engine
-from penstock.testing.driving import generate
+from support.driving import generate
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 3}, {"frequency_penalty": 2.0}, {"logprobs": 2}], ids=str)

@@ -17,8 +17,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import SanitizerStop
 from penstock.sanitizer.report import Kind
-from penstock.testing.driving import generate, run_all, submit, tiny_config
 from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import generate, run_all, submit, tiny_config
 
 Prompts = Callable[..., list[int]]
 

@@ -18,8 +18,8 @@ from penstock.errors import EngineClosed
 from penstock.kv.transfer.checked import Checks
 from penstock.kv.transfer.mover import Group
 from penstock.lanes.cpu import CpuLane
-from penstock.testing.driving import generate, run_all, settle_all, submit
-from penstock.testing.gates import GatedCopier, gates
+from support.driving import generate, run_all, settle_all, submit
+from support.gates import GatedCopier, gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -17,8 +17,8 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.tiers.ladder import Ladder
-from penstock.testing.driving import generate, tiny_config
 from penstock.testing.stores import MemoryStore
+from support.driving import generate, tiny_config
 
 Built = Callable[[Config], Engine]
 

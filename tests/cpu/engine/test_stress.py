@@ -16,7 +16,7 @@ from penstock.contract import FinishReason
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.testing.driving import Collected, generate, settle_all, submit
+from support.driving import Collected, generate, settle_all, submit
 
 WAIT_S = 0.01  # at most, for a transfer
 

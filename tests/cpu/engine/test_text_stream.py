@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.engine import text as text_module
 from penstock.engine.text import StopString, TextStream, stop_strings
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
-from penstock.testing.embedded import embedded_tokenizer
+from support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
 BYTES = ByteTokenizer(256)

@@ -21,8 +21,8 @@ from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.slots import SlotState
 from penstock.kv.transfer.mover import Group, Transfer
 from penstock.sanitizer.report import Kind
-from penstock.testing.driving import Collected, generate, run_all, settle_all, submit
-from penstock.testing.gates import gates
+from support.driving import Collected, generate, run_all, settle_all, submit
+from support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -9,8 +9,8 @@ import pytest
 from valkey_rig import opened
 
 from penstock.kv.tiers.remote.valkey import ValkeyStore
-from penstock.testing.servers import Valkey
 from store_servers import valkey_or_skip
+from support.servers import Valkey
 
 
 @pytest.fixture(scope="module")

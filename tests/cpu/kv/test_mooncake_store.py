@@ -24,8 +24,8 @@ from penstock.kv.tiers.remote import mooncake_client, mooncake_store, open_store
 from penstock.kv.tiers.remote.mooncake_client import MooncakeClient
 from penstock.kv.tiers.remote.mooncake_store import MooncakeStore
 from penstock.kv.tiers.store import Outcome
-from penstock.testing.servers import ServerMissing
-from penstock.testing.servers_more import Mooncake, mooncake_environment
+from support.servers import ServerMissing
+from support.servers_more import Mooncake, mooncake_environment
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 VALUE_BYTES = HEADER_BYTES + BLOCK_BYTES

@@ -21,8 +21,8 @@ from penstock.kv.tiers.remote import open_store, s3_bucket, values  # noqa: E402
 from penstock.kv.tiers.remote.s3 import parse  # noqa: E402
 from penstock.kv.tiers.remote.s3_bucket import BucketStore  # noqa: E402
 from penstock.kv.tiers.store import Outcome  # noqa: E402
-from penstock.testing.servers import ServerMissing  # noqa: E402
-from penstock.testing.servers_more import Bucket  # noqa: E402
+from support.servers import ServerMissing  # noqa: E402
+from support.servers_more import Bucket  # noqa: E402
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 

@@ -32,8 +32,8 @@ from valkey_rig import (
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.remote import open_store, valkey_links
 from penstock.kv.tiers.remote.valkey_url import PASSWORD_VARIABLE, Node
-from penstock.testing.servers import LOOPBACK, SlotRange, Valkey, free_port
 from store_servers import valkey_or_skip
+from support.servers import LOOPBACK, SlotRange, Valkey, free_port
 
 # ------------------------------------------------------------------------------------------------------------------- credentials
 

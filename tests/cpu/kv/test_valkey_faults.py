@@ -34,7 +34,7 @@ from penstock.kv.tiers.remote import valkey_links
 from penstock.kv.tiers.remote.valkey import ValkeyStore
 from penstock.kv.tiers.remote.valkey_links import Link
 from penstock.kv.tiers.remote.valkey_url import Node
-from penstock.testing.servers import LOOPBACK, Valkey, free_port
+from support.servers import LOOPBACK, Valkey, free_port
 
 # --------------------------------------------------------------------------------------------------------------- gone and back
 

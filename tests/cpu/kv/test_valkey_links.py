@@ -15,7 +15,7 @@ from valkey_rig import PATIENT_S, num_idle, opened
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.remote import valkey_links
 from penstock.kv.tiers.remote.valkey_url import Node
-from penstock.testing.servers import LOOPBACK
+from support.servers import LOOPBACK
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from penstock.kv.tiers import envelope
 from penstock.kv.tiers.remote import valkey_links
 from penstock.kv.tiers.remote.valkey import ValkeyStore
 from penstock.kv.tiers.store import Outcome
-from penstock.testing.servers import LOOPBACK, Valkey
 from store_servers import valkey_or_skip
+from support.servers import LOOPBACK, Valkey
 
 # ------------------------------------------------------------------------------------------------------------------- ordinary
 

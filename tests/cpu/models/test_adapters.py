@@ -20,9 +20,9 @@ from penstock.models.loader import load_model
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
 from penstock.models.model import Model, ModelConfig
 from penstock.models.progress import silent
-from penstock.testing.adapters import ALL_MODULES, ATTENTION, PREFIX, adapter_tensors, merged, write_adapter, write_random_adapter
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
+from support.adapters import ALL_MODULES, ATTENTION, PREFIX, adapter_tensors, merged, write_adapter, write_random_adapter
 
 IDS = list(range(3, 43))
 TOLERANCE = 1e-5  # of the largest logit, in float32

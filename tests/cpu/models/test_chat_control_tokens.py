@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequest
 from penstock.models import chat as chat_module
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import Tokenizer
-from penstock.testing.embedded import embedded_tokenizer
+from support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
 SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}

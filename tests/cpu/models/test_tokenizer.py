@@ -21,8 +21,8 @@ from penstock.errors import InvalidRequest, ModelError
 from penstock.models.llama import TINY_LLAMA
 from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
-from penstock.testing.embedded import embedded_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
+from support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
 VOCABULARY = REAL.vocab_size

@@ -14,7 +14,7 @@ import openai
 
 from penstock.config import ServerConfig
 from penstock.server.run import HttpServer
-from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 DEADLINE_S = 30.0  # of polls that are expected to succeed at once
 MODEL = "scripted"

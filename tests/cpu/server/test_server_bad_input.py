@@ -10,7 +10,7 @@ import tracemalloc
 import pytest
 from served import MODEL, Served, completion, serving, until
 
-from penstock.testing.scripted_engine import EOS, ScriptedEngine
+from support.scripted_engine import EOS, ScriptedEngine
 
 DEEP = 10_000  # far deeper than the interpreter's stack, and not yet too many lists and objects to look at
 

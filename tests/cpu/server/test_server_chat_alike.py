@@ -8,7 +8,7 @@ from served import MODEL, Served
 from penstock.contract import TokenLogprob
 from penstock.server.replies import ChatReply, heading
 from penstock.server.text import Piece, ScoredToken
-from penstock.testing.scripted_engine import ScriptedTokenizer
+from support.scripted_engine import ScriptedTokenizer
 
 
 def test_impossible_tokens_of_a_chat_have_a_score_that_json_can_say() -> None:

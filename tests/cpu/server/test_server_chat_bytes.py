@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from served import MODEL, serving
 
-from penstock.testing.scripted_engine import ScriptedEngine
+from support.scripted_engine import ScriptedEngine
 
 TEXT = "é東🙂"
 

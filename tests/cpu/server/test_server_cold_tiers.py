@@ -21,9 +21,9 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
 from penstock.figures import Histogram, Traffic
 from penstock.kv.tiers.ssd.disk import DiskIo
-from penstock.testing.scripted_engine import ScriptedEngine
-from penstock.testing.servers import Valkey
 from store_servers import valkey_or_skip
+from support.scripted_engine import ScriptedEngine
+from support.servers import Valkey
 
 TIERS = ("device", "host", "ssd", "remote")
 ROUTES = (("device", "host"), ("host", "device"), ("host", "ssd"), ("ssd", "host"), ("host", "remote"), ("remote", "host"))

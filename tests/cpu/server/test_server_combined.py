@@ -11,8 +11,8 @@ from served import MODEL, Served, completion, serving, until
 from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from penstock.server.replies import usage_of
 from penstock.server.text import ChoiceText, Prompt
-from penstock.testing.embedded import embedded_tokenizer
-from penstock.testing.scripted_engine import EOS, ScriptedEngine
+from support.embedded import embedded_tokenizer
+from support.scripted_engine import EOS, ScriptedEngine
 
 
 def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from served import DEADLINE_S, Served, completion, read_until, serving, until
 
 from penstock.server import generate
-from penstock.testing.scripted_engine import ScriptedEngine
+from support.scripted_engine import ScriptedEngine
 
 LONG = 50_000  # tokens: no test here lets one run to its end
 

@@ -16,7 +16,7 @@ from penstock.server import schema
 from penstock.server.faults import MAX_SHOWN, Refused, fault_of
 from penstock.server.replies import CompletionReply
 from penstock.server.run import HttpServer
-from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 

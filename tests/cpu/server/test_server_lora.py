@@ -25,10 +25,10 @@ from penstock.models.loader import load_model
 from penstock.models.model import Model
 from penstock.models.progress import silent
 from penstock.server.run import HttpServer
-from penstock.testing.adapters import write_random_adapter
-from penstock.testing.driving import tiny_config
-from penstock.testing.scripted_engine import ScriptedEngine
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3
+from support.adapters import write_random_adapter
+from support.driving import tiny_config
+from support.scripted_engine import ScriptedEngine
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

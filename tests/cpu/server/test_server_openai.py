@@ -7,7 +7,7 @@ import openai
 import pytest
 from served import MODEL, Served, completion, serving
 
-from penstock.testing.scripted_engine import EOS, ScriptedEngine
+from support.scripted_engine import EOS, ScriptedEngine
 
 WORDS = "choice 7: one two three four five six seven. "
 

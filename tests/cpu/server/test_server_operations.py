@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from served import DEADLINE_S, MODEL, Served, completion, read_until, serving, u
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.run import HttpServer
-from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 def scrape(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -245,7 +246,7 @@ def test_a_port_that_is_taken_is_a_configuration_error(served: Served) -> None:
 PROGRAM = """
 from penstock.config import ServerConfig
 from penstock.server.run import serve
-from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+from support.scripted_engine import ScriptedEngine, ScriptedLoop
 engine = ScriptedEngine()
 engine.hold()
 serve(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0))
@@ -278,7 +279,8 @@ def test_a_second_interrupt_gives_up_on_a_request_that_would_never_end() -> None
 
 @contextlib.contextmanager
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    running = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    running = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True)
     try:
         line = running.stdout.readline()
         assert line.startswith("Penstock is ready on http://127.0.0.1:")

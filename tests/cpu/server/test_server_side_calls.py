@@ -15,7 +15,7 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import service
 from penstock.server.run import HttpServer
-from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 @pytest.mark.parametrize(("context", "side", "most"), [(10, 50, 50), (50, 10, 50)], ids=["longer than a prompt", "as long as a prompt"])

@@ -15,7 +15,7 @@ from penstock.server.replies import CompletionReply, heading, usage_of
 from penstock.server.schema import nth_seed
 from penstock.server.stream import Bridge, Reading
 from penstock.server.text import ChoiceText, Piece, Prompt, ScoredToken, prompt_offsets
-from penstock.testing.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
+from support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
 
 
 class CountingLoop:

@@ -11,7 +11,7 @@ from served import DEADLINE_S, Served, serving, until
 from tiered_server import MODEL, NUM_HOST, PROMPT, Tiered, error_of, tiered
 
 from penstock.errors import DeadlineExceeded
-from penstock.testing.gates import gates
+from support.gates import gates
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from penstock.config import ServerConfig
 from penstock.server import service as service_module
 from penstock.server.service import Service
-from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
+from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 def test_a_loop_that_lets_requests_end_for_all_their_time_closes_in_time(

@@ -16,8 +16,8 @@ from penstock.config import ServerConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.server.run import HttpServer
-from penstock.testing.driving import tiny_config
 from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import tiny_config
 
 MODEL = "tiny-qwen3"
 NUM_HOST = 64

@@ -25,8 +25,8 @@ from fuzz_oracles import Answer, Choice, Finding, check_error, generated, judge,
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
-from penstock.testing.adapters import write_random_adapter
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
+from support.adapters import write_random_adapter
 
 READY = "Penstock is ready on "
 DEADLINE_S = 120.0

@@ -15,8 +15,8 @@ from sampling_reference import Expected, Weights, expected
 
 from pairwise import all_pairs, pairwise
 from penstock.server import schema
-from penstock.testing.adapters import adapter_tensors, merged
 from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, tiny_tokenizer, write_tiny_model
+from support.adapters import adapter_tensors, merged
 
 TOLERANCE = 2e-3  # of a logprob in float32
 LEAST_MARGIN = 1e-5  # of scores: closer decisions are not float32's to make; choose another seed or value where a case has one

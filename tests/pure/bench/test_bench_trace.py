@@ -14,9 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.mooncake import BLOCK_TOKENS, Trace, read_trace
 from penstock.bench.trace import OPTIMUM, best_hits, ladder, measure, next_uses, replay
-from penstock.bench.trace_input import read_any, with_scan
+from penstock.bench.trace_files import BLOCK_TOKENS, Trace, read_any, read_trace, with_scan
 from penstock.cli import main
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError
@@ -425,7 +424,7 @@ def test_a_bad_trace_ends_the_command_with_one_line(file, capsys):
 
 
 def test_a_picture_without_matplotlib_is_refused_before_the_trace_is_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("penstock.bench.picture.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.bench.report.find_spec", lambda name: None)
     assert main(["bench", "trace", str(tmp_path / "none"), "--plot", str(tmp_path / "x.png")]) == 2
     assert "penstock[plots]" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from penstock.contract import Arrival, Fence, Load
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.transfer.mover import Transfer
-from penstock.testing.stepped import SteppedFence, SteppedLane, SteppedLanes
+from support.stepped import SteppedFence, SteppedLane, SteppedLanes
 
 
 @dataclass

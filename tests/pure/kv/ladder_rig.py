@@ -8,7 +8,7 @@ from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits, Promotion
 from penstock.kv.transfer.mover import Mover
-from penstock.testing.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
+from support.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
 
 BLOCK = 4
 LAYERS = 6

@@ -18,8 +18,8 @@ from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.envelope import HEADER_BYTES, unpack
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.promotion import Promotion
-from penstock.testing.stepped import ByteArena, Cell, SteppedArena
 from penstock.testing.stores import HandClock, MemoryStore
+from support.stepped import ByteArena, Cell, SteppedArena
 
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
 BLOCK_BYTES = LAYERS * KEY_BYTES

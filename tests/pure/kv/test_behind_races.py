@@ -33,8 +33,8 @@ from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer.mover import Mover
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer, explore, run_on
-from penstock.testing.stepped import ByteArena, TagArena, TagCopier
 from penstock.testing.stores import HandClock, MemoryStore
+from support.stepped import ByteArena, TagArena, TagCopier
 
 SEEDS = 10  # random schedules of each program, besides the default one
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.contract import Access, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.testing.stepped import ByteArena, Cell, SteppedLanes, TagArena, TagCopier
+from support.stepped import ByteArena, Cell, SteppedLanes, TagArena, TagCopier
 
 BOTH = (0, 2)
 

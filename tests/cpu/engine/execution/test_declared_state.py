@@ -15,7 +15,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import InvariantBroken
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.testing.driving import generate, run_all, submit, tiny_config
+from support.driving import generate, run_all, submit, tiny_config
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

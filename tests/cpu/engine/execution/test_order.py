@@ -13,7 +13,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.staging import StagingRing
 from penstock.errors import InvariantBroken
 from penstock.lanes.cpu import CpuLane
-from penstock.testing.driving import run_all, submit
+from support.driving import run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -29,7 +29,7 @@ from penstock.contract import (
     TokenLogprob,
 )
 from penstock.kv.blocks.key import Scope, prefix_keys
-from penstock.testing.stepped import ByteArena, Cell, SteppedArena, SteppedLanes, TagArena
+from support.stepped import ByteArena, Cell, SteppedArena, SteppedLanes, TagArena
 
 BLOCK = 4
 LAYERS = 6  # enough for a promotion to come in two groups

@@ -20,8 +20,8 @@ from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.transfer.mover import Mover
-from penstock.testing.stepped import ByteArena, SteppedArena, SteppedLane, TagCopier
 from penstock.testing.stores import HandClock, MemoryStore
+from support.stepped import ByteArena, SteppedArena, SteppedLane, TagCopier
 
 LEASE_S = 100.0
 LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens=BLOCK, dtype="float32")

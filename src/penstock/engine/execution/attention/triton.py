@@ -67,7 +67,7 @@ class Tuning(NamedTuple):
         return self.short if num_rows <= self.short.rows else self.deep if deep else self.long
 
 
-# By bytes per value: 2 is bfloat16 (and float16), measured on an H200 with Qwen3-4B's shape (`python -m penstock.bench.kernels`);
+# By bytes per value: 2 is bfloat16 (and float16), measured on an H200 with Qwen3-4B's shape (`python benchmarks/kernels.py`);
 # 4 is float32, whose exact products run outside the tensor cores.
 _EXACT_DECODE, _EXACT = Tile(16, 32, 8, 2), Tile(32, 16, 8, 2)
 TUNING = {

@@ -15,8 +15,8 @@ from penstock.engine.execution.attention.cpu import LONE_GROUP, LONE_TOKENS, PAD
 from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
-from penstock.testing.mutation import mutated
-from penstock.testing.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
+from support.mutation import mutated
+from support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
 
 Backend = type[CpuAttention]
 

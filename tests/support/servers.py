@@ -21,7 +21,7 @@ from typing import Self
 
 from penstock.errors import PenstockError
 
-FETCH = Path(__file__).resolve().parents[3] / "tools" / "parts" / "fetch.py"
+FETCH = Path(__file__).resolve().parents[2] / "tools" / "parts" / "fetch.py"
 LOOPBACK = "127.0.0.1"
 START_S = 20.0  # for a server to answer; a machine busy with other tests is slow
 FETCH_S = 600.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 from urllib.request import ProxyHandler, build_opener
 
-from penstock.testing.servers import LOOPBACK, START_S, Program, Server, ServerDied, ServerMissing, fetched, free_port
+from support.servers import LOOPBACK, START_S, Program, Server, ServerDied, ServerMissing, fetched, free_port
 
 
 def _start(server: Server, arguments: Callable[[], Sequence[str]], answers: Callable[[], bool], attempts: int = 5) -> None:

@@ -1,6 +1,6 @@
 """Speed against plain `transformers` generate: same weights, same threads, one process, rounds in turn. Owns the comparison.
 
-`python -m penstock.bench.transformers_ratio`. A ratio is their time over ours: above 1 is faster than they are. Absolute times
+`python benchmarks/transformers_ratio.py`. A ratio is their time over ours: above 1 is faster than they are. Absolute times
 mean little on a shared machine; both sides of a ratio are measured within seconds of each other, and the median over rounds is taken.
 """
 
@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from penstock.bench.machine import describe_machine
-from penstock.bench.run import Driver
-from penstock.bench.workload import random_prompts
+from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config, KvConfig, ModelSource
 from penstock.engine.build import build
 from penstock.errors import ConfigError, PenstockError
@@ -122,7 +121,7 @@ def _row(case: Case, pairs: list[tuple[Timed, Timed]]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m penstock.bench.transformers_ratio", description=(__doc__ or "").split("\n\n")[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measured rounds, after one that only warms up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of torch, on both sides")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and results there")

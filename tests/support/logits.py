@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.engine.engine import Engine
-from penstock.testing.driving import Collected
+from support.driving import Collected
 
 
 class Logits:

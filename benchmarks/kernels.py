@@ -1,4 +1,4 @@
-"""Times the CUDA kernels one by one, on the Qwen3-4B shape in bfloat16: `python -m penstock.bench.kernels`. Owns the cases and the
+"""Times the CUDA kernels one by one, on the Qwen3-4B shape in bfloat16: `python benchmarks/kernels.py`. Owns the cases and the
 alternatives that are compared; which constants are kept is written in `engine/execution/attention/triton.py`.
 
 Every case is checked against float32 before it is timed. Times are medians with a cold L2 cache.
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
     if not torch.accelerator.is_available():
-        raise SystemExit("penstock.bench.kernels needs an NVIDIA GPU")
+        raise SystemExit("benchmarks/kernels.py needs an NVIDIA GPU")
     started = time.perf_counter()
     with torch.inference_mode():
         rig = Rig()

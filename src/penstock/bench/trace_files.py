@@ -1,0 +1,291 @@
+"""RecordedRequest traces, of two forms, gzipped or not. Owns the forms and the order of requests; replays nothing.
+
+Mooncake's has one request per line, its prompt as ids of blocks of 512 tokens:
+
+    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}
+
+An id stands for the content of its block and of all before it, as a key does here. Only full blocks have a key, so the id of a prompt's
+unfinished last block is left out. Times and output lengths are not used.
+
+That of coding agents has one conversation per line:
+
+    {"id": "trace_0003.0", "parent": "trace_0003", "block_tokens": 64,
+     "requests": [[t, prompt tokens, output tokens, think seconds, blocks shared with the request before, [ids of the new blocks]], ...]}
+
+`t` is seconds since the conversation began, and `think` the pause before a request is sent. A prompt is the first blocks of the one before
+and then new ones; only full blocks have an id. Equal ids stand for equal tokens, within a conversation and its sub-agents.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import dropwhile, islice, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
+
+BLOCK_TOKENS = 512  # of Mooncake's blocks
+LEAST_REQUESTS = 3  # of a conversation that is replayed: with fewer there is little that could come back
+INTERLEAVES = ("time", "turns")
+_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)  # what reading a file may raise, packed or not
+_GZIP = b"\x1f\x8b"
+_FIELDS = ("t", "prompt tokens", "output tokens", "think seconds", "blocks shared", "ids of new blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The prompts of one file, in order, as keys of full blocks. One-off documents among them are no part of its figures."""
+
+    name: str
+    prompts: list[list[bytes]]
+    num_tokens: int  # of recorded prompts, unfinished blocks included
+    num_scans: int = 0  # one-off documents among the prompts, of `scan_blocks` blocks each
+    scan_blocks: int = 0
+    interleave: str | None = None  # how conversations were put in order; None: there are none, and the order is the file's
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prompts) - self.num_scans
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.prompts)) - self.num_scans * self.scan_blocks
+
+    @property
+    def num_distinct(self) -> int:
+        return len({key for keys in self.prompts for key in keys}) - self.num_scans * self.scan_blocks
+
+
+def read_any(path: Path, num_requests: int | None = None, interleave: str | None = None) -> Trace:
+    """A Mooncake trace in the order of its file, or conversations of agents, of which all begin at once. `interleave` says in which order
+    those have their requests: by recorded times, or taking turns."""
+    if is_agentic(path):
+        return _agentic_trace(path, num_requests, interleave or INTERLEAVES[0])
+    if interleave is not None:
+        raise ConfigError("--interleave is for traces of conversations; a Mooncake trace has an order of its own")
+    return read_trace(path, num_requests)
+
+
+def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
+    """The same with `num` documents of `num_blocks` blocks, none of which comes back, spread evenly over it."""
+    prompts = list(trace.prompts)
+    for number in reversed(range(num)):
+        document = [_key(b"scan", number, depth) for depth in range(num_blocks)]
+        prompts.insert((2 * number + 1) * len(trace.prompts) // (2 * num), document)
+    return replace(trace, prompts=prompts, num_scans=num, scan_blocks=num_blocks)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line is that is not empty, and what it says."""
+    try:
+        with path.open("rb") as raw:
+            packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
+            for number, line in enumerate(gzip.GzipFile(fileobj=raw) if packed else raw, 1):
+                if line.strip():
+                    yield f"{path}, line {number}", _parsed(line.decode("utf-8"), f"{path}, line {number}")
+    except _UNREADABLE as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error}") from None
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+
+
+def _require_blocks(prompts: Iterable[list[bytes]], path: Path) -> None:
+    if not any(prompts):
+        raise ConfigError(f"the trace {path} has no prompt with a full block of {BLOCK_TOKENS} tokens: there is nothing to keep")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- Mooncake
+
+
+def read_trace(path: Path, num_requests: int | None = None) -> Trace:
+    """The first `num_requests` of them, or all."""
+    prompts: list[list[bytes]] = []
+    num_tokens = 0
+    keys: dict[int, bytes] = {}
+    for where, fields in islice(_lines(path), num_requests):
+        length, ids = _mooncake_prompt(fields, where)
+        num_tokens += length
+        prompts.append([keys.setdefault(i, blake2b(str(i).encode(), digest_size=16).digest()) for i in ids[: length // BLOCK_TOKENS]])
+    _require_blocks(prompts, path)
+    return Trace(path.name, prompts, num_tokens)
+
+
+def _mooncake_prompt(fields: Any, where: str) -> tuple[int, list[int]]:
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: expected an object with input_length and hash_ids")
+    length, ids = fields.get("input_length"), fields.get("hash_ids")
+    if not _is_whole(length) or not isinstance(ids, list) or not all(map(_is_whole, ids)):
+        raise ConfigError(f"{where}: input_length must be a whole number and hash_ids a list of them, none negative")
+    if len(ids) != -(-length // BLOCK_TOKENS):
+        raise ConfigError(f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} tokens")
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"{where}: hash_ids names a block twice; an id stands for its block and all before it")
+    return length, ids
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------- agents
+
+
+class RecordedRequest(NamedTuple):
+    """One request of a conversation."""
+
+    at_s: float  # since the conversation began
+    num_tokens: int  # of its prompt
+    num_output: int
+    think_s: float  # between the answer before and this request
+    blocks: NDArray[np.int64]  # ids of the prompt's full blocks
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConversation:
+    """What one agent, or sub-agent, asked."""
+
+    id: str
+    parent: str | None  # whose sub-agent it is
+    block_tokens: int
+    requests: tuple[RecordedRequest, ...]
+
+    @property
+    def family(self) -> str:
+        """Conversations of one family share their ids."""
+        return self.parent or self.id
+
+    def cut(self, context: int, most: int) -> RecordedConversation:
+        """Its first `most` requests of up to `context` tokens that follow one another: longer ones at the start are left out, and the first
+        longer one after them ends it."""
+        fits = takewhile(lambda one: one.num_tokens <= context, dropwhile(lambda one: one.num_tokens > context, self.requests))
+        return replace(self, requests=tuple(islice(fits, most)))
+
+
+def is_agentic(path: Path) -> bool:
+    """Whether the file's first line looks like a conversation. Says no where it cannot be read: whoever reads it says why."""
+    try:
+        _, fields = next(_lines(path), ("", None))
+    except ConfigError:
+        return False
+    return isinstance(fields, dict) and "requests" in fields
+
+
+def read_conversations(path: Path) -> list[RecordedConversation]:
+    found = [_conversation(fields, where) for where, fields in _lines(path)]
+    ids = [conversation.id for conversation in found]
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"the trace {path} has two conversations with the same id")
+    return found
+
+
+def select(conversations: list[RecordedConversation], users: int, context: int, most: int) -> list[RecordedConversation]:
+    """The first `users` of them that have enough requests of up to `context` tokens, each cut to `most` of those. Where the trace has too
+    few, they come again as conversations of their own, which share nothing with the first."""
+    cut = (conversation.cut(context, most) for conversation in conversations)
+    enough = [one for one in cut if len(one.requests) >= min(LEAST_REQUESTS, most)]
+    if not enough:
+        raise ConfigError(f"the trace has no conversation with {LEAST_REQUESTS} requests of at most {context} tokens; raise --context")
+    return [_again(enough[number % len(enough)], 1 + number // len(enough)) for number in range(users)]
+
+
+def _again(conversation: RecordedConversation, time: int) -> RecordedConversation:
+    if time == 1:
+        return conversation
+    parent = None if conversation.parent is None else f"{conversation.parent}#{time}"
+    return replace(conversation, id=f"{conversation.id}#{time}", parent=parent)
+
+
+def _conversation(fields: Any, where: str) -> RecordedConversation:
+    if not isinstance(fields, dict) or not isinstance(fields.get("requests"), list):
+        raise ConfigError(f"{where}: expected an object with id, block_tokens and a list of requests")
+    name, parent, block_tokens = fields.get("id"), fields.get("parent"), fields.get("block_tokens")
+    if not isinstance(name, str) or not name or not (parent is None or isinstance(parent, str)):
+        raise ConfigError(f"{where}: id must be text, and parent text or null")
+    if not _is_whole(block_tokens) or block_tokens < 1:
+        raise ConfigError(f"{where}: block_tokens must be a positive whole number")
+    requests: list[RecordedRequest] = []
+    blocks = np.empty(0, np.int64)
+    for number, one in enumerate(fields["requests"], 1):
+        requests.append(_recorded(one, blocks, block_tokens, f"{where}, request {number}"))
+        blocks = requests[-1].blocks
+    return RecordedConversation(name, parent, block_tokens, tuple(requests))
+
+
+def _recorded(one: Any, before: NDArray[np.int64], block_tokens: int, where: str) -> RecordedRequest:
+    """`before`: blocks of the request before."""
+    if not isinstance(one, list) or len(one) != len(_FIELDS):
+        raise ConfigError(f"{where}: expected a list of {len(_FIELDS)}: {', '.join(_FIELDS)}")
+    at_s, num_tokens, num_output, think_s, shared, new = one
+    if not _is_time(at_s) or not _is_time(think_s):
+        raise ConfigError(f"{where}: t and think seconds must be numbers, none negative")
+    if not _is_whole(num_tokens) or not _is_whole(num_output) or not _is_whole(shared) or num_tokens < 1:
+        raise ConfigError(f"{where}: tokens and blocks shared must be whole numbers, none negative, and a prompt has at least one token")
+    if not isinstance(new, list) or not all(map(_is_whole, new)) or max(new, default=0) >= 1 << 63:
+        raise ConfigError(f"{where}: the ids of new blocks must be a list of whole numbers below 2**63, none negative")
+    if shared > len(before):
+        raise ConfigError(f"{where}: it shares {shared} blocks with the request before, which has {len(before)}")
+    if shared + len(new) != num_tokens // block_tokens:
+        raise ConfigError(f"{where}: {shared + len(new)} blocks for {num_tokens} tokens; one stands for {block_tokens}")
+    return RecordedRequest(at_s, num_tokens, num_output, think_s, np.concatenate([before[:shared], np.array(new, np.int64)]))
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _agentic_trace(path: Path, num_requests: int | None, interleave: str) -> Trace:
+    requests: list[tuple[float, RecordedRequest, list[bytes]]] = []
+    for conversation in read_conversations(path):
+        keys = _keys(conversation)
+        for number, (one, its) in enumerate(zip(conversation.requests, keys, strict=True)):
+            requests.append((one.at_s if interleave == "time" else number, one, its))
+    requests.sort(key=lambda each: each[0])  # stable: at the same time in the order of the file
+    requests = requests[:num_requests]
+    prompts, num_tokens = [keys for _, _, keys in requests], sum(one.num_tokens for _, one, _ in requests)
+    _require_blocks(prompts, path)
+    return Trace(path.name, prompts, num_tokens, interleave=interleave)
+
+
+def _keys(conversation: RecordedConversation) -> list[list[bytes]]:
+    """Of full blocks of Mooncake's size, each standing for its own ids and all before it. Sub-agents share their parent's."""
+    step, rest = divmod(BLOCK_TOKENS, conversation.block_tokens)
+    if rest or not step:
+        raise ConfigError(f"{conversation.id}: blocks of {conversation.block_tokens} tokens do not make up blocks of {BLOCK_TOKENS}")
+    prompts: list[list[bytes]] = []
+    before: tuple[bytes, list[bytes]] = b"", []
+    for one in conversation.requests:
+        raw, width = one.blocks.tobytes(), step * one.blocks.itemsize
+        shared = _num_shared(raw, before[0], width)
+        keys = before[1][:shared]
+        for depth in range(shared, len(one.blocks) // step):
+            last = keys[-1] if keys else conversation.family.encode()
+            keys.append(_key(last, depth, raw[depth * width : (depth + 1) * width]))
+        prompts.append(keys)
+        before = raw, keys
+    return prompts
+
+
+def _num_shared(one: bytes, other: bytes, width: int) -> int:
+    """Leading pieces of `width` bytes that both have."""
+    num = 0
+    while (num + 1) * width <= min(len(one), len(other)) and one[num * width : (num + 1) * width] == other[num * width : (num + 1) * width]:
+        num += 1
+    return num
+
+
+def _key(*parts: bytes | int) -> bytes:
+    return blake2b(repr(parts).encode(), digest_size=16).digest()
