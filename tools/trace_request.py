@@ -29,7 +29,7 @@ from penstock.server.run import HttpServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support.driving import tiny_config  # noqa: E402
+from support.driving import tiny_config
 
 PACKAGE = str(Path(penstock.__file__).parent) + "/"
 MODEL = "tiny-qwen3"
