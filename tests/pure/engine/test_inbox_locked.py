@@ -1,4 +1,4 @@
-"""Whatever happens to an inbox between a look at it and what follows from that look: a command is refused, failed or run, and never lost."""
+"""Whatever happens to an inbox between a look at it and what follows from that: a command is refused, failed or run, and never lost."""
 
 from __future__ import annotations
 

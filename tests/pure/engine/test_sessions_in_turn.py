@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -34,12 +35,12 @@ def test_those_retained_are_looked_at_in_turn_one_in_a_round() -> None:
 def test_a_round_is_so_many_turns() -> None:
     world = World()
     world.ends("chat", talk(0, 2), retain_s=60)
-    want = world.storage.wants[0]
-    turns = [
-        turn for turn in range(1, 3 * module._LOOK_EVERY) if (want.num_looks, world.sessions.step(), want.num_looks)[0] != want.num_looks
-    ]
-    assert [later - earlier for earlier, later in zip(turns, turns[1:], strict=False)] == [module._LOOK_EVERY] * (len(turns) - 1)
-    assert len(turns) >= 2
+    want, turns = world.storage.wants[0], list[int]()
+    for turn in range(3 * module._LOOK_EVERY):
+        before = want.num_looks
+        world.sessions.step()
+        turns += [turn] * (want.num_looks - before)
+    assert len(turns) == 3 and [later - earlier for earlier, later in pairwise(turns)] == [module._LOOK_EVERY] * 2
 
 
 def test_one_that_goes_on_is_looked_at_no_more_often_than_others() -> None:

@@ -54,7 +54,7 @@ def test_one_that_was_cancelled_is_not_expected_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("dear_tokens", "held"), [(11, True), (12, True), (13, False)])
-def test_a_conversation_counts_from_so_many_tokens_on_answer_included(
+def test_a_conversation_counts_from_so_many_tokens_on_with_its_answer(
     monkeypatch: pytest.MonkeyPatch, dear_tokens: int, held: bool
 ) -> None:
     world, talk = two_that_run(monkeypatch, dear_tokens=dear_tokens)
