@@ -1,0 +1,131 @@
+"""What the scheduler asks of storage, in numbers: a wrong one shows late, and only where memory is short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
+from scheduler_device import BLOCK
+from scheduler_tiers import Cold
+from scheduler_world import World
+
+from penstock.engine.scheduling.line import want_rank
+from penstock.engine.scheduling.track import State
+from penstock.kv.tiers.host import HostLease
+
+
+def noted(world: World, name: str) -> list[tuple[Any, ...]]:
+    """The arguments of every such call from now on."""
+    calls: list[tuple[Any, ...]] = []
+    call = getattr(world.cache, name)
+    setattr(world.cache, name, lambda *args: calls.append(args) or call(*args))
+    return calls
+
+
+def test_room_is_asked_for_what_was_promised_and_what_is_new_and_nothing_that_others_may_draw_is_taken() -> None:
+    world = World(num_slots=24, prefill_chunk=64, cold=Cold(24))
+    world.submit(B[:8], 1)
+    world.finish()  # two blocks that nobody holds
+    asked = noted(world, "make_room")
+    world.submit(A[:4], 9, ignore_eos=True)  # three blocks, of which it draws one at once
+    world.submit([*B[:8], *C[:8]], 9, ignore_eos=True)  # six, of which two are there
+    planned(world)
+    assert asked == [(3, 0), (2 + 4, 2 + 2)]
+    world.close()
+
+
+def test_a_load_is_told_how_much_is_computed_over_it_first() -> None:
+    world = remembered(A[:8], prefill_chunk=8, num_slots=16)
+    asked = noted(world, "promote")
+    for num_own, num_next in ((3, 3), (8, 8), (11, 8)):
+        last = world.submit([*A[:8], *C[:num_own]], 1)
+        world.plan()
+        assert [(args[2], args[3]) for args in asked] == [(2, num_next)]
+        asked.clear()
+        world.cancel(last)
+        world.device.lanes.run_all()
+        world.settle()
+        world.cache.reset(["device"])
+    world.close()
+
+
+def test_what_is_claimed_begins_behind_what_the_device_has() -> None:
+    world = remembered(A[:12], num_slots=16)
+    world.submit(A[:4], 1)
+    world.finish()  # brings the first block back
+    asked = noted(world, "claim")
+    world.submit([*A[:12], 6], 1)
+    world.plan()
+    assert [args[1:] for args in asked] == [(1, 2)]
+    world.close()
+
+
+def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease() -> None:
+    world = remembered(A[:8])
+    world.submit(B[:8], 9, ignore_eos=True)
+    world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
+    world.step()
+    track = next(track for track in world.scheduler._line)
+    before = track.lease
+    assert before is not None
+    asked = noted(world, "lease")
+    tiers_of(world).expire()
+    world.step()
+    assert [args[2] for args in asked] == [before] and track.lease is not before
+    world.close()
+
+
+def test_a_lease_and_a_want_know_how_late_their_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: list[float] = []
+    set_rank = HostLease.set_rank
+    monkeypatch.setattr(HostLease, "set_rank", lambda self, rank: ranks.append(rank) or set_rank(self, rank))
+    world = World(num_slots=16, max_batch=1, prefill_chunk=64, cold=Cold(24), max_overtaken_s=20.0)
+    world.submit(A[:8], 1)
+    world.finish()
+    world.cache.reset(["device"])
+    tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
+    world.submit([2, 2, 2], 40, ignore_eos=True)
+    planned(world)
+    world.now_s = 5.0
+    waits = world.submit([*A[:8], 1], 1, priority=2)
+    ranks.clear()
+    world.plan()
+    track = world.scheduler._tracks[waits]
+    assert track.want is not None and ranks == [want_rank(track)] and track.want.rank == want_rank(track) > 5.0
+    world.close()
+
+
+def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_pushed_out() -> None:
+    world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
+    first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit(B[:8], 9, ignore_eos=True)
+    planned(world)
+    world.scheduler._tracks[second].computes = True
+    retracted, released = noted(world, "retract"), noted(world, "release")
+    while world.state_of(second) == "running":
+        world.step()
+    assert world.state_of(second) == State.RETRACTED.value and retracted == [] and len(released) == 1
+    assert world.scheduler._tracks[second].lease is None
+    world.close()
+    assert all(world.outcome(i)[1] is not None for i in (first, second))
+
+
+def test_the_last_token_of_an_answer_needs_no_room() -> None:
+    """It is never fed back: a prompt of four tokens takes two blocks with five more, and one block with one more."""
+    world = World(num_slots=3, prefill_chunk=64)
+    first, second = world.submit(A[:4], 5, ignore_eos=True), world.submit(B[:4], 1, ignore_eos=True)
+    assert shape(planned(world)) == [(first, 0, 4), (second, 0, 4)], "two blocks and one"
+    world.close()
+
+
+def test_one_that_comes_back_is_promised_all_of_its_life_from_what_there_is() -> None:
+    """Where promises may exceed memory, one that was pushed out once is not let in on a promise again."""
+    world = World(num_slots=6, overcommit=3.0, cold=Cold(24))
+    first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit(B[:8], 9, ignore_eos=True)
+    while world.state_of(second) != "retracted":
+        world.step()
+    while world.outcome(first)[1] is None:
+        world.step()
+        assert world.outcome(first)[1] is not None or world.state_of(second) == "retracted", "four blocks do not fit beside four"
+    world.close()
+    assert world.scheduler.counts.retractions == 1
