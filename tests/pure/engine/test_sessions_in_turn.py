@@ -166,6 +166,7 @@ def test_two_prefetches_have_two_owners_and_one_that_finds_nothing_leaves_no_ten
     storage.cold.update(keys_of(talk(0, 2)))
     assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(900, 2)))) == (0, False)
     assert world.figures.tenants == 0
+    assert world.sessions.prefetch("a", Prefix(b"", ())) == (0, False) and len(storage.owners) == 1, "there is nothing to ask for"
     for _ in range(2):
         assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
     assert len(set(storage.owners[-2:])) == 2

@@ -10,8 +10,9 @@ from scheduler_device import BLOCK
 from scheduler_tiers import Cold
 from scheduler_world import World
 
+from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling.line import want_rank
-from penstock.engine.scheduling.track import State
+from penstock.engine.scheduling.track import State, Track
 from penstock.kv.tiers.host import HostLease
 
 
@@ -118,14 +119,29 @@ def test_the_last_token_of_an_answer_needs_no_room() -> None:
     world.close()
 
 
-def test_one_that_comes_back_is_promised_all_of_its_life_from_what_there_is() -> None:
-    """Where promises may exceed memory, one that was pushed out once is not let in on a promise again."""
-    world = World(num_slots=6, overcommit=3.0, cold=Cold(24))
-    first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit(B[:8], 9, ignore_eos=True)
-    while world.state_of(second) != "retracted":
-        world.step()
-    while world.outcome(first)[1] is None:
-        world.step()
-        assert world.outcome(first)[1] is not None or world.state_of(second) == "retracted", "four blocks do not fit beside four"
-    world.close()
-    assert world.scheduler.counts.retractions == 1
+@pytest.mark.parametrize(
+    ("num_blocks", "state", "fits"),
+    [
+        (3, State.WAITING, True),
+        (6, State.WAITING, True),
+        (7, State.WAITING, False),
+        (3, State.RETRACTED, True),
+        (4, State.RETRACTED, False),
+    ],
+)
+def test_promises_may_exceed_memory_but_not_to_one_that_was_pushed_out(num_blocks: int, state: State, fits: bool) -> None:
+    """A second time would be thrashing: it comes back when all of its life fits."""
+    world = World(num_slots=3, overcommit=2.0)
+    request = Request("r", [1], SamplingParams(max_tokens=num_blocks * BLOCK))
+    track = Track(request, 1, None, state, [1])
+    assert track.lifetime_tokens == num_blocks * BLOCK and world.scheduler._running.fits(track, Match(0, 0, False)) == fits
+
+
+def test_matched_blocks_that_nobody_holds_are_room_no_more_and_those_of_others_cost_nothing() -> None:
+    world = World(num_slots=4)
+    track = Track(Request("r", [1] * 13, SamplingParams(max_tokens=4)), 1, None, tokens=[1] * 13)
+    fits = {(num, idle): world.scheduler._running.fits(track, Match(num, idle, False)) for num in range(4) for idle in range(num + 1)}
+    assert all(fits.values()), "four blocks: what is matched is either room or there already"
+    longer = Track(Request("r", [1] * 13, SamplingParams(max_tokens=5)), 1, None, tokens=[1] * 13)
+    fits = {(num, idle): world.scheduler._running.fits(longer, Match(num, idle, False)) for num in range(4) for idle in range(num + 1)}
+    assert fits == {(num, idle): idle < num for num, idle in fits}, "one more: it fits where somebody else holds one of them"
