@@ -94,10 +94,10 @@ def asked(call: Callable[[], object]) -> Iterator[list[Any]]:
         except BaseException as error:
             came.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     yield came
-    thread.join(30.0)
+    thread.join(10.0)
     assert not thread.is_alive()
 
 
