@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
 from scheduler_device import BLOCK
 from scheduler_tiers import Cold
-from scheduler_world import World
+from scheduler_world import StepFence, World
 
 from penstock.contract import Match, Request, SamplingParams
+from penstock.engine.scheduling.budget import Room
 from penstock.engine.scheduling.line import want_rank
 from penstock.engine.scheduling.track import State, Track
 from penstock.kv.tiers.host import HostLease
@@ -145,3 +147,62 @@ def test_matched_blocks_that_nobody_holds_are_room_no_more_and_those_of_others_c
     longer = Track(Request("r", [1] * 13, SamplingParams(max_tokens=5)), 1, None, tokens=[1] * 13)
     fits = {(num, idle): world.scheduler._running.fits(longer, Match(num, idle, False)) for num in range(4) for idle in range(num + 1)}
     assert fits == {(num, idle): idle < num for num, idle in fits}, "one more: it fits where somebody else holds one of them"
+
+
+def test_what_a_load_that_failed_was_to_write_is_computed_behind_its_earlier_users() -> None:
+    """The slots are the request's already, so that nothing is drawn which would ask for them."""
+    world = remembered(A[:8])
+    again = world.submit([*A[:8], 1], 1)
+    world.plan()
+    tiers_of(world).promotions.fail_next = 1
+    world.device.lanes.run_all()
+    world.settle()
+    fence = StepFence(world, 0)
+    world.cache.tables[again].add_after((fence,))
+    plan = planned(world)
+    assert shape(plan) == [(again, 0, 8)] and fence in plan.after
+    world.close()
+
+
+@dataclass
+class Covers:
+    """A lease over so many tokens."""
+
+    num_tokens: int
+
+    def runs_from(self, block: int) -> list[tuple[str, int]]:
+        num = -(-self.num_tokens // BLOCK) - block  # a tail has a block of its own
+        return [("host", num)] if num > 0 else []
+
+
+@pytest.mark.parametrize(
+    ("leased", "on_device", "colder", "num_cached"),
+    [(None, 2, 0, 8), (12, 2, 1, 12), (4, 2, 0, 8), (10, 2, 1, 10), (0, 0, 0, 0), (12, 0, 3, 12), (16, 2, 2, 16)],
+    ids=["no lease", "behind it", "it covers less than the device has", "a tail", "nothing", "all of it", "the whole prompt"],
+)
+def test_a_life_begins_with_what_the_device_has_and_what_its_lease_covers(
+    leased: int | None, on_device: int, colder: int, num_cached: int
+) -> None:
+    track = Track(Request("r", [1] * 16, SamplingParams(max_tokens=4)), 1, None, tokens=[1] * 16)
+    track.lease = None if leased is None else Covers(leased)  # type: ignore[assignment]
+    track.begin(Match(on_device, 0, False, colder), BLOCK)
+    assert (track.num_cached, track.num_planned, track.num_committed) == (num_cached, min(15, num_cached), min(15, num_cached))
+    assert (track.num_device, sum(num for _, num in track.colder)) == (min(15, on_device * BLOCK), min(15, num_cached) - on_device * BLOCK)
+
+
+def test_what_a_step_has_left_for_prompts_is_told_of_every_one_where_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deeper a chunk lies, the longer it takes: a chunk that counted as the next one would make the step too short."""
+    spent: list[tuple[int, int, int]] = []
+    spend = Room.spend
+    monkeypatch.setattr(Room, "spend", lambda self, *args: spent.append(args) or spend(self, *args))
+    world = World(num_slots=16, prefill_chunk=12)
+    world.submit(A, 2, ignore_eos=True)
+    world.submit(B[:7], 2, ignore_eos=True)
+    for _ in range(4):
+        plan = world.plan()
+        chunks = [] if plan is None else [(c.start, c.num_tokens) for c in plan.chunks if c.num_tokens > 1]
+        assert [args[:2] for args in spent] == chunks and all(num <= num_left for _, num, num_left in spent)
+        spent.clear()
+        while len(world.in_flight) > 1:
+            world.commit()
+    world.close()
