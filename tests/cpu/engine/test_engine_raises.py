@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, SamplingParams
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
-from penstock.testing.driving import generate, run_all, submit
+from penstock.testing.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -70,14 +70,16 @@ def test_a_submission_that_fails_on_its_way_is_nobodys(
 def test_a_name_that_is_in_use_is_refused_and_its_first_owner_goes_on(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=16)
     generate(engine, prompts(40))
-    heard: dict[str, list[Any]] = {"first": [], "second": []}
-    for name, listener in heard.items():
-        seed = list(heard).index(name)
-        engine.submit(prompts(40, seed), SamplingParams(max_tokens=3, ignore_eos=True), listener.append, request_id="same")
+    settle_all(engine)
+    engine.cache.reset(["device"])
+    first, second = list[TokenEvent](), list[TokenEvent]()
+    for listener in (first, second):
+        engine.submit(prompts(40), SamplingParams(max_tokens=3, ignore_eos=True), listener.append, request_id="same")
+    ladder = engine.cache.ladder
+    assert ladder is not None and ladder.host.num_leases == 2, "each has what host memory has of its prompt"
     run_all(engine)
-    assert [event.finish for event in heard["second"]] == [FinishReason.ERROR] and "is in use" in heard["second"][0].error
-    assert heard["first"][-1].finish is FinishReason.LENGTH
-    assert engine.cache.ladder is not None and engine.cache.ladder.host.num_leases == 0
+    assert [event.finish for event in second] == [FinishReason.ERROR] and second[0].error == "request id same is in use"
+    assert first[-1].finish is FinishReason.LENGTH and ladder.host.num_leases == 0
 
 
 # --------------------------------------------------------------------------------------------------------- whoever waits
