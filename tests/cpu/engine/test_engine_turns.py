@@ -1,0 +1,218 @@
+"""What an engine says of its turns: how long it was kept by what, whether there is more to do, and what it hands on to whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.contract import Adapter, CacheHint, FinishReason, Prefix, SamplingParams, TokenEvent
+from penstock.engine import engine as engine_module
+from penstock.engine import loop as loop_module
+from penstock.engine.engine import Engine
+from penstock.engine.execution.outcome import RunningStep
+from penstock.engine.loop import EngineLoop
+from penstock.engine.sessions import Sessions
+from penstock.errors import InvalidRequest
+from penstock.testing.driving import generate, run_all, submit
+
+MakeEngine = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+# ------------------------------------------------------------------------------------------------------------------ figures
+
+
+def test_what_keeps_the_engine_is_timed_for_each_of_its_causes(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that only these three move, each by another amount."""
+    engine = make_engine(host_blocks=16)
+    generate(engine, prompts(20))
+    now, calls = [100.0], Counter[str]()
+
+    def takes(name: str, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            calls[name] += 1
+            now[0] += seconds
+            return call(*args)
+
+        return timed
+
+    cache = engine.cache
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(RunningStep, "wait_result", takes("result", 1.0, RunningStep.wait_result))
+    monkeypatch.setattr(cache, "submit_saves", takes("save", 100.0, cache.submit_saves))
+    monkeypatch.setattr(cache, "settle", takes("settle", 10_000.0, cache.settle))
+    before = engine.stats().blocked_s
+    generate(engine, prompts(40, seed=1), max_tokens=4)
+    after = engine.stats().blocked_s
+    took = {name: after[name] - before[name] for name in after}
+    assert took == {"result": calls["result"], "save": 100.0 * calls["save"], "settle": 10_000.0 * calls["settle"]}
+    assert calls["result"] == calls["save"] == 4 and calls["settle"] > 4
+
+
+def test_every_count_of_a_snapshot_is_a_copy(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """Whoever changes what it was given changes nothing of the engine's."""
+    engine = make_engine(host_blocks=16)
+    generate(engine, prompts(20))
+    stats = engine.stats()
+    for kept in (stats.requests, stats.prompt_tokens, stats.blocked_s, stats.cache, stats.sanitizer, *stats.kv_blocks.values()):
+        kept["what a reader adds"] = 7
+    for histogram in (stats.ttft, stats.inter_token, stats.resume):
+        histogram.add(0.001, times=1000)
+    again = engine.stats()
+    for kept in (again.requests, again.prompt_tokens, again.blocked_s, again.cache, again.sanitizer, *again.kv_blocks.values()):
+        assert "what a reader adds" not in kept
+    assert [sum(histogram.counts) for histogram in (again.ttft, again.inter_token, again.resume)] == [1, 7, 0]
+
+
+# -------------------------------------------------------------------------------------------------------------------- turns
+
+
+def test_a_turn_in_which_anything_was_done_is_followed_by_another_at_once(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    assert not engine.step(), "nothing is there"
+    for part, name in ((engine.cache, "settle"), (engine._sessions, "step")):
+        with monkeypatch.context() as patched:
+            patched.setattr(part, name, lambda: True)
+            assert engine.step(), name
+        assert not engine.step()
+    one = submit(engine, prompts(20), max_tokens=1)
+    assert engine.step() and one.finish is None, "a step was launched"
+    assert engine.step() and one.finish is FinishReason.LENGTH, "and read"
+    assert not engine.step()
+
+
+def test_a_request_is_work_from_its_submission_on(make_engine: MakeEngine, prompts: Prompts) -> None:
+    """A loop that closes before the engine thread has looked serves it all the same."""
+    engine = make_engine()
+    assert not engine.has_work()
+    one = submit(engine, prompts(20), max_tokens=1)
+    assert engine.has_work()
+    engine.step()
+    assert engine.has_work()
+    run_all(engine)
+    assert one.finish is FinishReason.LENGTH and not engine.has_work()
+
+
+def test_transfers_of_every_kind_count_as_transfers(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    for in_flight, behind in ((0, 0), (1, 0), (0, 1)):
+        with monkeypatch.context() as patched:
+            patched.setattr(type(engine.cache), "num_in_flight", property(lambda self, num=in_flight: num))
+            patched.setattr(type(engine.cache), "num_behind", property(lambda self, num=behind: num))
+            assert engine.is_transferring() == bool(in_flight + behind)
+
+
+# --------------------------------------------------------------------------------------------------------------- handed on
+
+
+def test_everything_about_a_request_reaches_the_scheduler_and_the_sessions(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    followed: list[tuple[Any, ...]] = []
+    follow = Sessions.follow
+    monkeypatch.setattr(Sessions, "follow", lambda self, *args: followed.append(args) or follow(self, *args))
+    hint, heard = CacheHint(retain_s=5.0), list[TokenEvent]()
+    params = SamplingParams(max_tokens=3, seed=11, repetition_penalty=1.5)
+    prompt = [*prompts(20), *prompts(20)]
+    name = engine.submit(prompt, params, heard.append, cache_salt="salt", request_id="mine", priority=-7, session="chat", hint=hint)
+    engine._inbox.run_some()
+    request = engine._parts.scheduler._tracks["mine"].request
+    assert (name, request.id, request.prompt, request.sampling) == ("mine", "mine", prompt, params)
+    assert (request.priority, request.session, request.adapter) == (-7, "chat", None)
+    assert request.prefix == engine.cache.prefix_of(prompt, "salt") != engine.cache.prefix_of(prompt)
+    assert sorted(request.distinct().tolist()) == sorted(set(prompt)) and request.distinct_prompt is not None
+    assert [args[:3] for args in followed] == [(request, "salt", hint)]
+    run_all(engine)
+    assert heard[-1].finish is not None
+
+
+def test_a_prefetch_of_a_prompt_is_that_of_its_salt_and_adapter(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt, adapter = make_engine(), prompts(40), Adapter("tuned", "d" * 64)
+    asked: list[tuple[str, str | Prefix]] = []
+    monkeypatch.setattr(engine._sessions, "prefetch", lambda salt, what: asked.append((salt, what)))
+    for salt, which in (("", None), ("a", None), ("", adapter), ("a", adapter)):
+        engine.prefetch(prompt, cache_salt=salt, adapter=which)
+        engine.step()
+        assert asked.pop() == (salt, engine.cache.prefix_of(prompt, salt, which))
+    engine.prefetch(session="chat", cache_salt="a")
+    engine.step()
+    assert asked == [("a", "chat")]
+    for bad in ([], [10**6]):
+        with pytest.raises(InvalidRequest):
+            engine.prefetch(bad)
+
+
+def test_a_reset_is_of_device_and_host_memory_unless_said_otherwise(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(host_blocks=16)
+    asked: list[Sequence[str]] = []
+    begin = engine.cache.begin_reset
+    monkeypatch.setattr(engine.cache, "begin_reset", lambda tiers: asked.append(tuple(tiers)) or begin(tiers))
+    loop = EngineLoop(engine)
+    loop.start()
+    engine.reset_cache()
+    engine.reset_cache(["device"])
+    loop.close(20.0)
+    assert asked == [("device", "host"), ("device",)]
+
+
+def test_who_asks_too_much_is_told_which_of_both_numbers_is_too_large(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(blocks=8, max_model_len=100)
+    for num_prompt, max_tokens, param in ((99, 2, "max_tokens"), (100, 1, "prompt"), (101, 0, "prompt"), (50, 51, "max_tokens")):
+        with pytest.raises(InvalidRequest) as refused:
+            submit(engine, prompts(num_prompt), max_tokens=max_tokens)
+        assert refused.value.param == param, (num_prompt, max_tokens)
+    assert len(generate(engine, prompts(99), max_tokens=1).tokens) == 1
+
+
+def test_a_request_of_all_the_memory_that_there_is_runs(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(blocks=4)
+    assert engine.max_model_len == 64
+    assert len(generate(engine, prompts(60), max_tokens=4).tokens) == 4
+
+
+# ----------------------------------------------------------------------------------------------------------------- the loop
+
+
+def test_a_loop_that_failed_says_so_before_anybody_is_told(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever hears of the end asks at once whether the engine lives."""
+    engine = make_engine()
+    loop = EngineLoop(engine)
+    seen: list[BaseException | None] = []
+
+    def burst() -> None:
+        raise RuntimeError("the plan is void")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._parts.scheduler, "plan", burst)
+        engine.submit(prompts(10), SamplingParams(max_tokens=1), lambda event: seen.append(loop.failed()))
+        loop.start()
+        loop.close(20.0)
+    assert len(seen) == 1 and isinstance(seen[0], RuntimeError)
+
+
+def test_a_loop_gives_its_engine_so_long_to_close_and_waits_longer_itself(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    closed: list[float | None] = []
+    close = engine.close
+    monkeypatch.setattr(engine, "close", lambda timeout_s=None: closed.append(timeout_s) or close(timeout_s))
+    loop = EngineLoop(engine)
+    loop.start()
+    joined: list[float] = []
+    join = loop._thread.join
+    monkeypatch.setattr(loop._thread, "join", lambda timeout_s: joined.append(timeout_s) or join(timeout_s))
+    loop.close(20.0)
+    assert closed == [loop_module._CLOSE_S] and joined[0] > 20.0 + loop_module._CLOSE_S

@@ -1,0 +1,50 @@
+"""Text that is held back when the output ends: all of it comes, in its order."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.text import TextStream, stop_strings
+
+
+class Bytes:
+    """Tokens are bytes; those from 256 on are special."""
+
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([id])
+
+    def is_special(self, id: int) -> bool:
+        return id >= 256
+
+
+@pytest.mark.parametrize(
+    ("data", "stops"),
+    [
+        (b"a\xe2\x82", ("ab", "\ufffdz")),
+        (b"xa\xf0\x9f", ("ab", "\ufffdzz", "a\ufffd\ufffd")),
+        (b"ab\xc3", ("abc", "\ufffdq")),
+        (b"aaa\xe2", ("aaaa", "\ufffd\ufffd")),
+    ],
+)
+def test_half_a_character_behind_what_may_be_a_stop_string_comes_behind_it(data: bytes, stops: tuple[str, ...]) -> None:
+    stream = TextStream(Bytes(), stop_strings(stops))
+    text = "".join(stream.push([byte]).text for byte in data)
+    assert text + stream.finish() == data.decode("utf-8", "replace") and stream.finish() == ""
+
+
+def test_a_stop_string_that_half_a_character_completes_ends_the_text() -> None:
+    stream = TextStream(Bytes(), stop_strings(("b\ufffd",)))
+    assert stream.push(b"ab\xe2").text == "a"
+    assert stream.finish() == "" and stream.push(b"c") == ("", True, ())
+
+
+def test_special_tokens_neither_end_nor_break_a_character() -> None:
+    stream = TextStream(Bytes(), ())
+    first = stream.push([0xE2, 300, 0x82])
+    assert first == ("", False, (0, 0, 0))
+    assert stream.push([0xAC, 300, 0x61]) == ("€a", False, (0, 1, 1))
+
+
+def test_a_token_that_breaks_a_character_starts_behind_what_becomes_of_it() -> None:
+    stream = TextStream(Bytes(), ())
+    assert stream.push([0x61, 0xE2, 0x62]) == ("a\ufffdb", False, (0, 1, 2))

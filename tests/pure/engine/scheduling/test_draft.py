@@ -1,0 +1,158 @@
+"""The step being put together, by itself: what a request adds to it, and what stays of one that leaves before the launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Fence, Request, SamplingParams
+from penstock.engine.scheduling.steps import Draft, Share, Steps
+from penstock.engine.scheduling.track import State, Track
+from penstock.errors import InvariantBroken
+
+
+@dataclass
+class Table:
+    """Slots from `first` on; `fences` are handed out once."""
+
+    first: int
+    fences: tuple[Any, ...] = ()
+    num_slots: int = 9
+
+    def slots(self, num_tokens: int) -> Any:
+        return np.arange(self.first, self.first + -(-num_tokens // 4), dtype=np.int32)
+
+    def take_after(self) -> tuple[Fence, ...]:
+        fences, self.fences = self.fences, ()
+        return fences
+
+
+@dataclass
+class Load:
+    settled: bool = False
+    arrivals: tuple[()] = field(default_factory=tuple)
+
+
+def track_of(name: str, num_tokens: int, *, row: int = 0, load: Load | None = None, **changes: Any) -> Track:
+    request = Request(
+        name, list(range(num_tokens)), SamplingParams(max_tokens=changes.pop("max_tokens", 4)), adapter=changes.pop("adapter", None)
+    )
+    track = Track(request, row, None, State.RUNNING, list(request.prompt), row=row, table=Table(10 * row), load=load)  # type: ignore[arg-type]
+    for field_name, value in changes.items():
+        setattr(track, field_name, value)
+    return track
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_nothing_that_a_request_would_compute_or_wait_for_stays_when_it_leaves(num_tokens: int) -> None:
+    draft, stays, leaves = Draft(), track_of("stays", 5, load=Load()), track_of("leaves", 5, row=1, load=Load())
+    for track in (stays, leaves):
+        draft.set_up(track)
+        draft.add(track, num_tokens)
+    kept = stays.request.id
+    draft.drop(leaves)
+    assert [chunk.request_id for chunk in (*draft.decodes, *draft.prefills)] == [kept] == list(draft.loads)
+    assert [start.row for start in draft.starts] == [0, 1], "its row is set up all the same: whoever gets it next comes behind"
+
+
+def test_one_that_has_added_nothing_may_leave() -> None:
+    draft, track = Draft(), track_of("r", 5)
+    draft.drop(track)
+    assert not (draft.decodes or draft.prefills or draft.loads)
+
+
+@pytest.mark.parametrize(("settled", "waits"), [(True, False), (False, True)])
+def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(settled: bool, waits: bool) -> None:
+    draft, load = Draft(), Load(settled)
+    track = track_of("r", 9, load=load)
+    draft.add(track, 4)
+    assert draft.loads == ({"r": load} if waits else {}) and track.load is None
+    later = Draft()
+    later.add(track, 4)
+    assert later.loads == {}
+
+
+def test_earlier_users_are_waited_for_once_each() -> None:
+    draft, shared, own = Draft(), object(), object()
+    for row, fences in enumerate([(shared,), (shared, own), ()]):
+        track = track_of(str(row), 4, row=row)
+        track.table.fences = fences  # type: ignore[union-attr]
+        draft.wait_for_earlier_users(track)
+    assert list(draft.after.values()) == [shared, own]
+
+
+@pytest.mark.parametrize(
+    ("start", "num", "in_flight", "max_tokens", "samples"),
+    [(0, 4, 0, 4, False), (0, 5, 0, 4, True), (4, 1, 0, 4, True), (5, 1, 1, 4, True), (0, 5, 0, 0, False)],
+    ids=["part of the prompt", "all of it", "its last token", "a token in flight", "it wants none"],
+)
+def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int, samples: bool) -> None:
+    adapter = Adapter("tuned", "d")
+    track = track_of("r", 5, row=3, num_planned=start, num_in_flight=in_flight, max_tokens=max_tokens, adapter=adapter, num_cached=4)
+    draft = Draft()
+    draft.add(track, num)
+    (chunk,) = draft.decodes if num == 1 else draft.prefills
+    assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == ("r", 3, start, num, adapter)
+    assert list(chunk.tokens) == [0, 1, 2, 3, 4, TOKEN_IN_FLIGHT][start : start + num]
+    assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
+    assert (chunk.samples, chunk.writes) == (samples, start >= 4)
+    assert (track.num_planned, track.num_in_flight) == (start + num, in_flight + samples)
+
+
+def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None:
+    draft, track = Draft(), track_of("r", 3, row=2)
+    track.tokens += [7, 8]
+    draft.set_up(track)
+    track.tokens.append(9)
+    (start,) = draft.starts
+    assert (start.row, start.request, tuple(start.output)) == (2, track.request, (7, 8))
+
+
+def steps_of(*planned: list[Track]) -> tuple[Steps, list[int]]:
+    steps, numbers = Steps(), list[int]()
+    for tracks in planned:
+        draft = Draft()
+        for track in tracks:
+            draft.add(track, 2)
+        numbers.append(steps.add(draft.prefills, {track.request.id: track for track in tracks}))
+    return steps, numbers
+
+
+def test_what_undone_requests_did_in_any_later_step_is_forgotten_and_others_stay() -> None:
+    gone, stays = track_of("gone", 9), track_of("stays", 9, row=1)
+    steps, numbers = steps_of([gone, stays], [gone, stays], [gone, stays], [gone])
+    assert [share.end for share in steps.shares_of(gone)] == [2, 4, 6, 8]
+    steps.take(numbers[0])
+    steps.forget([gone])
+    assert steps.shares_of(gone) == [] and [share.end for share in steps.shares_of(stays)] == [4, 6]
+    assert [steps.take(number).number for number in numbers[1:]] == numbers[1:], "their numbers stay"
+
+
+def test_a_fence_belongs_to_the_step_added_last() -> None:
+    track = track_of("r", 9)
+    steps, numbers = steps_of([track])
+    first, second = object(), object()
+    steps.launched(first)  # type: ignore[arg-type]
+    draft = Draft()
+    draft.add(track, 2)
+    numbers.append(steps.add(draft.prefills, {"r": track}))
+    assert steps.last_fence is first
+    steps.launched(second)  # type: ignore[arg-type]
+    assert [steps.take(number).fence for number in numbers] == [first, second] and steps.last_fence is second
+
+
+def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
+    track = track_of("r", 9)
+    track.epoch = 3
+    steps, (number,) = steps_of([track])
+    track.epoch = 4
+    assert steps.take(number).shares == (Share(track, 3, 0, 2, False),)
+
+
+def test_results_come_in_the_order_of_their_steps() -> None:
+    steps, numbers = steps_of([track_of("r", 9)], [track_of("s", 9)])
+    with pytest.raises(InvariantBroken, match=f"result of step {numbers[1]} came while step {numbers[0]} was due"):
+        steps.take(numbers[1])

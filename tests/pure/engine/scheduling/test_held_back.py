@@ -1,0 +1,108 @@
+"""For whom the room of a conversation is kept that was just answered, and from whom: by how it ended, and by where the KV of the next one
+is."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_cases import A, B, C, planned, tiers_of
+from scheduler_tiers import Cold
+from scheduler_world import World
+
+from penstock.contract import FinishReason
+from penstock.engine.scheduling import scheduler as scheduler_module
+
+
+def two_that_run(monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8) -> tuple[World, str]:
+    """All rows are taken, one of them by a conversation that counts as dear; `known` are cached on the device."""
+    world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=20.0)
+    tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
+    for prompt in known:
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", dear_tokens)
+    talk = world.submit(A[:8], 4, ignore_eos=True)
+    world.submit([2, 2, 2], 40, ignore_eos=True)
+    planned(world)
+    return world, talk
+
+
+def answer(world: World, talk: str) -> None:
+    while world.outcome(talk)[1] is None:
+        planned(world)
+        world.commit()
+
+
+def is_held_back(world: World, request_id: str) -> bool:
+    planned(world)
+    return request_id in world.in_line()
+
+
+def test_one_that_ended_by_itself_is_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, talk = two_that_run(monkeypatch)
+    other = world.submit(B, 1)
+    answer(world, talk)
+    assert world.outcome(talk)[1] is FinishReason.LENGTH and is_held_back(world, other)
+    world.close()
+
+
+def test_one_that_was_cancelled_is_not_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, talk = two_that_run(monkeypatch)
+    other = world.submit(B, 1)
+    world.cancel(talk)
+    assert not is_held_back(world, other)
+    world.close()
+
+
+@pytest.mark.parametrize(("dear_tokens", "held"), [(11, True), (12, True), (13, False)])
+def test_a_conversation_counts_from_so_many_tokens_on_with_its_answer(
+    monkeypatch: pytest.MonkeyPatch, dear_tokens: int, held: bool
+) -> None:
+    world, talk = two_that_run(monkeypatch, dear_tokens=dear_tokens)
+    other = world.submit(B, 1)
+    answer(world, talk)
+    assert is_held_back(world, other) == held
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tier", "held"),
+    [
+        ([*C[:8], *B[:8]], "device", False),
+        ([*C[:8], *B[:9]], "device", True),
+        ([*C[:8], *B[:8]], "host", True),
+        ([*C[:8], 1], "host", True),
+        (B, "device", True),
+    ],
+    ids=["half of it", "less than half", "half in host memory", "nearly all in host memory", "nothing"],
+)
+def test_whoever_has_at_least_half_of_its_kv_on_the_device_is_not_held_back(
+    monkeypatch: pytest.MonkeyPatch, prompt: list[int], tier: str, held: bool
+) -> None:
+    world, talk = two_that_run(monkeypatch, C[:8])
+    if tier == "host":
+        assert world.cache.pool.evict(world.cache.num_blocks) >= 2
+    other = world.submit(prompt, 1)
+    answer(world, talk)
+    assert is_held_back(world, other) == held
+    world.close()
+
+
+def test_a_step_that_computes_a_prompt_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as all the steps that the grace is counted in."""
+    world, talk = two_that_run(monkeypatch, C[:8])
+    other = world.submit(B, 1)
+    answer(world, talk)
+    here = world.submit([*C[:8], 1, 2, 3], 1, priority=-1)
+    assert world.scheduler._grace > 1 and not is_held_back(world, here)
+    assert other in world.in_line() and world.scheduler._grace == 0
+    world.close()
+
+
+def test_without_a_conversation_nobody_is_ever_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, talk = two_that_run(monkeypatch, dear_tokens=1000)
+    for number in range(3):
+        other = world.submit([number + 1] * 9, 1)
+        answer(world, talk)
+        assert not is_held_back(world, other)
+        talk = other
+    world.close()
