@@ -91,3 +91,29 @@ def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
     retention.end()
     assert (rig.pool.num_unwanted, rig.host.num_spare) == (8, 8)
     rig.end()
+
+
+# ------------------------------------------------------------------------------------------------------------------- balance
+
+
+def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
+    rig = Cached(num_device=6, num_host=5)
+    rig.cache.release(rig.run("request", PROMPT[:8]), None)
+    rig.finish()
+    table = rig.run("running", PROMPT[:4])
+    lease = rig.host.lease(rig.prefix(PROMPT[:8]).keys, "other")
+    assert lease is not None and rig.host.claim(lease, 0, 1)
+    told: dict[str, dict[str, int]] = {}
+
+    class Observer:
+        def balanced(self, pool: str, counts: dict[str, int]) -> None:
+            assert pool not in told
+            told[pool] = counts
+
+    rig.cache.tell_balance(Observer())  # type: ignore[arg-type]
+    assert told == {"device": rig.pool.counts._asdict(), "host": rig.host.slots._asdict()}
+    assert [sum(counts.values()) for counts in told.values()] == [6, 5] and told["host"]["pinned"] == 1
+    lease.end()
+    rig.cache.release(table, None)
+    rig.finish()
+    rig.end()

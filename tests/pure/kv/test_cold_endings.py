@@ -70,6 +70,18 @@ def test_open_questions_are_looked_through_under_the_lock_that_callers_add_their
     assert rig.tier.num_asking == 0
 
 
+def test_a_store_is_not_asked_for_somebody_who_has_given_up(make: Make) -> None:
+    """Questions queue behind one that takes long: those whose time is over by then would only keep the others waiting."""
+    rig = make()
+    rig.store.gate.hold("find")
+    first, second, third = (rig.tier.find(KEYS[number : number + 1], patience_s) for number, patience_s in enumerate((1e9, 1.0, 1e9)))
+    rig.store.gate.wait_came()
+    rig.clock.advance(2.0)
+    rig.store.gate.let()
+    rig.settle()
+    assert first.ready and second.ready and third.ready and rig.store.calls == ["find", "find"]
+
+
 @pytest.mark.parametrize(("on_device", "in_host"), [(0, 0), (2, 0), (0, 2), (1, 2)])
 def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(on_device: int, in_host: int) -> None:
     """Tokens behind others are dearer: who has much already may wait longer for the same number of blocks."""

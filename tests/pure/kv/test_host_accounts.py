@@ -166,3 +166,31 @@ def test_a_want_in_place_of_another_has_the_new_rank_whether_or_not_its_blocks_a
     tier.end_want(moves)
     assert tier.num_spare == 4
     tier.close()
+
+
+@pytest.mark.parametrize("before_are_here", [True, False])
+def test_a_lease_from_a_block_on_grows_behind_it_and_never_before(before_are_here: bool) -> None:
+    """The device has what lies before: whether host memory has it, too, says nothing about what may come behind."""
+    tier = new_tier()
+    if before_are_here:
+        fill(tier, KEYS[:2])
+    fill(tier, KEYS[2:3])
+    lease = tier.lease(KEYS[:5], "request", first=2)
+    assert lease is not None and lease.num_from(2) == 1
+    fill(tier, KEYS[3:5])
+    tier.grow(lease)
+    assert lease.num_from(2) == 3 and lease.slots[:2].tolist() == [ABSENT, ABSENT]
+    assert tier.num_spare == tier.num_slots - 3, "those before are nobody's wish"
+    lease.end()
+    tier.close()
+
+
+def test_blocks_that_land_in_part_keep_their_own_places_in_their_prefixes() -> None:
+    """An order of eviction and a store are told how deep a block lies: not which of those it came with it is."""
+    tier = new_tier()
+    some = tier.take(KEYS[:4], [5, 6, 7, 8], "read")
+    pin = tier.land_some(some, [1, 3], "read")
+    slots = tier.find_each([KEYS[1], KEYS[3]])
+    assert pin is not None and tier._pool.depths_of(slots) == [6, 8]
+    tier.end_handles([pin])
+    tier.close()
