@@ -108,6 +108,7 @@ def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
     class Observer:
         def balanced(self, pool: str, counts: dict[str, int]) -> None:
             assert pool not in told
+            assert pool != "host" or rig.host._lock.locked(), "what was seen and what is counted belong to one moment"
             told[pool] = counts
 
     rig.cache.tell_balance(Observer())  # type: ignore[arg-type]

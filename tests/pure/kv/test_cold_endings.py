@@ -4,6 +4,7 @@ anyway, questions that come while others are put away, and how long a store is w
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 from cold_rig import KEYS, SOON_S, Make, make
@@ -12,9 +13,10 @@ from stacked_rig import Stacked
 from test_breaker import broken
 from test_load_times import measured
 
-from penstock.errors import InvariantBroken
+from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.tiers.breaker import MAX_PROBE_S, State
 from penstock.kv.tiers.host import HostLease
+from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
 
 __all__ = ["make"]
@@ -30,6 +32,23 @@ def test_a_store_whose_close_goes_wrong_is_told_by_whoever_closes_its_tier(make:
         with pytest.raises(type(error)):
             rig.tier.close(SOON_S)
     assert rig.store.calls == ["close"] and not rig.tier.usable
+
+
+def test_a_defect_of_ours_is_the_error_of_a_write_also_where_the_store_failed_before_it(make: Make) -> None:
+    """Two groups of one write go wrong at once: it is told what must be mended, not what goes away by itself."""
+    rig = make()
+    together = threading.Barrier(2)
+
+    def write(keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        together.wait(SOON_S)
+        raise StoreFailed("it is away") if keys[0] == KEYS[0] else InvariantBroken("nobody should come here")
+
+    rig.store.write = write  # type: ignore[method-assign]
+    writing = rig.submit_write(KEYS[:4])
+    assert writing is not None and len(writing.groups) == 2
+    with pytest.raises(InvariantBroken, match="nobody should"):
+        rig.settle()
+    assert rig.settle() == [writing] and isinstance(writing.error, InvariantBroken) and writing.done_keys == []
 
 
 @pytest.mark.parametrize("probe_s", [0.5, MAX_PROBE_S / 2, MAX_PROBE_S, 2 * MAX_PROBE_S])

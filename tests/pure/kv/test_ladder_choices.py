@@ -4,7 +4,7 @@ store that is slow though everything is to be loaded, and several requests that 
 from __future__ import annotations
 
 import pytest
-from ladder_rig import BLOCK, KEYS, Rig
+from ladder_rig import BLOCK, KEYS, LAYERS, Rig
 from stacked_rig import Stacked
 from test_ladder_promote import retracted
 from test_load_times import measured
@@ -85,4 +85,20 @@ def test_requests_give_way_in_host_memory_by_as_much_as_is_needed_and_no_more(nu
     assert len(rig.everywhere()) == 8, "nothing was lost"
     for hold in holds:
         hold.end()
+    rig.close()
+
+
+@pytest.mark.parametrize("postpones", [True, False])
+def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bool) -> None:
+    """Host memory forgets the deepest of a prefix first, whichever way it came there."""
+    rig = Full(num_device=4) if postpones else Rig(num_device=4)
+    hold = rig.hold(4)
+    rig.device.write(hold.slots, (0, LAYERS), [[key] * LAYERS for key in KEYS[:4]])
+    rig.pool.seal(hold.slots, KEYS[:4], [7, 8, 9, 10])
+    hold.end()
+    assert not rig.ladder.make_room(3, 0, ())
+    rig.land()
+    moved = [(key, depth) for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True) if rig.host.has(key)]
+    assert len(moved) == 3
+    assert rig.host._pool.depths_of(rig.host.find_each([key for key, _ in moved])) == [depth for _, depth in moved]
     rig.close()
