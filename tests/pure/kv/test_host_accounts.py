@@ -1,0 +1,196 @@
+"""What the host tier counts and tells: every total in every way in which blocks come or do not come, each block that leaves told once, and
+what a lease that has run out still says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
+
+from penstock.kv.tiers.finding import Finding
+from penstock.kv.tiers.host import ABSENT, Displaces, HostCounts, HostTier, Part
+
+ZERO = dataclasses.asdict(HostCounts())
+
+
+def counted(tier: HostTier) -> dict[str, int]:
+    """The totals that are not zero."""
+    return {name: num for name, num in dataclasses.asdict(tier.counts).items() if num != ZERO[name]}
+
+
+@pytest.mark.parametrize(
+    ("displaces", "most", "num_taken", "expected"),
+    [
+        (Displaces.UNWANTED, None, 4, {"deduplicated": 2, "skipped_full": 1}),
+        (Displaces.NOTHING, None, 2, {"deduplicated": 2, "postponed": 3}),
+        (Displaces.ANYTHING, None, 5, {"deduplicated": 2}),
+        (Displaces.UNWANTED, 3, 3, {"deduplicated": 2}),  # those beyond are not wanted: nothing has become of them
+        (Displaces.NOTHING, 3, 2, {"deduplicated": 2, "postponed": 1}),
+        (Displaces.UNWANTED, 0, 0, {"deduplicated": 2}),
+        (Displaces.ANYTHING, 9, 5, {"deduplicated": 2}),
+    ],
+)
+def test_each_block_that_finds_no_room_is_counted_once_and_under_its_reason(
+    displaces: Displaces, most: int | None, num_taken: int, expected: dict[str, int]
+) -> None:
+    """Of eight slots one is pinned, one is of a block that somebody wants, two are of others, two are reserved and two are free."""
+    tier = new_tier(num_slots=8)
+    fill(tier, KEYS[:4])
+    _, pin = tier.pin_each(KEYS[:1], "transfer")
+    lease = leased(tier, KEYS[1:2])
+    coming = tier.take(KEYS[20:22], range(2), "demote")
+    before = dataclasses.asdict(tier.counts)
+    took = tier.take([KEYS[0], KEYS[20], *KEYS[10:15]], range(7), "demote", displaces, most)
+    assert took.keys == KEYS[10 : 10 + num_taken] and took.depths == list(range(2, 2 + num_taken))
+    changed = {name: num - before[name] for name, num in dataclasses.asdict(tier.counts).items() if num != before[name]}
+    assert changed == expected
+    lease.end()
+    for each in (took, coming):
+        tier.drop(each)
+    assert pin is not None
+    tier.end_handles([pin])
+    tier.close()
+
+
+def test_what_lands_is_counted_when_it_has_and_what_is_dropped_never() -> None:
+    tier = new_tier()
+    some, others, last = taken(tier, KEYS[:3]), taken(tier, KEYS[3:5]), taken(tier, KEYS[5:8])
+    assert counted(tier) == {}
+    tier.land(some)
+    assert counted(tier) == {"landed": 3}
+    tier.drop(others)
+    assert counted(tier) == {"landed": 3}
+    pin = tier.land_some(last, [0, 2], "read")
+    assert counted(tier) == {"landed": 5} and tier.find_each(KEYS[5:8])[1] == ABSENT
+    assert pin is not None
+    tier.end_handles([pin])
+    tier.close()
+
+
+def test_leases_that_run_out_are_counted_each_and_those_that_end_in_time_are_not() -> None:
+    clock = Clock()
+    tier = new_tier(clock=clock)
+    fill(tier, KEYS[:4])
+    ended, first, second, read = (leased(tier, KEYS[:4]) for _ in range(4))
+    ended.end()
+    handles = tier.take_lease(read)
+    clock.now_s += LEASE_S
+    tier.expire()
+    assert "leases_expired" not in counted(tier), "they are open until then"
+    clock.now_s += 2.0
+    tier.expire()
+    assert counted(tier)["leases_expired"] == 2 and first.expired and second.expired and not (ended.expired or read.expired)
+    tier.end_handles(handles or [])
+    tier.close()
+
+
+def test_a_lease_that_has_run_out_has_nothing_in_any_tier_and_cannot_be_claimed() -> None:
+    clock = Clock()
+    tier = new_tier(clock=clock)
+    fill(tier, KEYS[:2])
+    found = Finding()
+    found.answer(2)
+    waiting, claimed = leased(tier, KEYS[:4]), leased(tier, KEYS[:4])
+    waiting.parts = claimed.parts = (Part("ssd", [2, 3], found),)
+    assert waiting.runs_from(0) == [("host", 2), ("ssd", 2)] and tier.claim(claimed, 0, 2)
+    clock.now_s += LEASE_S + 2.0
+    tier.expire()
+    for lease in (waiting, claimed):
+        assert lease.runs_from(0) == [] and lease.num_from(0) == 0 and lease.ready and not lease.parts
+        assert not tier.claim(lease, 0, 0) and tier.take_lease(lease) is None
+    assert tier.num_spare == tier.num_slots
+    tier.close()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_every_block_that_leaves_is_told_once_and_in_order_however_few_are_asked_for(most: int) -> None:
+    tier = new_tier()
+    tier.watch_gone()
+    fill(tier, KEYS[:5])
+    lost = [0, 3, 1, 4]
+    for place in lost:
+        tier.forget(KEYS[place : place + 1])
+    fill(tier, KEYS[3:4])  # it is here again: nobody has lost it
+    told: list[bytes] = []
+    while tier.any_gone:
+        some = tier.take_gone(most)
+        assert len(some) <= most
+        told += some
+    assert told == [KEYS[0], KEYS[1], KEYS[4]] and tier.take_gone(most) == []
+    tier.close()
+
+
+def test_nothing_is_told_of_blocks_that_leave_where_nobody_asks() -> None:
+    tier = new_tier()
+    fill(tier, KEYS[:2])
+    tier.reset()
+    assert not tier.any_gone and tier.take_gone(10) == []
+    tier.close()
+
+
+def test_a_lease_loses_every_block_that_goes_and_only_those() -> None:
+    tier = new_tier()
+    fill(tier, KEYS[:6])
+    lease = leased(tier, KEYS[:6])
+    before = lease.slots
+    tier.forget([KEYS[1], KEYS[3], KEYS[4]])
+    tier.refresh(lease)
+    assert [slot == ABSENT for slot in lease.slots] == [False, True, False, True, True, False]
+    assert ABSENT not in before, "what somebody read of it before is not changed under him"
+    assert lease.num_from(0) == 1 and lease.num_from(2) == 1 and lease.num_from(5) == 1
+    lease.end()
+    tier.close()
+
+
+def test_a_block_on_its_way_is_not_absent_and_one_that_did_not_come_is() -> None:
+    tier = new_tier()
+    fill(tier, KEYS[:1])
+    coming = taken(tier, KEYS[1:2])
+    assert tier.absent(KEYS[:3]) == [False, False, True]
+    tier.drop(coming)
+    assert tier.absent(KEYS[:3]) == [False, True, True]
+    tier.close()
+
+
+def test_a_want_in_place_of_another_has_the_new_rank_whether_or_not_its_blocks_are_the_same() -> None:
+    """Of two wants the one of the greatest rank is dropped first: a rank that was not renewed would save the wrong one."""
+    tier = new_tier(num_slots=4)
+    fill(tier, KEYS[:4])
+    stays = tier.want(KEYS[:2], 5.0)
+    moves = tier.want(KEYS[2:4], 1.0)
+    assert tier.want(KEYS[2:4], 9.0, moves) is moves and moves.rank == 9.0
+    tier.land(tier.take(KEYS[10:12], range(2), "demote", Displaces.ANYTHING))
+    assert tier.find_each(KEYS[2:4]) == [ABSENT, ABSENT] and ABSENT not in tier.find_each(KEYS[:2])
+    tier.end_want(stays)
+    tier.end_want(moves)
+    assert tier.num_spare == 4
+    tier.close()
+
+
+@pytest.mark.parametrize("before_are_here", [True, False])
+def test_a_lease_from_a_block_on_grows_behind_it_and_never_before(before_are_here: bool) -> None:
+    """The device has what lies before: whether host memory has it, too, says nothing about what may come behind."""
+    tier = new_tier()
+    if before_are_here:
+        fill(tier, KEYS[:2])
+    fill(tier, KEYS[2:3])
+    lease = tier.lease(KEYS[:5], "request", first=2)
+    assert lease is not None and lease.num_from(2) == 1
+    fill(tier, KEYS[3:5])
+    tier.grow(lease)
+    assert lease.num_from(2) == 3 and lease.slots[:2].tolist() == [ABSENT, ABSENT]
+    assert tier.num_spare == tier.num_slots - 3, "those before are nobody's wish"
+    lease.end()
+    tier.close()
+
+
+def test_blocks_that_land_in_part_keep_their_own_places_in_their_prefixes() -> None:
+    """An order of eviction and a store are told how deep a block lies: not which of those it came with it is."""
+    tier = new_tier()
+    some = tier.take(KEYS[:4], [5, 6, 7, 8], "read")
+    pin = tier.land_some(some, [1, 3], "read")
+    slots = tier.find_each([KEYS[1], KEYS[3]])
+    assert pin is not None and tier._pool.depths_of(slots) == [6, 8]
+    tier.end_handles([pin])
+    tier.close()

@@ -1,0 +1,104 @@
+"""What the ladder decides where two things meet: a saved request and a lane that is late, a tier that is broken before one that is not, a
+store that is slow though everything is to be loaded, and several requests that could give way."""
+
+from __future__ import annotations
+
+import pytest
+from ladder_rig import BLOCK, KEYS, LAYERS, Rig
+from stacked_rig import Stacked
+from test_ladder_promote import retracted
+from test_load_times import measured
+from test_moves import Full
+
+from penstock.contract import Match
+from penstock.kv.tiers.host import HostLease
+from penstock.kv.tiers.ladder import _PATIENCE_S
+
+
+def test_a_saved_request_does_not_wait_for_a_lane_that_is_late_either() -> None:
+    rig = Rig(num_host=16)
+    lease = retracted(rig, 2, 1, 2 * BLOCK + 1)
+    rig.land()
+    rig.save(KEYS[10:12], "other").end()
+    rig.pool.evict(8)
+    other, hold = rig.host.lease(KEYS[10:12], "other"), rig.hold(2, "other")
+    assert other is not None
+    promotion = rig.promote(hold, other, 2)
+    assert rig.ladder.worth(lease, 0) == 3
+    promotion.deadline_s = 0.0
+    assert rig.ladder.worth(lease, 0) == 0
+    rig.land()
+    assert rig.ladder.worth(lease, 0) == 3
+    lease.end()
+    hold.end()
+    rig.close()
+
+
+@pytest.mark.parametrize("dead", ["ssd", "remote"])
+def test_nothing_behind_a_tier_that_has_broken_since_is_worth_loading(dead: str) -> None:
+    """A prefix is of use up to its first gap: what a tier behind it has is nothing without what it has lost."""
+    rig = Stacked("ssd", "remote", num_host=24)
+    rig.put("ssd", rig.keys(2))
+    rig.put("remote", rig.keys(4))
+    measured(rig.ladder)
+    lease = rig.cache.lease("request", rig.prefix(4))
+    rig.run("ask remote")
+    assert isinstance(lease, HostLease) and lease.runs_from(0) == [("ssd", 2), ("remote", 2)]
+    assert rig.cache.match(rig.prefix(4).keys, lease) == Match(0, 0, False, 4)
+    rig.stores[dead].die()
+    rig.tiers[dead].find(rig.keys(1, "z"), 1e9)
+    rig.run("ask remote")
+    assert not rig.tiers[dead].usable
+    assert rig.cache.match(rig.prefix(4).keys, lease).num_colder == (0 if dead == "ssd" else 2)
+    rig.stores[dead].raises = None
+    lease.end()
+    rig.end()
+
+
+def test_where_everything_is_loaded_a_store_is_waited_for_though_computing_is_faster() -> None:
+    rig = Stacked("remote")
+    limits = rig.ladder._limits
+    measured(rig.ladder)
+    assert limits.load_always and not rig.ladder._limits.load_always
+    for chosen, expected in ((rig.ladder._limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, _PATIENCE_S)):
+        rig.ladder._limits = chosen
+        lease = rig.cache.lease("request", rig.prefix(1))
+        assert isinstance(lease, HostLease)
+        assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(expected)
+        rig.flow()
+        lease.end()
+    rig.end()
+
+
+@pytest.mark.parametrize("num_needed", [1, 2, 3])
+def test_requests_give_way_in_host_memory_by_as_much_as_is_needed_and_no_more(num_needed: int) -> None:
+    """Device and host memory are full, and two running requests have copies in host memory that they do not need."""
+    rig = Full(num_device=8, num_host=4)
+    rig.idle(KEYS[:4])
+    tables, holds = zip(*(rig.table(KEYS[first : first + 2]) for first in (0, 2)), strict=True)
+    rig.alone(KEYS[10:14])
+    assert rig.host.num_keys == 4 and rig.pool.num_free == 0
+    assert not rig.ladder.make_room(num_needed, 0, tables)
+    assert rig.host.num_keys == 4 - num_needed, "what is not needed stays where it is"
+    rig.land()
+    assert rig.pool.num_free == num_needed and rig.ladder.make_room(num_needed, 0, tables)
+    assert len(rig.everywhere()) == 8, "nothing was lost"
+    for hold in holds:
+        hold.end()
+    rig.close()
+
+
+@pytest.mark.parametrize("postpones", [True, False])
+def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bool) -> None:
+    """Host memory forgets the deepest of a prefix first, whichever way it came there."""
+    rig = Full(num_device=4) if postpones else Rig(num_device=4)
+    hold = rig.hold(4)
+    rig.device.write(hold.slots, (0, LAYERS), [[key] * LAYERS for key in KEYS[:4]])
+    rig.pool.seal(hold.slots, KEYS[:4], [7, 8, 9, 10])
+    hold.end()
+    assert not rig.ladder.make_room(3, 0, ())
+    rig.land()
+    moved = [(key, depth) for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True) if rig.host.has(key)]
+    assert len(moved) == 3
+    assert rig.host._pool.depths_of(rig.host.find_each([key for key, _ in moved])) == [depth for _, depth in moved]
+    rig.close()

@@ -1,0 +1,155 @@
+"""The pool at its edges: slots that it does not have, blocks that are forgotten though somebody wants them, and what it names as the next
+to go when everything is wanted. Short runs are lists and long ones arrays, so each is looked at both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from kv_fakes import FakeLane
+
+from penstock.errors import InvariantBroken
+from penstock.kv.blocks.handles import Hold
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import FEW, Run, as_run
+
+NUM = [2, FEW + 3]  # slots of a run
+
+
+def keys(num: int, first: int = 0) -> list[bytes]:
+    return [(first + number).to_bytes(16, "big") for number in range(num)]
+
+
+def sealed(pool: BlockPool, num: int, first: int = 0, owner: str = "request") -> Hold:
+    """A table of so many blocks, whose depths are their numbers."""
+    hold, reservation = pool.hold(owner), pool.try_reserve(num, owner)
+    assert reservation is not None
+    reservation.commit(hold)
+    pool.seal(hold.slots, keys(num, first), range(num))
+    return hold
+
+
+def idle(pool: BlockPool, num: int, first: int = 0) -> Run:
+    sealed(pool, num, first).end()
+    return pool.find(keys(num, first))
+
+
+USES: dict[str, Callable[[BlockPool, list[int]], object]] = {
+    "pin": lambda pool, slots: pool.pin(slots, "transfer"),
+    "hold": lambda pool, slots: pool.hold("request", slots),
+    "seal": lambda pool, slots: pool.seal(slots, keys(len(slots), 1000)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("num", NUM)
+def test_a_slot_that_the_pool_does_not_have_is_refused_and_nothing_has_changed(use: str, num: int) -> None:
+    pool = BlockPool(num, "device")
+    idle(pool, num)
+    before = pool.counts
+    others = list(range(num - 1))
+    for wrong in (num, num + 1, -1):
+        with pytest.raises(InvariantBroken, match=f"has slots 0 to {num - 1}"):
+            USES[use](pool, [*others, wrong])
+    assert pool.counts == before and pool.num_keys == num
+    pool.check()
+    pool.close()
+
+
+@pytest.mark.parametrize("num", NUM)
+def test_the_last_slot_is_one_like_any_other(num: int) -> None:
+    pool = BlockPool(num, "device")
+    slots = idle(pool, num)
+    pin, hold = pool.pin(slots, "transfer"), pool.hold("request", slots)
+    assert pool.counts.active == num and max(hold.slots) == num - 1
+    pin.end()
+    hold.end()
+    pool.check()
+    pool.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ wanted and forgotten
+
+
+@pytest.mark.parametrize("num", NUM)
+def test_when_everything_is_wanted_the_next_to_go_are_those_of_the_greatest_rank(num: int) -> None:
+    """What is named is what an eviction takes then."""
+    pool = BlockPool(3 * num, "device")
+    ranks = {0: 1.0, num: 9.0, 2 * num: 5.0}
+    slots = {first: idle(pool, num, first) for first in ranks}
+    wants = [pool.want(slots[first], rank) for first, rank in ranks.items()]
+    named = pool.coldest_slots(num)
+    assert sorted(named) == sorted(np.asarray(slots[num]).tolist()) and [pool.protects(want) for want in wants] == [True, False, True]
+    assert pool.evict(num) == num and not len(pool.find(keys(num, num)))
+    assert len(pool.find(keys(num, 0))) == len(pool.find(keys(num, 2 * num))) == num
+    for want in wants:
+        pool.end_want(want)
+    pool.check()
+    pool.close()
+
+
+def test_blocks_that_somebody_wants_are_named_behind_all_others_and_none_is_left_out() -> None:
+    pool = BlockPool(6, "device")
+    first, second = idle(pool, 3, 0), idle(pool, 3, 3)
+    want = pool.want(first, 1.0)
+    assert pool.coldest(3) == [pool.keys_of([slot])[0] for slot in reversed(np.asarray(second).tolist())]
+    assert sorted(pool.coldest(100)) == keys(6) and set(pool.coldest(6)[3:]) == set(keys(3))
+    pool.end_want(want)
+    pool.close()
+
+
+@pytest.mark.parametrize("way", ["evict_these", "forget", "forget_idle", "evict"])
+@pytest.mark.parametrize("num", NUM)
+def test_what_comes_into_the_slot_of_a_wanted_block_that_went_is_not_wanted(way: str, num: int) -> None:
+    """However it went, its want has lost it, and its key is told as gone."""
+    pool = BlockPool(num, "device")
+    pool.gone = []
+    slots = np.asarray(idle(pool, num)).tolist()
+    want = pool.want(as_run(slots), 1.0)
+    assert pool.num_unwanted == 0
+    if way == "evict":
+        assert pool.evict(num) == num
+    elif way == "forget_idle":
+        assert pool.forget_idle(slots, num) == num
+    else:
+        assert getattr(pool, way)(slots) == num
+    assert sorted(pool.gone) == keys(num) and pool.gone_of(want).all() and not pool.protects(want)
+    idle(pool, num, 100)
+    assert pool.num_unwanted == num, "nobody has asked for these"
+    pool.end_want(want)
+    assert pool.num_unwanted == num
+    pool.check()
+    pool.close()
+
+
+def test_both_parts_of_a_reservation_wait_for_those_who_had_its_slots() -> None:
+    pool, lane = BlockPool(4, "host"), FakeLane("copy")
+    earlier = pool.try_reserve(4, "earlier")
+    assert earlier is not None
+    fence = lane.record()
+    earlier.rollback(fence)  # type: ignore[arg-type]
+    rest = pool.try_reserve(4, "later")
+    assert rest is not None
+    first = rest.split(1)
+    assert first.after == rest.after == (fence,) and first.owner == rest.owner == "later"
+    assert sorted([*first.slots, *rest.slots]) == [0, 1, 2, 3] and len(first.slots) == 1
+    first.rollback()
+    rest.rollback()
+    pool.close()
+
+
+@pytest.mark.parametrize("num", NUM)
+def test_the_fence_of_a_pin_that_ends_under_its_hold_reaches_the_next_owner(num: int) -> None:
+    pool, lane = BlockPool(num, "device"), FakeLane("copy")
+    hold = sealed(pool, num)
+    pin = pool.pin_run(hold, 0, num, "transfer")
+    fence = lane.record()
+    pin.end(fence)  # type: ignore[arg-type]
+    hold.end()
+    assert pool.last_use(as_run(list(range(num)))) == (fence,)
+    pool.evict(num)
+    reservation = pool.try_reserve(num, "next")
+    assert reservation is not None and reservation.after == (fence,)
+    reservation.rollback()
+    pool.close()

@@ -1,0 +1,80 @@
+"""Blocks that are written in slices while others ask for the same: each is written once, and not again once it is there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from stacked_rig import Stacked
+
+from penstock.kv.tiers import behind
+from penstock.kv.tiers.store import Outcome
+
+SIX = 6
+
+
+def count_writes(rig: Stacked, tier: str) -> Counter[bytes]:
+    """How often the store is given each key from now on."""
+    counted: Counter[bytes] = Counter()
+    write = rig.stores[tier].write
+
+    def counting(keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        counted.update(keys)
+        return write(keys, depths, blocks)
+
+    rig.stores[tier].write = counting  # type: ignore[method-assign]
+    return counted
+
+
+def promoted(rig: Stacked) -> None:
+    """A request comes for the prefix, gets it from host memory and goes."""
+    table, _ = rig.promote_all(SIX)
+    rig.copy()
+    rig.cache.release(table, None)
+    rig.forget_device()
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked(tier, admission="reuse")
+    rig.remembered(SIX)
+    counted = count_writes(rig, tier)
+    monkeypatch.setattr(behind, "_WRITE_AT_ONCE", 1)
+    for _ in range(2):  # the second comes when some are written, some are on their way and some wait for their turn
+        promoted(rig)
+    rig.flow()
+    assert counted == dict.fromkeys(rig.keys(SIX), 1) and rig.store_has(rig.keys(SIX), tier) == [True] * SIX
+    promoted(rig)
+    rig.flow()
+    assert sum(counted.values()) == SIX, "it is there"
+    rig.end()
+
+
+def test_a_persist_passes_over_what_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("ssd", admission="reuse")
+    rig.remembered(SIX)
+    counted = count_writes(rig, "ssd")
+    monkeypatch.setattr(behind, "_WRITE_AT_ONCE", 2)
+    promoted(rig)
+    assert rig.persisted().error is None
+    assert counted == dict.fromkeys(rig.keys(SIX), 1)
+    rig.end()
+
+
+def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("ssd", admission="reuse")
+    rig.remembered(SIX)
+    monkeypatch.setattr(behind, "_WRITE_AT_ONCE", 1)
+    keys = rig.keys(SIX)
+    persisting = rig.cache.persist()
+    assert persisting is not None
+    rig.first.fails = {keys[0]}
+    rig.cache.settle()
+    rig.run("write ssd")
+    assert rig.store_has(keys[:1]) == [False] and persisting.lost == {keys[0]} and persisting.sync is None
+    rig.first.fails = set()
+    table, _ = rig.promote_all(SIX)  # asked for again, so that it is written again
+    rig.flow()
+    assert persisting.settled and persisting.error is None and rig.store_has(keys) == [True] * SIX
+    rig.end(table)
