@@ -405,3 +405,25 @@ def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(store: B
     assert slots.write(store, keys) == [DONE] * 3
     assert store.find(keys) == 3
     assert slots.read(store, keys) == [DONE] * 3
+
+
+def test_a_bucket_that_is_closed_has_no_threads_and_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_bucket, "_AT_ONCE", 1)
+    requests, gate, ran = s3_bucket.Requests(60.0), threading.Event(), []
+    begun = threading.Event()
+
+    def work(number: int) -> None:
+        ran.append(number)
+        begun.set()
+        assert gate.wait(60.0)
+
+    running = [requests._threads.submit(work, number) for number in range(3)]
+    assert begun.wait(60.0)
+    requests.close()  # does not wait for what runs
+    assert [future.cancelled() for future in running] == [False, True, True]
+    gate.set()
+    running[0].result(60.0)
+    for thread in requests._threads._threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert ran == [0]

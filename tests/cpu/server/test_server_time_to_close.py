@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.config import ServerConfig
+from penstock.contract import FinishReason, SamplingParams
 from penstock.server import service as service_module
 from penstock.server.service import Service
 from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
@@ -39,3 +40,29 @@ def test_a_loop_that_lets_requests_end_for_all_their_time_closes_in_time(
 
     asyncio.run(stopping())
     assert not caplog.records
+
+
+def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the engine's loop would let requests that nobody reads run for all the time that a stop leaves them."""
+    engine = ScriptedEngine()
+    engine.hold()
+    cancelled: list[str] = []
+    monkeypatch.setattr(engine, "cancel", cancelled.append)
+
+    async def giving_up() -> None:
+        service = Service(engine, ScriptedLoop(engine), ServerConfig())
+        service.start()
+        with service.open_reading() as one, service.open_reading() as other:
+            other.widen(2)
+            for reading, index in ((one, 0), (other, 0), (other, 1)):
+                reading.submit(index, [1, 2, 3], SamplingParams(max_tokens=4))
+            service.give_up()
+            assert sorted(cancelled) == sorted([f"{one.id}-0", f"{other.id}-0", f"{other.id}-1"])
+            for reading, num in ((one, 1), (other, 2)):
+                events = await reading.next_events()
+                assert [[event.finish for event in events[index]] for index in range(num)] == [[FinishReason.CANCELLED]] * num
+        assert service.generations.taken == 0
+        engine.release()
+        await service.wait_stopped()
+
+    asyncio.run(giving_up())

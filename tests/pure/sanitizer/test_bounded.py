@@ -121,3 +121,15 @@ def test_findings_are_kept_up_to_a_number_and_counted_beyond() -> None:
         sanitizer.submitted("compute", number + 1, "layer", [Access("device", slot, (0, 1), Mode.READ)])
     assert len(sanitizer.reports) == MAX_REPORTS == len(sanitizer._findings._told)
     assert sanitizer.num_by_kind[Kind.RACE] == MAX_REPORTS + 50
+
+
+def test_what_is_found_again_is_counted_and_kept_once() -> None:
+    sanitizer = Sanitizer()
+    for number in range(1, 4):
+        sanitizer.submitted("load", number, f"promote of r{number}", [Access("device", [number], (0, 1), Mode.WRITE)])
+        sanitizer.submitted("compute", number, "layer", [Access("device", [number], (0, 1), Mode.READ)])
+    assert [report.slots for report in sanitizer.reports] == [(1,)], "the same work on the same lanes"
+    assert sanitizer.num_by_kind[Kind.RACE] == 3
+    sanitizer.submitted("load", 4, "promote of r4", [Access("host", [4], (0, 1), Mode.WRITE)])
+    sanitizer.submitted("compute", 4, "layer", [Access("host", [4], (0, 1), Mode.READ)])
+    assert [report.arena for report in sanitizer.reports] == ["device", "host"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 from penstock.errors import ConfigError
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, slot_bytes
-from penstock.kv.tiers.ssd.survey import clear, inspect, verify
+from penstock.kv.tiers.envelope import Envelope
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, slot_bytes
+from penstock.kv.tiers.ssd.survey import SpaceSurvey, clear, inspect, verify
 from penstock.kv.tiers.store import Outcome, Space
 
 WIDTH = slot_bytes(BLOCK_BYTES)
@@ -133,3 +135,11 @@ def test_a_directory_that_is_missing_or_somebody_elses_is_refused(tmp_path: Path
         with pytest.raises(ConfigError, match=why):
             call(path)
     assert [entry.name for entry in (tmp_path / "other").iterdir()] == ["thesis.txt"]
+
+
+def test_a_survey_knows_the_oldest_and_the_newest_block_in_whatever_order_they_lie() -> None:
+    for sequences in itertools.permutations((10, 20, 30)):
+        space = SpaceSurvey()
+        for slot, sequence in enumerate(sequences):
+            space.add(SlotHead(Envelope(key_of(slot), b"s" * 32, 100, sequence, b"c" * 16), b"g" * 16, 0, slot, 0))
+        assert (space.oldest, space.newest, space.num_blocks, space.num_bytes) == (10, 30, 3, 300)
