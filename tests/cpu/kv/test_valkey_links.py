@@ -13,7 +13,7 @@ import pytest
 from valkey_rig import PATIENT_S, num_idle, opened
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote import valkey_links
+from penstock.kv.tiers.remote import valkey_exchange, valkey_links
 from penstock.kv.tiers.remote.valkey_url import Node
 from penstock.testing.servers import LOOPBACK
 
@@ -82,3 +82,28 @@ def test_each_node_that_may_know_the_others_has_its_share_of_the_time(monkeypatc
         with pytest.raises(StoreFailed):
             store._links.nodes(1006.0)
     assert asked == [(1, 1002.0), (2, 1003.0), (3, 1006.0)]
+
+
+def test_each_exchange_of_a_reset_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of many blocks takes longer than one exchange may."""
+    now_s = 1000.0
+    deadlines: list[float] = []
+
+    class Slow:
+        """Three pages of names, each three seconds after it was asked for."""
+
+        pages = [[b"7", [b"a", b"b"]], [b"9", []], [b"0", [b"c"]]]
+
+        def __init__(self) -> None:
+            self.wire = SimpleNamespace(deadline=now_s + 4.0, send=lambda parts, num: None, read_answer=lambda: 1)
+
+        def ask(self, *words: bytes) -> object:
+            nonlocal now_s
+            deadlines.append(self.wire.deadline - now_s)
+            now_s += 3.0
+            return self.pages[len(deadlines) - 1]
+
+    monkeypatch.setattr(valkey_exchange, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1")) as store:
+        assert store._exchange._reset_over(Slow(), 4.0) == 3  # type: ignore[arg-type]
+    assert deadlines == [4.0] * 3
