@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable
 from types import SimpleNamespace
 
 import pytest
 
 from penstock.config import ServerConfig
 from penstock.contract import FinishReason, SamplingParams
+from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded
 from penstock.server import service as service_module
-from penstock.server.service import Service
+from penstock.server.service import BEAT_LIMIT_S, Service
 from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -66,3 +68,98 @@ def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(mo
         await service.wait_stopped()
 
     asyncio.run(giving_up())
+
+
+def test_a_server_that_has_not_started_or_is_stopping_takes_no_request() -> None:
+    engine = ScriptedEngine()
+
+    async def asking() -> None:
+        service = Service(engine, ScriptedLoop(engine), ServerConfig())
+        with pytest.raises(EngineClosed, match="not taking requests"):
+            service.open_reading()
+        service.start()
+        with service.open_reading():
+            assert service.generations.taken == 1
+        stop = service.stop()
+        assert service.stop() is stop and service.stopping
+        with pytest.raises(EngineClosed, match="not taking requests"):
+            service.open_reading()
+        await service.wait_stopped()
+        assert service.generations.taken == 0
+
+    asyncio.run(asking())
+
+
+def test_a_loop_that_closes_with_an_error_says_so_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine()
+    loop = ScriptedLoop(engine)
+
+    def close(deadline_s: float) -> None:
+        raise ZeroDivisionError("out of order")
+
+    monkeypatch.setattr(loop, "close", close)
+
+    async def stopping() -> None:
+        await Service(engine, loop, ServerConfig()).wait_stopped()
+
+    asyncio.run(stopping())
+    (record,) = [record for record in caplog.records if record.name == "penstock.server"]
+    assert record.levelname == "ERROR" and "closed with an error" in record.message
+    assert record.exc_info is not None and isinstance(record.exc_info[1], ZeroDivisionError)
+
+
+def test_a_loop_that_never_closes_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine()
+    loop = ScriptedLoop(engine)
+    gate = threading.Event()
+    monkeypatch.setattr(loop, "close", lambda deadline_s: gate.wait())
+    monkeypatch.setattr(service_module, "CLOSE_GRACE_S", 0.0)
+
+    async def stopping() -> None:
+        await Service(engine, loop, ServerConfig(shutdown_s=0.0)).wait_stopped()
+
+    asyncio.run(stopping())
+    gate.set()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["the engine loop did not close in time"]
+
+
+@pytest.mark.parametrize("what", ["reset", "flush"])
+def test_an_operator_is_answered_though_the_engine_does_not_come_round(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """One that is under way goes on, and keeps the next one out until it is over."""
+    engine = ScriptedEngine()
+    gate = threading.Event()
+    for name in ("RESET_TIMEOUT_S", "FLUSH_TIMEOUT_S", "CLOSE_GRACE_S"):
+        monkeypatch.setattr(service_module, name, 0.0)
+    monkeypatch.setattr(engine, "reset_cache", lambda tiers: gate.wait() and {"device": 3})
+    monkeypatch.setattr(engine, "wait_flushed", lambda level, timeout_s: gate.wait() and None)
+
+    async def asking() -> None:
+        service = Service(engine, ScriptedLoop(engine), ServerConfig())
+
+        def call() -> Awaitable[object]:
+            return service.reset_cache(("device",)) if what == "reset" else service.flush_cache("visible")
+
+        with pytest.raises(DeadlineExceeded if what == "reset" else EngineClosed):
+            await call()
+        with pytest.raises(Overloaded, match=what):
+            await call()
+        gate.set()
+        under_way = service._reset if what == "reset" else service._flush
+        assert under_way is not None and await under_way == ({"device": 3} if what == "reset" else None)
+        monkeypatch.setattr(service_module, "RESET_TIMEOUT_S", 30.0)
+        monkeypatch.setattr(service_module, "FLUSH_TIMEOUT_S", 30.0)
+        assert await call() == ({"device": 3} if what == "reset" else None)
+
+    asyncio.run(asking())
+
+
+def test_a_loop_is_in_trouble_when_it_has_failed_or_is_silent_for_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine()
+    loop = ScriptedLoop(engine)
+    service = Service(engine, loop, ServerConfig())
+    for age_s, is_alive in ((0.0, True), (BEAT_LIMIT_S, True), (BEAT_LIMIT_S + 0.1, False)):
+        loop.age_s = age_s
+        assert (service.trouble() is None) == is_alive
+    loop.age_s = 0.0
+    monkeypatch.setattr(loop, "failed", lambda: ZeroDivisionError())
+    assert service.trouble() == "the engine loop has failed"
