@@ -92,9 +92,8 @@ def test_each_exchange_of_a_reset_has_its_own_time(monkeypatch: pytest.MonkeyPat
     class Slow:
         """Three pages of names, each three seconds after it was asked for."""
 
-        pages = [[b"7", [b"a", b"b"]], [b"9", []], [b"0", [b"c"]]]
-
         def __init__(self) -> None:
+            self.pages = [[b"7", [b"a", b"b"]], [b"9", []], [b"0", [b"c"]]]
             self.wire = SimpleNamespace(deadline=now_s + 4.0, send=lambda parts, num: None, read_answer=lambda: 1)
 
         def ask(self, *words: bytes) -> object:

@@ -10,8 +10,9 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from penstock import errors
+from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest
-from penstock.server import faults, schema, service
+from penstock.server import adapters, connection, faults, schema, service
 from penstock.server.faults import Refused, error_response, fault_of
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -74,7 +75,7 @@ def test_a_path_and_a_method_that_are_not_there_are_told_in_our_words() -> None:
 def body_of(num_lists: int, *texts: str) -> bytes:
     """JSON with so many lists and objects, and these texts before, between and behind them."""
     lists = [*texts, *([] for _ in range(num_lists - 2)), *texts]
-    return json.dumps({text: 0 for text in texts} | {"messages": lists}).encode()
+    return json.dumps(dict.fromkeys(texts, 0) | {"messages": lists}).encode()
 
 
 BRACKETS = "[{" * schema.MAX_CONTAINERS
@@ -112,5 +113,26 @@ def test_the_times_after_which_an_operator_is_answered_are_those_of_the_document
     assert f"did not begin within {service.PREFETCH_TIMEOUT_S:g} seconds" in text
 
 
-def test_what_an_error_repeats_is_what_the_document_says() -> None:
-    assert f"| {faults.MAX_SHOWN} characters of a message or name" in (DOCS / "security.md").read_text()
+def rows() -> list[str]:
+    """Of the table of limits, made from what the code has."""
+    of = ServerConfig()
+    return [
+        f"| a header takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
+        f"| a body takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
+        f"| a client takes less than {connection.MIN_TAKEN >> 10} KiB of a waiting reply in | {of.write_timeout_s:g} s |",
+        f"| pieces of a body | {connection.FREE_PIECES}, and more only where they have {connection.MIN_PIECE} bytes on average |",
+        f"| size of a body | {of.max_body_bytes >> 20} MiB | `--max-body-bytes` |",
+        f"| lists and objects in a body | {schema.MAX_CONTAINERS:,} |",
+        f"| generations at once (prompts × `n`), running or waiting | {of.max_concurrent} | `--max-concurrent` |",
+        f"| tokens of a `/tokenize` or `/detokenize` call | {service.SIDE_TOKENS:,}, or `--max-model-len` if that is more |",
+        f"| `/tokenize`, `/detokenize` and `/cache/prefetch` calls at once | {service.NUM_SIDE} |",
+        f"| adapter loads at once | {adapters.NUM_LOADS} |",
+        f"| `cache_salt`, `session_id`, `prompt_cache_key`, `user`, `lora_name` | {schema.MAX_LABEL} characters each |",
+        f"| what an error repeats of a request | {faults.MAX_SHOWN} characters of a message or name, its beginning and its end |",
+        f"| running requests at the end | {of.shutdown_s:g} s | `--shutdown-s` |",
+    ]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.split("|")[1].strip())
+def test_a_limit_is_the_one_that_the_document_says(row: str) -> None:
+    assert row in (DOCS / "security.md").read_text()
