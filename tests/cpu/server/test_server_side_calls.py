@@ -13,8 +13,9 @@ from served import Served, until
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
-from penstock.server import service
+from penstock.server import schema, service
 from penstock.server.run import HttpServer, _bind
+from penstock.server.text import encode_chat
 from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -75,3 +76,26 @@ def test_a_port_that_the_server_before_has_just_left_can_be_had_again() -> None:
             assert client.recv(1) == b""
     with contextlib.closing(_bind(ServerConfig(port=port))) as again:
         assert again.getsockname()[1] == port
+
+
+@pytest.mark.parametrize("shutdown_s", [0.0, 0.5, 20.0])
+def test_connections_are_cut_only_when_the_engine_has_had_its_time_and_a_little_more(shutdown_s: float) -> None:
+    """Those who read are told by the engine's own deadline; both at once would be a race."""
+    engine = ScriptedEngine()
+    server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=shutdown_s))
+    with contextlib.closing(server._listener):
+        assert server.config.timeout_graceful_shutdown is not None
+        assert server.config.timeout_graceful_shutdown >= shutdown_s + service.CLOSE_GRACE_S > shutdown_s
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_whether_messages_may_spell_special_tokens_is_for_the_operator_to_say(allowed: bool) -> None:
+    engine = ScriptedEngine(max_model_len=50)
+    config = ServerConfig(allow_special_tokens_in_text=allowed)
+    rules = service.Service(engine, ScriptedLoop(engine), config)
+    assert (rules.prompt_rules.most, rules.prompt_rules.special_in_text) == (50, allowed)
+    assert (rules.side_rules.most, rules.side_rules.special_in_text) == (service.SIDE_TOKENS, allowed)
+    asked: list[tuple[int, bool]] = []
+    engine.tokenizer.encode_chat = lambda messages, most, special: asked.append((most, special)) or [1]  # type: ignore[method-assign, assignment]
+    message = schema.Message(role="user", content="<|im_end|>")
+    assert encode_chat(engine.tokenizer, [message], rules.prompt_rules) == [1] and asked == [(50, allowed)]
