@@ -106,3 +106,38 @@ def test_each_exchange_of_a_reset_has_its_own_time(monkeypatch: pytest.MonkeyPat
     with contextlib.closing(opened(f"valkey://{LOOPBACK}:1")) as store:
         assert store._exchange._reset_over(Slow(), 4.0) == 3  # type: ignore[arg-type]
     assert deadlines == [4.0] * 3
+
+
+def test_a_store_that_is_closed_leaves_no_connection_open_and_makes_none(answering: str) -> None:
+    store = opened(answering)
+    node, until = store._address.nodes[0], time.monotonic() + PATIENT_S
+    with store._links.link(node, until) as one, store._links.link(node, until) as other:
+        assert one is not other
+    assert num_idle(store) == 2 and one._sock is not None and other._sock is not None
+    store.close()
+    assert num_idle(store) == 0 and one._sock is None and other._sock is None
+    with pytest.raises(StoreFailed, match="was closed"):
+        store.probe()
+    store.close()
+
+
+def test_whoever_forgets_a_node_closes_its_idle_connections_and_those_alone(answering: str) -> None:
+    with contextlib.closing(opened(answering)) as store:
+        node, until = store._address.nodes[0], time.monotonic() + PATIENT_S
+        with store._links.link(node, until) as link:
+            pass
+        store._links._slots = [node] * 16384
+        store._links.forget(Node("other", 1))
+        assert store._links._slots is None and num_idle(store) == 1 and link._sock is not None
+        store._links._slots = [node] * 16384
+        store._links.forget(node)
+        assert store._links._slots is None and num_idle(store) == 0 and link._sock is None
+
+
+@pytest.mark.parametrize("wrong", [(-1, 5), (5, 4), (0, 16384)])
+def test_a_map_with_slots_that_are_none_is_no_map(wrong: tuple[int, int]) -> None:
+    with pytest.raises(StoreFailed, match="map of its slots"):
+        valkey_links.slot_map([[*wrong, [b"h", 7, b"id"]]], Node("asked", 1))
+    for port in (0, 65536):
+        with pytest.raises(StoreFailed, match="map of its slots"):
+            valkey_links.slot_map([[0, 5, [b"h", port, b"id"]]], Node("asked", 1))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
+from pathlib import Path
+
+import pytest
 
 from penstock.contract import Access, Mode
+from penstock.errors import ConfigError
 from penstock.kv.blocks.pool import BlockPool
+from penstock.sanitizer import stack
 from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.findings import MAX_REPORTS
 from penstock.sanitizer.report import Deed, Kind
@@ -133,3 +139,32 @@ def test_what_is_found_again_is_counted_and_kept_once() -> None:
     sanitizer.submitted("load", 4, "promote of r4", [Access("host", [4], (0, 1), Mode.WRITE)])
     sanitizer.submitted("compute", 4, "layer", [Access("host", [4], (0, 1), Mode.READ)])
     assert [report.arena for report in sanitizer.reports] == ["device", "host"]
+
+
+def test_the_file_of_findings_is_there_from_the_start_and_has_all_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "findings.json"
+    sanitizer = Sanitizer(json_file=file)
+    assert json.loads(file.read_text()) == []
+    for number, arena in enumerate(("device", "host"), 1):
+        sanitizer.submitted("load", number, "promote", [Access(arena, [number], (0, 1), Mode.WRITE)])
+        sanitizer.submitted("compute", number, "layer", [Access(arena, [number], (0, 1), Mode.READ)])
+        assert [report["arena"] for report in json.loads(file.read_text())] == ["device", "host"][:number]
+    written = json.loads(file.read_text())[0]
+    assert (written["kind"], written["slots"], written["sentence"]) == ("race", [1], sanitizer.reports[0].sentence)
+    assert [deed["lane"] for deed in written["deeds"]] == ["load", "compute"]
+
+
+def test_a_file_of_findings_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--sanitize-json"):
+        Sanitizer(json_file=tmp_path)
+
+
+def test_places_that_submit_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "_MAX_KEPT", 3)
+    stacks = stack.Stacks()
+    for line in range(1, 8):
+        scope: dict[str, object] = {"here": stacks.here}
+        exec(compile("\n" * line + "found = here()", "somewhere.py", "exec"), scope)
+        found = scope["found"]
+        assert isinstance(found, tuple) and (found[0].file, found[0].line) == ("somewhere.py", line + 1)
+        assert len(stacks) <= 3
