@@ -141,3 +141,24 @@ def test_a_map_with_slots_that_are_none_is_no_map(wrong: tuple[int, int]) -> Non
     for port in (0, 65536):
         with pytest.raises(StoreFailed, match="map of its slots"):
             valkey_links.slot_map([[0, 5, [b"h", port, b"id"]]], Node("asked", 1))
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_probe_asks_every_node_and_one_that_is_silent_fails_it(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    nodes = [Node("h", port) for port in range(3)]
+    asked: list[Node] = []
+
+    def ping(node: Node, deadline: float) -> None:
+        asked.append(node)
+        if node.port == silent:
+            raise StoreFailed("no answer in time")
+
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1?cluster=1")) as store:
+        monkeypatch.setattr(store._links, "nodes", lambda deadline: nodes)
+        monkeypatch.setattr(store._exchange, "ping", ping)
+        with pytest.raises(StoreFailed):
+            store.probe()
+        assert asked == nodes[: silent + 1]
+        silent = -1
+        store.probe()
+        assert asked[-3:] == nodes
