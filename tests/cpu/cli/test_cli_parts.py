@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.commands import chat, doctor
+from penstock.commands import cache, chat, doctor
 from penstock.commands.answer import Figures
 from penstock.commands.chat import Chat
 from penstock.commands.conversation import Conversation
@@ -21,6 +21,7 @@ from penstock.commands.progress import ProgressBar
 from penstock.config import Config, ModelSource
 from penstock.contract import KvSource, SamplingParams
 from penstock.errors import ModelError
+from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey
 from penstock.models.registry import EMBEDDED
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.testing.scripted_engine import ScriptedEngine
@@ -131,6 +132,52 @@ def test_without_a_terminal_there_is_no_bar() -> None:
     with ProgressBar(Console(file=io.StringIO())) as bar:
         bar("weights", 1, 2)
         assert bar._bar is None
+
+
+def test_a_stage_that_is_over_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr("penstock.commands.progress.time.monotonic", lambda: now[0])
+    with ProgressBar(Console(file=out)) as bar:
+        for seconds, done in ((0.0, 0), (0.9, 1), (1.0, 2), (10.9, 3), (11.0, 4), (50.0, 5)):
+            now[0] = seconds
+            bar("long", done, 5)
+    assert out.getvalue().splitlines() == ["long: 40 %", "long: 80 %"]
+
+
+# --------------------------------------------------------------------------------------------------------------------- cache
+
+
+@pytest.mark.parametrize("which", ["damaged", "corrupt", "torn"])
+@pytest.mark.parametrize("num", [0, 1, cache.MOST_LINES, cache.MOST_LINES + 3])
+def test_whatever_is_damaged_is_named_and_verify_ends_with_it(capsys: pytest.CaptureFixture[str], which: str, num: int) -> None:
+    found = Survey(Path("/kv"), num_segments=1, num_good=7)
+    getattr(found, which).extend(f"place {i}" for i in range(num))
+    for action, code in (("inspect", 0), ("verify", int(num > 0))):
+        assert cache._show(cache.Job(action, Path("/kv"), False, None), found) == code  # type: ignore[arg-type]
+        said = capsys.readouterr().out
+        assert said.count("damaged: place ") == min(num, cache.MOST_LINES)
+        assert ("and 3 more" in said) == (num > cache.MOST_LINES)
+        assert ("nothing is damaged" in said) == (action == "verify" and not num)
+    shown = {"damaged": "damaged files", "corrupt": "damaged heads", "torn": "torn blocks"}
+    assert dict(cache._counts(found))[shown[which]] == str(num) and dict(cache._counts(found))["whole blocks"] == "7"
+
+
+def test_the_largest_space_is_shown_first_with_its_times(capsys: pytest.CaptureFixture[str]) -> None:
+    day = 86_400 * 10**9
+    found = Survey(Path("/kv"), spaces={"a" * 64: SpaceSurvey(1, 10, 0, day), "b" * 64: SpaceSurvey(3, 3 << 20, day, 2 * day)})
+    Console(width=140).print(cache._spaces(found.spaces))
+    large, small = [line for line in capsys.readouterr().out.splitlines() if "aaaa" in line or "bbbb" in line]
+    assert "b" * cache.NUM_DIGITS in large and "3.0 MiB" in large and "1970-01-02" in large and "1970-01-03" in large
+    assert "a" * cache.NUM_DIGITS in small and "10 bytes" in small and "1970-01-01" in small
+    assert found.num_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "told"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), (3 << 29, "1.5 GiB"), (1 << 30, "1.0 GiB")],
+)
+def test_sizes_read_well(num_bytes: int, told: str) -> None:
+    assert cache._size(num_bytes) == told
 
 
 # -------------------------------------------------------------------------------------------------------------------- doctor

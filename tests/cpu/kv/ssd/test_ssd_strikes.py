@@ -90,3 +90,33 @@ def test_a_file_that_has_become_empty_fails_a_probe(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="cannot be read"):
         store.probe()
     store.close()
+
+
+@pytest.mark.parametrize("failing", ["fdatasync", "fsync"])
+def test_what_could_not_be_synced_is_synced_the_next_time(tmp_path: Path, failing: str) -> None:
+    """Files and their names: a name that is not durable loses all blocks of its file."""
+    synced: list[str] = []
+
+    class Disk(FailingDisk):
+        def fdatasync(self, fd: int) -> None:
+            super().fdatasync(fd)
+            synced.append("fdatasync")
+
+        def fsync(self, fd: int) -> None:
+            super().fsync(fd)
+            synced.append("fsync")
+
+    disk = Disk()
+    store = open_at(tmp_path, 512, io=disk)
+    write(store, GOOD)
+    disk.errors = {failing: errno.EIO}
+    with pytest.raises(StoreFailed, match="could not be synced"):
+        store.persist()
+    disk.errors = {}
+    synced.clear()
+    store.persist()
+    assert synced == (["fdatasync", "fsync"] if failing == "fdatasync" else ["fsync"])
+    synced.clear()
+    store.persist()
+    assert synced == [], "all of it is done"
+    store.close()

@@ -101,9 +101,11 @@ def test_clear_removes_our_files_and_no_others(tmp_path: Path) -> None:
     _filled(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     num_files = len(segment_paths(tmp_path))
+    num_bytes = sum(path.stat().st_size for path in segment_paths(tmp_path))
     told: list[tuple[int, int]] = []
     found = clear(tmp_path, lambda done, total: told.append((done, total)))
     assert found.num_segments == num_files == len(told) and not segment_paths(tmp_path)
+    assert num_files > 1 and (found.file_bytes, told) == (num_bytes, [(done, num_files) for done in range(1, num_files + 1)])
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert inspect(tmp_path).num_segments == 0, "it is still a cache, with nothing in it"
     store = open_at(tmp_path)

@@ -53,3 +53,20 @@ def test_an_older_copy_in_a_piece_of_a_file_keeps_nothing_behind_it_from_being_f
     assert found == {KEY: 40, key_of(2): 20, key_of(3): 10}
     index.earlier.end_scan(found)
     index.close()
+
+
+def test_a_slot_that_is_written_anew_is_doubted_no_longer() -> None:
+    """Of a block that this life has written nobody needs to read first whether it is whole."""
+    pool = BlockPool(1, "ssd")
+    index = SlotIndex(pool, lambda slot: GENERATION)
+    withheld = index.withhold(1)
+    index.earlier.begin_scan()
+    head = SlotHead(Envelope(KEY, b"s" * 32, 100, 1, b"c" * 16), GENERATION, 0, 0, 0)
+    index.earlier.publish(withheld, {0: head}, {})
+    assert index.earlier.unread == {0} and index.claim([KEY]).doubtful == [0]
+    claim = index.claim([key_of(2)])
+    assert claim.slots == [0], "the only one there is"
+    index.land(claim, [key_of(2)], [0], {0: GENERATION})
+    assert index.earlier.unread == set() and index.claim([key_of(2)]).doubtful == []
+    index.earlier.end_scan({})
+    index.close()
