@@ -162,3 +162,10 @@ def test_a_probe_asks_every_node_and_one_that_is_silent_fails_it(monkeypatch: py
         silent = -1
         store.probe()
         assert asked[-3:] == nodes
+
+
+def test_a_link_that_is_left_with_answers_owed_is_not_kept(answering: str) -> None:
+    with contextlib.closing(opened(answering)) as store:
+        with store._links.link(store._address.nodes[0], time.monotonic() + PATIENT_S) as link:
+            link.wire.num_owed = 1
+        assert num_idle(store) == 0 and link._sock is None

@@ -169,3 +169,21 @@ def test_a_hang_up_is_told_before_the_work_is_cancelled_and_work_that_ends_is_no
     told.clear()
     asyncio.run(go([], work_ends=True))
     assert told == ["worked"]
+
+
+def test_every_answer_names_its_request_in_its_header_and_in_its_body(served: Served) -> None:
+    """By that an operator finds what a client speaks of."""
+    messages = [{"role": "user", "content": "x"}]
+    seen = set()
+    for path, prefix, body in (
+        ("/v1/completions", "cmpl-", completion(max_tokens=2)),
+        ("/v1/chat/completions", "chatcmpl-", {"model": "scripted", "messages": messages, "max_tokens": 2}),
+    ):
+        whole = served.http.post(path, json=body)
+        streamed = served.http.post(path, json={**body, "stream": True})
+        ids = {event["id"] for event in events_of(streamed.text)}
+        assert whole.json()["id"] == prefix + whole.headers["x-request-id"]
+        assert ids == {prefix + streamed.headers["x-request-id"]}
+        assert streamed.headers["content-type"].startswith("text/event-stream") and streamed.headers["cache-control"] == "no-cache"
+        seen |= {whole.headers["x-request-id"], streamed.headers["x-request-id"]}
+    assert len(seen) == 4

@@ -14,7 +14,7 @@ from penstock.config import ServerConfig
 from penstock.contract import FinishReason, SamplingParams
 from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded
 from penstock.server import service as service_module
-from penstock.server.service import BEAT_LIMIT_S, Service
+from penstock.server.service import BEAT_LIMIT_S, Service, _in_thread
 from penstock.testing.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -163,3 +163,42 @@ def test_a_loop_is_in_trouble_when_it_has_failed_or_is_silent_for_longer_than_it
     loop.age_s = 0.0
     monkeypatch.setattr(loop, "failed", lambda: ZeroDivisionError())
     assert service.trouble() == "the engine loop has failed"
+
+
+def test_whatever_ends_work_on_a_thread_of_its_own_ends_the_wait_for_it() -> None:
+    class Odd(BaseException):
+        """Nothing that anybody catches as an Exception."""
+
+    def fail() -> None:
+        raise Odd
+
+    async def waiting() -> None:
+        assert await _in_thread(lambda: 7, "penstock-test") == 7
+        with pytest.raises(Odd):
+            await asyncio.wait_for(_in_thread(fail, "penstock-test"), 30.0)
+
+    asyncio.run(waiting())
+
+
+def test_work_that_outlives_the_server_or_whoever_waited_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    unheard: list[object] = []
+
+    async def leaving() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+        given_up = _in_thread(lambda: 1, "penstock-given-up")
+        given_up.cancel()
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock-given-up"] or [None]
+        if thread is not None:
+            thread.join(30.0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        _in_thread(gate.wait, "penstock-late")
+
+    asyncio.run(leaving())
+    (late,) = [thread for thread in threading.enumerate() if thread.name == "penstock-late"]
+    assert late.daemon, "it keeps no process"
+    gate.set()
+    late.join(30.0)
+    assert [record.message for record in caplog.records] == ["penstock-late ended after the server had closed"]
+    assert unheard == []
