@@ -168,3 +168,12 @@ def test_places_that_submit_are_remembered_up_to_a_number(monkeypatch: pytest.Mo
         found = scope["found"]
         assert isinstance(found, tuple) and (found[0].file, found[0].line) == ("somewhere.py", line + 1)
         assert len(stacks) <= 3
+
+
+def test_slots_of_a_finding_are_named_in_their_order() -> None:
+    sanitizer = Sanitizer()
+    slots = [70_001, 3, 9_000, 12, 40_000, 8_193]
+    sanitizer.submitted("load", 1, "promote", [Access("device", slots, (0, 1), Mode.WRITE)])
+    sanitizer.submitted("compute", 1, "layer", [Access("device", slots, (0, 1), Mode.READ)])
+    (report,) = sanitizer.reports
+    assert report.slots == tuple(sorted(slots)) and "slots 3, 12, 8193, 9000, 40000, 70001" in report.sentence
