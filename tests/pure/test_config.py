@@ -6,11 +6,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, ServerConfig, place_of
+from penstock.config import (
+    ADMISSIONS,
+    DEVICE_EVICTIONS,
+    EVICTIONS,
+    Config,
+    EngineConfig,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+    SanitizeConfig,
+    ServerConfig,
+    place_of,
+)
 from penstock.errors import ConfigError, UserError
 
 GOOD: list[tuple[type, dict[str, Any]]] = [
@@ -35,6 +49,20 @@ GOOD: list[tuple[type, dict[str, Any]]] = [
     (ServerConfig, {"port": 0}),
     (ServerConfig, {"port": 65535}),
     (ServerConfig, {"max_body_bytes": 1024, "max_concurrent": 1, "shutdown_s": 0.0}),
+    (ServerConfig, {"read_timeout_s": 86400.0, "write_timeout_s": 0.001}),
+    (ServerConfig, {"read_timeout_s": 0.001, "write_timeout_s": 86400.0}),
+    (ServerConfig, {"shutdown_s": 86400.0}),
+    (ModelSource, {"load_format": "dummy", "positions": 4096}),
+    (EngineConfig, {"max_overtaken_s": 0.001, "scheduling": "fifo"}),
+    (EngineConfig, {"max_overtaken_s": 3600.0}),
+    (OffloadConfig, {"lease_s": 0.001, "load_deadline_s": 0.001}),
+    *((OffloadConfig, {"enabled": False, "eviction": eviction}) for eviction in DEVICE_EVICTIONS),
+    *((OffloadConfig, {"eviction": eviction}) for eviction in EVICTIONS),
+    *((OffloadConfig, {"ssd_admission": admission}) for admission in ADMISSIONS),
+    (SanitizeConfig, {"mode": "report", "json_file": "f.json", "check_bytes": True}),
+    (SanitizeConfig, {"mode": "strict"}),
+    (LoraConfig, {"adapters": (("a" * 128, "x"), ("B.b_c:d/e@f+g-h", "y"))}),
+    (LoraConfig, {"dir": "adapters"}),
 ]
 BAD: list[tuple[type, dict[str, Any], str]] = [
     (ModelSource, {"load_format": "gguf"}, "--load-format"),
@@ -78,6 +106,28 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (ServerConfig, {"shutdown_s": -0.1}, "--shutdown-s"),
     (ServerConfig, {"shutdown_s": math.nan}, "--shutdown-s"),
     (ServerConfig, {"shutdown_s": math.inf}, "--shutdown-s"),
+    (ServerConfig, {"shutdown_s": 86400.1}, "--shutdown-s"),
+    *(
+        (ServerConfig, {f"{which}_timeout_s": value}, f"--{which}-timeout-s")
+        for which in ("read", "write")
+        for value in (0.0, -1.0, 86400.1, math.nan, math.inf)
+    ),
+    *((EngineConfig, {"max_overtaken_s": value}, "--max-overtaken-s") for value in (0.0, -1.0, 3600.1, math.nan, math.inf)),
+    (EngineConfig, {"scheduling": "lifo"}, "--scheduling"),
+    *((OffloadConfig, {"host_gib": value}, "--kv-offload-host-gib") for value in (0.0, -1.0, math.nan, math.inf)),
+    (OffloadConfig, {"enabled": False, "host_gib": 1.0}, "--kv-offload-host-gib needs --kv-offload"),
+    (OffloadConfig, {"eviction": "fifo"}, "--eviction"),
+    (OffloadConfig, {"lease_s": 0.0, "load_deadline_s": 1.0}, "a lease and a promotion"),
+    (OffloadConfig, {"lease_s": 1.0, "load_deadline_s": 0.0}, "a lease and a promotion"),
+    (SanitizeConfig, {"mode": "loud"}, "--sanitize"),
+    (SanitizeConfig, {"mode": "off", "json_file": "f.json"}, "--sanitize-json needs --sanitize"),
+    (SanitizeConfig, {"mode": "off", "check_bytes": True}, "--sanitize-bytes needs --sanitize"),
+    (LoraConfig, {"adapters": (("", "x"),), "dir": None}, "--lora ''"),
+    (LoraConfig, {"adapters": (("a" * 129, "x"),), "dir": None}, "at most 128"),
+    (LoraConfig, {"adapters": (("-a", "x"),), "dir": None}, "--lora '-a'"),
+    (LoraConfig, {"adapters": (("a", ""),), "dir": None}, "--lora a= names no directory"),
+    (LoraConfig, {"adapters": (("a", "x"), ("b", "y"), ("a", "z")), "dir": None}, "--lora a= is given more than once"),
+    (LoraConfig, {"adapters": (), "dir": ""}, "--lora-dir is empty"),
 ]
 
 
@@ -102,6 +152,39 @@ def test_the_defaults_are_valid_and_frozen(make: type) -> None:
     first = dataclasses.fields(made)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, first, None)
+
+
+def documented() -> list[tuple[str, str]]:
+    """Rows of tables, made from the defaults."""
+    kv, engine, offload, server = KvConfig(), EngineConfig(), OffloadConfig(), ServerConfig()
+    return [
+        ("serving.md", f"| `--block-tokens N` | {kv.block_tokens} |"),
+        ("serving.md", f"| `--kv-offload-ssd-dir DIR`, `--kv-offload-ssd-gib X` | none, {offload.ssd_gib:g} |"),
+        ("serving.md", f"| `--scheduling` | `{engine.scheduling}` |"),
+        ("serving.md", f"| `--max-overtaken-s S` | {engine.max_overtaken_s:g} |"),
+        ("serving.md", f"| `--max-batch N` | {engine.max_batch} |"),
+        ("serving.md", f"| size of a body | `--max-body-bytes` ({server.max_body_bytes >> 20} MiB) |"),
+        ("serving.md", f"| `--max-concurrent` ({server.max_concurrent}) |"),
+        ("serving.md", f"| `--read-timeout-s` ({server.read_timeout_s:g}) |"),
+        ("serving.md", f"| `--write-timeout-s` ({server.write_timeout_s:g}) |"),
+    ]
+
+
+@pytest.mark.parametrize(("document", "row"), documented())
+def test_a_default_is_the_one_that_the_document_says(document: str, row: str) -> None:
+    assert row in (Path(__file__).parents[2] / "docs" / document).read_text()
+
+
+def test_what_is_on_unless_it_is_turned_off() -> None:
+    """Defaults that no table has."""
+    offload, engine = OffloadConfig(), EngineConfig()
+    assert (offload.enabled, offload.load_always, offload.ssd_admission, offload.eviction) == (True, False, "always", "returning")
+    assert (engine.overcommit, engine.capture, engine.seed, engine.prefill_chunk) == (1.0, True, 0, 0)
+    assert (KvConfig().prefix_cache, ModelSource().model, ModelSource().device) == (True, "smollm2-135m", "auto")
+    assert (SanitizeConfig().mode, SanitizeConfig().check_bytes) == ("off", False)
+    assert (ServerConfig().host, ServerConfig().port, ServerConfig().api_key) == ("127.0.0.1", 8000, None)
+    assert not ServerConfig().allow_special_tokens_in_text and LoraConfig().dir is None
+    assert (offload.load_deadline_s, offload.remote_timeout_s) == (30.0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------- URLs with passwords in them

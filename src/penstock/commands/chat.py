@@ -91,7 +91,10 @@ class Chat:
         self._note(answer.figures().line())
 
     def _show(self, text: str) -> None:
-        self._out.print(Text(text.translate(_UNPRINTABLE) if self._out.is_terminal else text), end="")
+        if self._out.is_terminal:
+            self._out.print(Text(text.translate(_UNPRINTABLE)), end="")
+        else:  # as it is: the console would drop control characters, carriage returns among them
+            self._out.file.write(text)
         self._out.file.flush()
 
     def _note(self, text: str) -> None:

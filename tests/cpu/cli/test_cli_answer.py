@@ -221,3 +221,15 @@ def test_without_a_terminal_only_long_stages_are_spoken_of(capsys, monkeypatch):
             now[0] = seconds
             bar(stage, done, 10)
     assert capsys.readouterr().err.splitlines() == ["long: 50 %", "long: 80 %"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_leaving_a_session_by_an_error_closes_its_engine(error):
+    """What was computed is persisted by that, and the lock of a disk cache is given back."""
+    with (
+        pytest.raises(error),
+        running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))) as engine,
+    ):
+        raise error
+    with pytest.raises(EngineClosed):
+        engine.submit([1], _greedy(1), print)

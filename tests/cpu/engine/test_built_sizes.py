@@ -16,8 +16,8 @@ from penstock.engine import build as building
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
-from penstock.testing.driving import block_bytes, tiny_config
 from penstock.testing.stores import MemoryStore
+from support.driving import block_bytes, tiny_config
 
 MakeEngine = Callable[..., Engine]
 BLOCK_BYTES = block_bytes("tiny-qwen3", 16)

@@ -15,7 +15,7 @@ from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
-from penstock.testing.driving import generate, run_all, settle_all, submit
+from support.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

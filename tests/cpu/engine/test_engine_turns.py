@@ -17,7 +17,7 @@ from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.engine.sessions import Sessions
 from penstock.errors import InvalidRequest
-from penstock.testing.driving import generate, run_all, submit
+from support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -405,3 +406,58 @@ def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(store: B
     assert slots.write(store, keys) == [DONE] * 3
     assert store.find(keys) == 3
     assert slots.read(store, keys) == [DONE] * 3
+
+
+def test_a_bucket_that_is_closed_has_no_threads_and_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_bucket, "_AT_ONCE", 1)
+    requests, gate, ran = s3_bucket.Requests(60.0), threading.Event(), []
+    begun = threading.Event()
+
+    def work(number: int) -> None:
+        ran.append(number)
+        begun.set()
+        assert gate.wait(60.0)
+
+    running = [requests._threads.submit(work, number) for number in range(3)]
+    assert begun.wait(60.0)
+    requests.close()  # does not wait for what runs
+    assert [future.cancelled() for future in running] == [False, True, True]
+    gate.set()
+    running[0].result(60.0)
+    for thread in requests._threads._threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert ran == [0]
+
+
+@pytest.mark.parametrize(
+    ("query", "named", "allow_http"),
+    [
+        ("", {}, None),
+        ("?endpoint=http://h:1", {"endpoint": "http://h:1"}, True),
+        ("?endpoint=https://h:1&region=r", {"endpoint": "https://h:1", "region": "r"}, False),
+    ],
+)
+def test_what_the_url_says_reaches_the_library(
+    monkeypatch: pytest.MonkeyPatch, query: str, named: dict[str, str], allow_http: bool | None
+) -> None:
+    made: list[tuple[object, dict[str, object]]] = []
+    monkeypatch.setattr(s3_bucket, "S3Store", lambda bucket, **options: made.append((bucket, options)))
+    for path, prefix in (("", None), ("/a/b/", "a/b")):
+        s3_bucket.connect(parse(f"s3://bucket{path}{query}"), 2.5)
+        ((bucket, options),) = made
+        made.clear()
+        client, again = options.pop("client_options"), options.pop("retry_config")
+        assert (bucket, options) == ("bucket", {"prefix": prefix, **named})
+        assert client.get("allow_http") == allow_http, "what is meant to be encrypted is never sent in the clear"
+        assert client["timeout"] == client["connect_timeout"] == again["retry_timeout"] == timedelta(seconds=2.5)
+
+
+def test_a_file_of_authorities_is_read_and_one_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(s3_bucket, "S3Store", lambda bucket, **options: made.append(options["client_options"]))
+    (tmp_path / "ca.pem").write_bytes(b"trust")
+    s3_bucket.connect(parse(f"s3://bucket?ca={tmp_path}/ca.pem"), 1.0)
+    assert made[0]["root_certificate"] == b"trust"
+    with pytest.raises(ConfigError, match="file for TLS cannot be read"):
+        s3_bucket.connect(parse(f"s3://bucket?ca={tmp_path}/none.pem"), 1.0)

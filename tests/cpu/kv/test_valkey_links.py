@@ -13,7 +13,7 @@ import pytest
 from valkey_rig import PATIENT_S, num_idle, opened
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote import valkey_links
+from penstock.kv.tiers.remote import valkey_exchange, valkey_links
 from penstock.kv.tiers.remote.valkey_url import Node
 from support.servers import LOOPBACK
 
@@ -82,3 +82,90 @@ def test_each_node_that_may_know_the_others_has_its_share_of_the_time(monkeypatc
         with pytest.raises(StoreFailed):
             store._links.nodes(1006.0)
     assert asked == [(1, 1002.0), (2, 1003.0), (3, 1006.0)]
+
+
+def test_each_exchange_of_a_reset_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of many blocks takes longer than one exchange may."""
+    now_s = 1000.0
+    deadlines: list[float] = []
+
+    class Slow:
+        """Three pages of names, each three seconds after it was asked for."""
+
+        def __init__(self) -> None:
+            self.pages = [[b"7", [b"a", b"b"]], [b"9", []], [b"0", [b"c"]]]
+            self.wire = SimpleNamespace(deadline=now_s + 4.0, send=lambda parts, num: None, read_answer=lambda: 1)
+
+        def ask(self, *words: bytes) -> object:
+            nonlocal now_s
+            deadlines.append(self.wire.deadline - now_s)
+            now_s += 3.0
+            return self.pages[len(deadlines) - 1]
+
+    monkeypatch.setattr(valkey_exchange, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1")) as store:
+        assert store._exchange._reset_over(Slow(), 4.0) == 3  # type: ignore[arg-type]
+    assert deadlines == [4.0] * 3
+
+
+def test_a_store_that_is_closed_leaves_no_connection_open_and_makes_none(answering: str) -> None:
+    store = opened(answering)
+    node, until = store._address.nodes[0], time.monotonic() + PATIENT_S
+    with store._links.link(node, until) as one, store._links.link(node, until) as other:
+        assert one is not other
+    assert num_idle(store) == 2 and one._sock is not None and other._sock is not None
+    store.close()
+    assert num_idle(store) == 0 and one._sock is None and other._sock is None
+    with pytest.raises(StoreFailed, match="was closed"):
+        store.probe()
+    store.close()
+
+
+def test_whoever_forgets_a_node_closes_its_idle_connections_and_those_alone(answering: str) -> None:
+    with contextlib.closing(opened(answering)) as store:
+        node, until = store._address.nodes[0], time.monotonic() + PATIENT_S
+        with store._links.link(node, until) as link:
+            pass
+        store._links._slots = [node] * 16384
+        store._links.forget(Node("other", 1))
+        assert store._links._slots is None and num_idle(store) == 1 and link._sock is not None
+        store._links._slots = [node] * 16384
+        store._links.forget(node)
+        assert store._links._slots is None and num_idle(store) == 0 and link._sock is None
+
+
+@pytest.mark.parametrize("wrong", [(-1, 5), (5, 4), (0, 16384)])
+def test_a_map_with_slots_that_are_none_is_no_map(wrong: tuple[int, int]) -> None:
+    with pytest.raises(StoreFailed, match="map of its slots"):
+        valkey_links.slot_map([[*wrong, [b"h", 7, b"id"]]], Node("asked", 1))
+    for port in (0, 65536):
+        with pytest.raises(StoreFailed, match="map of its slots"):
+            valkey_links.slot_map([[0, 5, [b"h", port, b"id"]]], Node("asked", 1))
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_probe_asks_every_node_and_one_that_is_silent_fails_it(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    nodes = [Node("h", port) for port in range(3)]
+    asked: list[Node] = []
+
+    def ping(node: Node, deadline: float) -> None:
+        asked.append(node)
+        if node.port == silent:
+            raise StoreFailed("no answer in time")
+
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1?cluster=1")) as store:
+        monkeypatch.setattr(store._links, "nodes", lambda deadline: nodes)
+        monkeypatch.setattr(store._exchange, "ping", ping)
+        with pytest.raises(StoreFailed):
+            store.probe()
+        assert asked == nodes[: silent + 1]
+        silent = -1
+        store.probe()
+        assert asked[-3:] == nodes
+
+
+def test_a_link_that_is_left_with_answers_owed_is_not_kept(answering: str) -> None:
+    with contextlib.closing(opened(answering)) as store:
+        with store._links.link(store._address.nodes[0], time.monotonic() + PATIENT_S) as link:
+            link.wire.num_owed = 1
+        assert num_idle(store) == 0 and link._sock is None

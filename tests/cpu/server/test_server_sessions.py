@@ -3,6 +3,7 @@ with tiers, under the sanitizer."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -228,3 +229,30 @@ def test_a_prefetch_brings_blocks_from_the_disk_into_host_memory(tmp_path: Path,
         assert server.http.post("/cache/prefetch", json=body).json() == {"blocks": 4, "started": True}
         wait_figures(server, prefetches_finished=1)
         assert server.ask()[1]["kv_source"] == {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 6}
+
+
+PREFETCHES = {
+    "session": ({"session_id": "agent"}, {"session": "agent"}),
+    "prompt": ({"prompt": "ab"}, {"prompt": [97, 98]}),
+    "ids": ({"prompt": [5, 6]}, {"prompt": [5, 6]}),
+    "chat": ({"messages": CHAT["messages"]}, {}),
+}
+
+
+def test_what_is_to_be_prefetched_reaches_the_engine_with_its_salt(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def prefetch(prompt: list[int] | None = None, **options: Any) -> Future[Prefetched | None]:
+        asked.append({"prompt": prompt, **options})
+        done: Future[Prefetched | None] = Future()
+        done.set_result(Prefetched(3, True))
+        return done
+
+    monkeypatch.setattr(served.engine, "prefetch", prefetch)
+    for (body, handed), salt in itertools.product(PREFETCHES.values(), (None, "", "mine")):
+        reply = served.http.post("/cache/prefetch", json={**body, "cache_salt": salt})
+        assert (reply.status_code, reply.json()) == (200, {"blocks": 3, "started": True})
+        one = asked.pop()
+        assert one["cache_salt"] == (salt or "") and one.get("adapter") is None
+        assert {name: one[name] for name in handed} == handed
+        assert ("session" in one) == ("session" in handed) and (one["prompt"] is None) == ("session" in handed)

@@ -13,8 +13,9 @@ from served import Served, until
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
-from penstock.server import service
-from penstock.server.run import HttpServer
+from penstock.server import schema, service
+from penstock.server.run import HttpServer, _bind
+from penstock.server.text import encode_chat
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -63,3 +64,38 @@ def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -
     health, live = served.http.get("/health"), served.http.get("/live")
     assert (health.status_code, live.status_code) == (503, 200)
     assert health.json() == {"status": "unavailable", "reason": "the server is shutting down"}
+
+
+def test_a_port_that_the_server_before_has_just_left_can_be_had_again() -> None:
+    """Whoever closes a connection first keeps its address for a minute; a server that is restarted must not wait for that."""
+    with contextlib.closing(_bind(ServerConfig(port=0))) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        with contextlib.closing(socket.create_connection(("127.0.0.1", port))) as client:
+            listener.accept()[0].close()
+            assert client.recv(1) == b""
+    with contextlib.closing(_bind(ServerConfig(port=port))) as again:
+        assert again.getsockname()[1] == port
+
+
+@pytest.mark.parametrize("shutdown_s", [0.0, 0.5, 20.0])
+def test_connections_are_cut_only_when_the_engine_has_had_its_time_and_a_little_more(shutdown_s: float) -> None:
+    """Those who read are told by the engine's own deadline; both at once would be a race."""
+    engine = ScriptedEngine()
+    server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=shutdown_s))
+    with contextlib.closing(server._listener):
+        assert server.config.timeout_graceful_shutdown is not None
+        assert server.config.timeout_graceful_shutdown >= shutdown_s + service.CLOSE_GRACE_S > shutdown_s
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_whether_messages_may_spell_special_tokens_is_for_the_operator_to_say(allowed: bool) -> None:
+    engine = ScriptedEngine(max_model_len=50)
+    config = ServerConfig(allow_special_tokens_in_text=allowed)
+    rules = service.Service(engine, ScriptedLoop(engine), config)
+    assert (rules.prompt_rules.most, rules.prompt_rules.special_in_text) == (50, allowed)
+    assert (rules.side_rules.most, rules.side_rules.special_in_text) == (service.SIDE_TOKENS, allowed)
+    asked: list[tuple[int, bool]] = []
+    engine.tokenizer.encode_chat = lambda messages, most, special: asked.append((most, special)) or [1]  # type: ignore[method-assign, assignment]
+    message = schema.Message(role="user", content="<|im_end|>")
+    assert encode_chat(engine.tokenizer, [message], rules.prompt_rules) == [1] and asked == [(50, allowed)]

@@ -10,7 +10,7 @@ from ladder_rig import BLOCK, KEYS, LAYERS, Rig, leased
 from test_ladder_promote import retracted
 
 from penstock.kv.transfer.checked import Checks
-from penstock.testing.stepped import TagArena
+from support.stepped import TagArena
 
 ALL = (0, LAYERS)
 

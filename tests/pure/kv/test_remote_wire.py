@@ -271,6 +271,18 @@ def test_a_wire_is_quiet_until_something_comes_or_it_ends() -> None:
         assert not wire.quiet
 
 
+def test_a_wire_that_owes_an_answer_or_has_more_than_was_asked_for_is_not_quiet() -> None:
+    """What came behind the last answer lies in our own memory, where the system shows nothing of it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire = Wire(ours, NEVER)
+        wire.send([command(b"PING")], 1)
+        assert not wire.quiet and not wire.readable
+        theirs.send(b"+PONG\r\n+surprise\r\n")
+        assert wire.read_answer() == b"PONG"
+        assert (wire.num_owed, wire.readable) == (0, False) and not wire.quiet
+
+
 @pytest.mark.parametrize("encrypted", [False, True], ids=["parts", "whole"])
 def test_a_peer_that_is_gone_is_a_failure_of_whoever_sends(encrypted: bool) -> None:
     ours, theirs = socket.socketpair()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
+from pathlib import Path
+
+import pytest
 
 from penstock.contract import Access, Mode
+from penstock.errors import ConfigError
 from penstock.kv.blocks.pool import BlockPool
+from penstock.sanitizer import stack
 from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.findings import MAX_REPORTS
 from penstock.sanitizer.report import Deed, Kind
@@ -121,3 +127,53 @@ def test_findings_are_kept_up_to_a_number_and_counted_beyond() -> None:
         sanitizer.submitted("compute", number + 1, "layer", [Access("device", slot, (0, 1), Mode.READ)])
     assert len(sanitizer.reports) == MAX_REPORTS == len(sanitizer._findings._told)
     assert sanitizer.num_by_kind[Kind.RACE] == MAX_REPORTS + 50
+
+
+def test_what_is_found_again_is_counted_and_kept_once() -> None:
+    sanitizer = Sanitizer()
+    for number in range(1, 4):
+        sanitizer.submitted("load", number, f"promote of r{number}", [Access("device", [number], (0, 1), Mode.WRITE)])
+        sanitizer.submitted("compute", number, "layer", [Access("device", [number], (0, 1), Mode.READ)])
+    assert [report.slots for report in sanitizer.reports] == [(1,)], "the same work on the same lanes"
+    assert sanitizer.num_by_kind[Kind.RACE] == 3
+    sanitizer.submitted("load", 4, "promote of r4", [Access("host", [4], (0, 1), Mode.WRITE)])
+    sanitizer.submitted("compute", 4, "layer", [Access("host", [4], (0, 1), Mode.READ)])
+    assert [report.arena for report in sanitizer.reports] == ["device", "host"]
+
+
+def test_the_file_of_findings_is_there_from_the_start_and_has_all_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "findings.json"
+    sanitizer = Sanitizer(json_file=file)
+    assert json.loads(file.read_text()) == []
+    for number, arena in enumerate(("device", "host"), 1):
+        sanitizer.submitted("load", number, "promote", [Access(arena, [number], (0, 1), Mode.WRITE)])
+        sanitizer.submitted("compute", number, "layer", [Access(arena, [number], (0, 1), Mode.READ)])
+        assert [report["arena"] for report in json.loads(file.read_text())] == ["device", "host"][:number]
+    written = json.loads(file.read_text())[0]
+    assert (written["kind"], written["slots"], written["sentence"]) == ("race", [1], sanitizer.reports[0].sentence)
+    assert [deed["lane"] for deed in written["deeds"]] == ["load", "compute"]
+
+
+def test_a_file_of_findings_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--sanitize-json"):
+        Sanitizer(json_file=tmp_path)
+
+
+def test_places_that_submit_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "_MAX_KEPT", 3)
+    stacks = stack.Stacks()
+    for line in range(1, 8):
+        scope: dict[str, object] = {"here": stacks.here}
+        exec(compile("\n" * line + "found = here()", "somewhere.py", "exec"), scope)
+        found = scope["found"]
+        assert isinstance(found, tuple) and (found[0].file, found[0].line) == ("somewhere.py", line + 1)
+        assert len(stacks) <= 3
+
+
+def test_slots_of_a_finding_are_named_in_their_order() -> None:
+    sanitizer = Sanitizer()
+    slots = [70_001, 3, 9_000, 12, 40_000, 8_193]
+    sanitizer.submitted("load", 1, "promote", [Access("device", slots, (0, 1), Mode.WRITE)])
+    sanitizer.submitted("compute", 1, "layer", [Access("device", slots, (0, 1), Mode.READ)])
+    (report,) = sanitizer.reports
+    assert report.slots == tuple(sorted(slots)) and "slots 3, 12, 8193, 9000, 40000, 70001" in report.sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 from penstock.errors import ConfigError
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, slot_bytes
-from penstock.kv.tiers.ssd.survey import clear, inspect, verify
+from penstock.kv.tiers.envelope import Envelope, pack
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, pack_slot, slot_bytes, unpack_segment
+from penstock.kv.tiers.ssd.survey import SpaceSurvey, clear, inspect, verify
 from penstock.kv.tiers.store import Outcome, Space
 
 WIDTH = slot_bytes(BLOCK_BYTES)
@@ -99,9 +101,11 @@ def test_clear_removes_our_files_and_no_others(tmp_path: Path) -> None:
     _filled(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     num_files = len(segment_paths(tmp_path))
+    num_bytes = sum(path.stat().st_size for path in segment_paths(tmp_path))
     told: list[tuple[int, int]] = []
     found = clear(tmp_path, lambda done, total: told.append((done, total)))
     assert found.num_segments == num_files == len(told) and not segment_paths(tmp_path)
+    assert num_files > 1 and (found.file_bytes, told) == (num_bytes, [(done, num_files) for done in range(1, num_files + 1)])
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert inspect(tmp_path).num_segments == 0, "it is still a cache, with nothing in it"
     store = open_at(tmp_path)
@@ -133,3 +137,29 @@ def test_a_directory_that_is_missing_or_somebody_elses_is_refused(tmp_path: Path
         with pytest.raises(ConfigError, match=why):
             call(path)
     assert [entry.name for entry in (tmp_path / "other").iterdir()] == ["thesis.txt"]
+
+
+def test_a_survey_knows_the_oldest_and_the_newest_block_in_whatever_order_they_lie() -> None:
+    for sequences in itertools.permutations((10, 20, 30)):
+        space = SpaceSurvey()
+        for slot, sequence in enumerate(sequences):
+            space.add(SlotHead(Envelope(key_of(slot), b"s" * 32, 100, sequence, b"c" * 16), b"g" * 16, 0, slot, 0))
+        assert (space.oldest, space.newest, space.num_blocks, space.num_bytes) == (10, 30, 3, 300)
+
+
+@pytest.mark.parametrize("newer_first", [False, True])
+def test_of_two_copies_a_survey_counts_the_newer(tmp_path: Path, newer_first: bool) -> None:
+    _filled(tmp_path, 2)
+    path = segment_paths(tmp_path)[0]
+    image = bytearray(path.read_bytes())
+    head = unpack_segment(bytes(image[:SECTOR_BYTES]))
+    assert head is not None
+    payload = b"x" * BLOCK_BYTES
+    for slot, sequence in enumerate((200, 100) if newer_first else (100, 200)):
+        sector = pack_slot(pack(key_of(7), SPACE.digest, payload, sequence), head, slot, 0)
+        image[SECTOR_BYTES + slot * WIDTH : SECTOR_BYTES + (slot + 1) * WIDTH] = sector + payload.ljust(WIDTH - SECTOR_BYTES, b"\0")
+    path.write_bytes(image)
+    for found in (inspect(tmp_path), verify(tmp_path, _ignore)):
+        (space,) = found.spaces.values()
+        assert (found.num_blocks, found.num_older, space.oldest, space.newest) == (1, 1, 200, 200)
+    assert verify(tmp_path, _ignore).num_good == 2

@@ -1,0 +1,167 @@
+"""What a shared store may answer besides what was hoped for: each refusal, and each answer that is none, ends as it should."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from valkey_rig import BLOCK_BYTES, CALLS, DONE, PATIENT_S, keys_of, num_idle, opened, write
+
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.remote import open_store, valkey_links
+from penstock.kv.tiers.remote.valkey_links import resolve
+from penstock.kv.tiers.remote.valkey_url import Node
+from penstock.kv.tiers.store import Outcome, Space, StoreUsage
+from support.servers import LOOPBACK
+
+FINE = {b"PING": b"+PONG", b"EXISTS": b":1", b"TOUCH": b":0", b"SET": b"+OK", b"GET": b"$-1", b"SCAN": b"*2\r\n$1\r\n0\r\n*0"}
+
+
+def words_of(file: socket.SocketIO) -> list[bytes]:
+    """One command; nothing where the other side is gone."""
+    head = file.readline()
+    words = []
+    for _ in range(int(head[1:] or 0)):
+        size = int(file.readline()[1:])
+        words.append(file.read(size + 2)[:-2])
+    return words
+
+
+@contextlib.contextmanager
+def answering(**answers: bytes) -> Iterator[str]:
+    """The URL of a server that answers each command with one line or a whole answer; one that has none here with OK."""
+    said = {**FINE, **{word.encode(): answer for word, answer in answers.items()}}
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        said[b"CLUSTER"] = f"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n${len(LOOPBACK)}\r\n{LOOPBACK}\r\n:{port}".encode()
+
+        def serve(peer: socket.socket) -> None:
+            with contextlib.suppress(OSError, ValueError), peer, peer.makefile("rb") as file:
+                while words := words_of(file):  # type: ignore[arg-type]
+                    peer.sendall(said.get(words[0], b"+OK") + b"\r\n")
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"valkey://{LOOPBACK}:{port}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_that_answers_as_it_should_is_used_over_one_connection() -> None:
+    with answering() as url, contextlib.closing(opened(url)) as store:
+        for call in CALLS.values():
+            call(store)
+        assert num_idle(store) == 1
+
+
+ODD: dict[str, tuple[str, dict[str, bytes], str]] = {
+    "it loads": ("probe", {"PING": b"-LOADING Valkey is loading"}, "refuses: LOADING"),
+    "it refuses to look": ("find", {"EXISTS": b"-NOPERM secret"}, "refuses: NOPERM"),
+    "a name is elsewhere, and it is no cluster": ("find", {"EXISTS": b"-MOVED 1 h:1"}, "add .cluster=1"),
+    "it refuses to read": ("read", {"GET": b"-BUSY secret"}, "refuses: BUSY"),
+    "it refuses to mark": ("write", {"TOUCH": b"-READONLY secret"}, "refuses: READONLY"),
+    "it refuses to write": ("write", {"SET": b"-READONLY secret"}, "refuses: READONLY"),
+    "a number for a write": ("write", {"SET": b":1"}, "answered SET with something else"),
+    "another word for a write": ("write", {"SET": b"+QUEUED"}, "answered SET with something else"),
+    "a value for a write": ("write", {"SET": b"$-1"}, "something else than a line"),
+    "a word for names": ("reset", {"SCAN": b"+OK"}, "answered SCAN with something else"),
+    "one page too many": ("reset", {"SCAN": b"*3\r\n$1\r\n0\r\n*0\r\n*0"}, "answered SCAN with something else"),
+    "a cursor that is none": ("reset", {"SCAN": b"*2\r\n*0\r\n*0"}, "answered SCAN with something else"),
+    "names that are none": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n$1\r\nx"}, "answered SCAN with something else"),
+    "a name that it does not let go": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nx", "UNLINK": b"-NOPERM x"}, "refuses: NOPERM"),
+    "a refusal that spells something": ("probe", {"PING": b"-secret text"}, "refuses: ERR"),
+}
+
+
+@pytest.mark.parametrize(("call", "answers", "told"), ODD.values(), ids=ODD)
+def test_an_answer_that_ends_a_call_is_told_in_one_word_and_its_connection_is_not_used_again(
+    call: str, answers: dict[str, bytes], told: str
+) -> None:
+    with answering(**answers) as url, contextlib.closing(opened(url)) as store:
+        with pytest.raises(StoreFailed, match=told) as raised:
+            CALLS[call](store)
+        assert "secret" not in str(raised.value)
+        assert num_idle(store) == 0
+
+
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+def test_in_a_cluster_a_name_that_has_moved_costs_its_block_and_the_map(word: bytes) -> None:
+    moved = b"-%b 1 h:1" % word
+    with answering(SET=moved, GET=moved, EXISTS=moved) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
+        for call, outcome in (
+            (lambda: write(store, keys_of(2)), [Outcome.FAILED] * 2),
+            (lambda: CALLS["read"](store), [Outcome.MISSING] * 3),
+            (lambda: store.find(keys_of(2)), 0),
+        ):
+            assert call() == outcome
+            assert store._links._slots is None, "who has what is asked anew"
+            assert num_idle(store) == 1, "the connection is in order"
+
+
+@pytest.mark.parametrize(("answer", "outcome"), [(b"+OK", DONE), (b"-OOM no room", Outcome.FULL)])
+def test_a_full_server_is_full_and_not_broken(answer: bytes, outcome: Outcome) -> None:
+    with answering(SET=answer) as url, contextlib.closing(opened(url)) as store:
+        assert write(store, keys_of(3)) == [outcome] * 3
+        assert num_idle(store) == 1
+
+
+def test_a_value_under_our_name_that_is_no_block_is_removed() -> None:
+    for answer in (b"-WRONGTYPE a list", b"$3\r\nabc"):
+        with answering(GET=answer, UNLINK=b":1") as url, contextlib.closing(opened(url)) as store:
+            assert CALLS["read"](store) == [Outcome.CORRUPT] * 3
+            assert num_idle(store) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------------- on the way
+
+
+def test_a_name_is_resolved_and_one_without_an_address_is_told() -> None:
+    places = resolve(Node("localhost", 7), PATIENT_S)
+    assert places and all(kind == socket.SOCK_STREAM and address[1] == 7 for _, kind, _, _, address in places)
+    with pytest.raises(StoreFailed, match="its name has no address"):
+        resolve(Node("a" * 64 + ".invalid", 7), PATIENT_S)
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    real: Callable[..., object] = socket.getaddrinfo
+
+    def slow(host: str, port: int, **options: int) -> object:
+        if not options["flags"]:
+            gate.wait()
+        return real(host, port, **options)
+
+    monkeypatch.setattr(valkey_links.socket, "getaddrinfo", slow)
+    with pytest.raises(StoreFailed, match="no answer in time"):
+        resolve(Node("kv.invalid", 7), 0.0)
+    gate.set()
+
+
+def test_where_no_time_is_left_nobody_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(valkey_links.socket, "socket", None)
+    with pytest.raises(StoreFailed, match="cannot be reached"):
+        valkey_links.dial(Node(LOOPBACK, 7), None, time.monotonic() - 1.0)
+
+
+def test_without_its_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, module in (("valkey://h", "valkey"), ("s3://bucket", "obstore")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=r"penstock\[remote\]"):
+            open_store(url, Space(b"s" * 32, BLOCK_BYTES, memoryview(b"")), 1.0)
+
+
+def test_nobody_here_counts_what_is_in_a_shared_store() -> None:
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1")) as store:
+        assert store.usage() == StoreUsage(0) and store.usage().as_dict() == {}
+        assert (store.name, store.local) == ("remote", False)
+        store.persist()  # asks nobody

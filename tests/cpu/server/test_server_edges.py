@@ -1,0 +1,138 @@
+"""Limits and answers of the server looked at from both sides, without a connection: errors by kind, brackets of a body, times that the
+documents name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from penstock import errors
+from penstock.config import ServerConfig
+from penstock.errors import InvalidRequest
+from penstock.server import adapters, connection, faults, schema, service
+from penstock.server.faults import Refused, error_response, fault_of
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+# Every error that has an answer of its own: status, type, code, and whether the client reads its message.
+ANSWERS = {
+    errors.UserError: (400, "invalid_request_error", None, True),
+    errors.ConfigError: (400, "invalid_request_error", None, True),
+    errors.ModelError: (400, "invalid_request_error", None, True),
+    errors.InvalidRequest: (400, "invalid_request_error", None, True),
+    errors.Overloaded: (429, "rate_limit_error", "overloaded", True),
+    errors.EngineClosed: (503, "service_unavailable_error", "unavailable", True),
+    errors.DeadlineExceeded: (504, "server_error", "deadline_exceeded", True),
+    errors.StoreFailed: (503, "service_unavailable_error", "tier_failed", True),
+    errors.TransferFailed: (503, "service_unavailable_error", "tier_failed", True),
+    errors.StepFailed: (500, "server_error", "step_failed", True),
+}
+OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PenstockError)]
+
+
+@pytest.mark.parametrize("kind", [*OURS, ValueError, MemoryError])
+def test_each_error_has_its_answer(kind: type[Exception]) -> None:
+    error = kind("lane", "open", "close") if kind is errors.IllegalTransition else kind("what happened")
+    status, type_, code, tells = ANSWERS.get(kind, (500, "server_error", "internal", False))
+    fault = fault_of(error)
+    assert (fault.status, fault.type, fault.code, fault.param) == (status, type_, code, None)
+    assert fault.message == ("what happened" if tells else "internal error; the server's log says more")
+    reply = error_response(error)
+    assert (reply.status_code, json.loads(reply.body)) == (status, fault.body())
+    assert reply.headers.get("retry-after") == ("1" if kind is errors.Overloaded else None)
+
+
+@pytest.mark.parametrize(("wait_s", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (7.5, "8")])
+def test_a_client_is_told_to_wait_for_whole_seconds_and_never_less_than_one(wait_s: float, told: str) -> None:
+    assert fault_of(errors.Overloaded("busy", wait_s)).headers == {"Retry-After": told}
+
+
+@pytest.mark.parametrize("kind", [errors.EngineClosed, errors.StoreFailed, errors.TransferFailed, errors.StepFailed])
+def test_an_error_without_words_says_something(kind: type[Exception]) -> None:
+    assert len(fault_of(kind()).message) > 10
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, "authentication_error"), (403, "invalid_request_error"), (429, "rate_limit_error")])
+def test_a_refusal_keeps_its_status_its_field_and_its_code(status: int, kind: str) -> None:
+    fault = fault_of(Refused(status, "no", param="lora_name", code="not_this"))
+    assert (fault.status, fault.message, fault.type, fault.param, fault.code) == (status, "no", kind, "lora_name", "not_this")
+    assert fault_of(InvalidRequest("no", "stop")).param == "stop"
+
+
+def test_a_path_and_a_method_that_are_not_there_are_told_in_our_words() -> None:
+    for status, words, code in ((404, "no such path", "not_found"), (405, "does not take that method", "method_not_allowed")):
+        fault = fault_of(HTTPException(status, "theirs", headers={"Allow": "GET"}))
+        assert (fault.status, fault.code, fault.headers) == (status, code, {"Allow": "GET"}) and words in fault.message
+    assert fault_of(HTTPException(418, "theirs")).message == "theirs"
+
+
+# -------------------------------------------------------------------------------------------------------------------- bodies
+
+
+def body_of(num_lists: int, *texts: str) -> bytes:
+    """JSON with so many lists and objects, and these texts before, between and behind them."""
+    lists = [*texts, *([] for _ in range(num_lists - 2)), *texts]
+    return json.dumps(dict.fromkeys(texts, 0) | {"messages": lists}).encode()
+
+
+BRACKETS = "[{" * schema.MAX_CONTAINERS
+TEXTS = {
+    "plain": (BRACKETS,),
+    "a backslash at the end": (BRACKETS + "\\",),
+    "two backslashes at the end": (BRACKETS + "\\\\",),
+    "a quote at the end": (BRACKETS + '"',),
+    "a quote at the start": ('"' + BRACKETS,),
+    "an escaped quote": (BRACKETS + '\\"' + BRACKETS,),
+    "short ones that end in backslashes": ("\\", BRACKETS, "\\\\", "a\\"),
+}
+
+
+@pytest.mark.parametrize("texts", TEXTS.values(), ids=TEXTS)
+def test_lists_are_counted_up_to_the_limit_and_brackets_in_text_are_not(texts: tuple[str, ...]) -> None:
+    schema._check_shape(body_of(schema.MAX_CONTAINERS, *texts))
+    with pytest.raises(InvalidRequest, match="more than 16384 lists and objects"):
+        schema._check_shape(body_of(schema.MAX_CONTAINERS + 1, *texts))
+
+
+def test_as_many_lists_as_are_allowed_are_decoded_where_no_text_has_brackets() -> None:
+    schema._check_shape(body_of(schema.MAX_CONTAINERS))
+    with pytest.raises(InvalidRequest, match="lists and objects"):
+        schema._check_shape(body_of(schema.MAX_CONTAINERS + 1))
+
+
+# ----------------------------------------------------------------------------------------------------------------- documents
+
+
+def test_the_times_after_which_an_operator_is_answered_are_those_of_the_document() -> None:
+    text = (DOCS / "http-api.md").read_text()
+    assert "504 after half a minute" in text and service.RESET_TIMEOUT_S == 30.0
+    assert "504 after a minute" in text and service.FLUSH_TIMEOUT_S == 60.0
+    assert f"did not begin within {service.PREFETCH_TIMEOUT_S:g} seconds" in text
+
+
+def rows() -> list[str]:
+    """Of the table of limits, made from what the code has."""
+    of = ServerConfig()
+    return [
+        f"| a header takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
+        f"| a body takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
+        f"| a client takes less than {connection.MIN_TAKEN >> 10} KiB of a waiting reply in | {of.write_timeout_s:g} s |",
+        f"| pieces of a body | {connection.FREE_PIECES}, and more only where they have {connection.MIN_PIECE} bytes on average |",
+        f"| size of a body | {of.max_body_bytes >> 20} MiB | `--max-body-bytes` |",
+        f"| lists and objects in a body | {schema.MAX_CONTAINERS:,} |",
+        f"| generations at once (prompts × `n`), running or waiting | {of.max_concurrent} | `--max-concurrent` |",
+        f"| tokens of a `/tokenize` or `/detokenize` call | {service.SIDE_TOKENS:,}, or `--max-model-len` if that is more |",
+        f"| `/tokenize`, `/detokenize` and `/cache/prefetch` calls at once | {service.NUM_SIDE} |",
+        f"| adapter loads at once | {adapters.NUM_LOADS} |",
+        f"| `cache_salt`, `session_id`, `prompt_cache_key`, `user`, `lora_name` | {schema.MAX_LABEL} characters each |",
+        f"| what an error repeats of a request | {faults.MAX_SHOWN} characters of a message or name, its beginning and its end |",
+        f"| running requests at the end | {of.shutdown_s:g} s | `--shutdown-s` |",
+    ]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.split("|")[1].strip())
+def test_a_limit_is_the_one_that_the_document_says(row: str) -> None:
+    assert row in (DOCS / "security.md").read_text()
