@@ -187,7 +187,8 @@ def test_a_life_begins_with_what_the_device_has_and_what_its_lease_covers(
     track.lease = None if leased is None else Covers(leased)  # type: ignore[assignment]
     track.begin(Match(on_device, 0, False, colder), BLOCK)
     assert (track.num_cached, track.num_planned, track.num_committed) == (num_cached, min(15, num_cached), min(15, num_cached))
-    assert (track.num_device, sum(num for _, num in track.colder)) == (min(15, on_device * BLOCK), min(15, num_cached) - on_device * BLOCK)
+    runs = [("device", min(15, on_device * BLOCK)), ("host", min(15, num_cached) - on_device * BLOCK)]
+    assert track.found == tuple((tier, num) for tier, num in runs if num > 0)
 
 
 def test_what_a_step_has_left_for_prompts_is_told_of_every_one_where_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
