@@ -85,6 +85,26 @@ def test_as_many_blocks_leave_as_room_is_needed_for_and_no_more_while_they_do() 
     world.close()
 
 
+def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> None:
+    """Every eighth plan looks: until then nothing has left, and from then on what only the device has is on its way, once."""
+    world = full(num_host=4)
+    runs = world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
+    planned(world)
+    waits = world.submit(D, 8, ignore_eos=True)  # six blocks: it has to wait for the end of the first
+    left: list[int] = []
+    move = tiers_of(world).ladder._move
+    tiers_of(world).ladder._move = lambda slots: left.append(len(slots)) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    moved = []
+    for _ in range(10):
+        world.commit()
+        world.plan()
+        moved.append(sum(left))
+    assert moved == [0] * 7 + [4] * 3
+    assert (world.state_of(runs), world.state_of(waits)) == ("running", "waiting")
+    world.finish()
+    world.close()
+
+
 # Holds invariant 17: running requests draw what they were promised.
 def test_what_others_were_promised_can_be_drawn_while_blocks_leave() -> None:
     world = full(num_host=24)
