@@ -40,7 +40,7 @@ from penstock.kv.tiers.remote import open_store as open_remote
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space
 from penstock.kv.tiers.worth import PrefillRate
-from penstock.kv.transfer.checked import Checks
+from penstock.kv.transfer.checked import ByteChecks
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Mover
 from penstock.lanes import cuda
@@ -271,7 +271,7 @@ def _ladder(
         copier, launcher = make_copier(source.tensor, dest.tensor, layout), make_launcher(lane, sanitizer)
         made = Mover((source.name, dest.name), copier, lane, launcher)
         if guard is not None and sanitizer is not None:
-            made.checks = Checks(guard, sanitizer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
+            made.checks = ByteChecks(guard, sanitizer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
         return made
 
     movers = mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)

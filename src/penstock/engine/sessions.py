@@ -41,7 +41,7 @@ class Retained(Protocol):
     def end(self) -> None: ...
 
 
-class Prefetch(Settling, Protocol):
+class SessionPrefetch(Settling, Protocol):
     """Blocks on their way up from cold tiers."""
 
     @property
@@ -62,7 +62,7 @@ class SessionStorage(Protocol):
     def forget(self, keys: Sequence[bytes]) -> int:
         """Forget those of the blocks that no request holds, in memory; returns how many copies."""
 
-    def prefetch(self, prefix: Prefix, owner: str) -> Prefetch | None:
+    def prefetch(self, prefix: Prefix, owner: str) -> SessionPrefetch | None:
         """Bring up what lies in cold tiers; None where that is nothing."""
 
 
@@ -171,7 +171,7 @@ class Sessions:
         self._due: dict[int, dict[_Session, None]] = {}  # retained sessions by the second in which that ends
         self._seconds: list[int] = []  # a heap of those
         self._releases: deque[_Release] = deque()
-        self._prefetches: list[tuple[_Tenant, Prefetch]] = []  # under way
+        self._prefetches: list[tuple[_Tenant, SessionPrefetch]] = []  # under way
         self._moving: deque[_Session] = deque()  # those that are retained, and some that were
         self._num_steps = 0
         self._counts: Counter[str] = Counter()

@@ -17,7 +17,7 @@ from penstock import contract
 from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table
 from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.figures import Traffic
-from penstock.kv.blocks.eviction import Want
+from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
@@ -60,8 +60,8 @@ class Retention:
         self._cache = cache
         self._keys = prefix.keys
         self._rank = rank
-        self._on_device: Want | None = None
-        self._in_host: Want | None = None
+        self._on_device: PoolWant | None = None
+        self._in_host: PoolWant | None = None
         self.look_again()
 
     def look_again(self) -> None:
@@ -198,7 +198,7 @@ class KvCache:
     def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None) -> Match:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it; holds nothing, so it is good
         until the next call that draws. What `lease` has may go at any time, until it is claimed."""
-        slots = self._pool.find(keys, want if isinstance(want, Want) else None) if self._prefix_cache else []
+        slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None) if self._prefix_cache else []
         num, pending, num_colder = len(slots), self.is_pending(keys, want), 0
         if self.ladder is not None and lease is not None and not pending:
             if isinstance(lease, HostLease):
@@ -207,15 +207,15 @@ class KvCache:
             num_colder = self.ladder.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
 
-    def want(self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None) -> Want | None:
+    def want(self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None) -> PoolWant | None:
         """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`."""
         if not self._prefix_cache:
             return None
-        return self._pool.want_found(tuple(keys), rank, earlier if isinstance(earlier, Want) else None)
+        return self._pool.want_found(tuple(keys), rank, earlier if isinstance(earlier, PoolWant) else None)
 
     def end_want(self, want: contract.Want) -> None:
         """Idempotent."""
-        if isinstance(want, Want):
+        if isinstance(want, PoolWant):
             self._pool.end_want(want)
 
     def start_s(self, num_tokens: int, match: Match) -> float | None:
@@ -242,7 +242,7 @@ class KvCache:
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Whether the first of `keys` that the device does not have is on its way there: `match` would say so. Costs no more for a long
         prefix that was asked for before than for a short one."""
-        num = len(self._pool.find(keys, want if isinstance(want, Want) else None)) if self._prefix_cache else len(keys)
+        num = len(self._pool.find(keys, want if isinstance(want, PoolWant) else None)) if self._prefix_cache else len(keys)
         return num < len(keys) and self._is_coming(num, keys[num])
 
     def _is_coming(self, number: int, key: bytes) -> bool:

@@ -76,7 +76,7 @@ class CpuReplay:
     ops: list[Op] = field(default_factory=list)
 
 
-class _Recording:
+class _CpuRecording:
     """Where submissions go while a capture is open."""
 
     def __init__(self, label: str) -> None:
@@ -115,7 +115,7 @@ class CpuLane:
         self._submitting = threading.Lock()
         self._num_submitted = 0
         self._closed = False
-        self._recording: _Recording | None = None
+        self._recording: _CpuRecording | None = None
         self._over = threading.Condition()  # told of every item that is
         self._has_ended = False  # nothing more will come
         self._failure: BaseException | None = None  # why its thread cannot run anything: whatever is submitted fails with it
@@ -151,11 +151,11 @@ class CpuLane:
         self._enqueue(None, "wait", (), None, fence)
 
     @contextmanager
-    def capture(self, label: str) -> Iterator[_Recording]:
+    def capture(self, label: str) -> Iterator[_CpuRecording]:
         with self._submitting:
             if self._recording is not None:
                 raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.pending.label!r}")
-            recording = self._recording = _Recording(label)
+            recording = self._recording = _CpuRecording(label)
         try:
             yield recording
             recording.complete = True
@@ -211,12 +211,12 @@ class CpuLane:
             self._observer.host_waited(self.name, number, 0.0)
         return finished
 
-    def _record_op(self, recording: _Recording, op: Op, label: str) -> Ticket:
+    def _record_op(self, recording: _CpuRecording, op: Op, label: str) -> Ticket:
         self._require_recorder(recording, label)
         recording.pending.ops.append(op)
         return CpuTicket(self, 0, label)
 
-    def _require_recorder(self, recording: _Recording, label: str) -> None:
+    def _require_recorder(self, recording: _CpuRecording, label: str) -> None:
         if recording.thread != threading.get_ident():
             raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.pending.label!r}")
 

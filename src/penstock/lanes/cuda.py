@@ -122,7 +122,7 @@ class CudaReplay:
     graph: Any
 
 
-class _Recording:
+class _CudaRecording:
     def __init__(self, label: str) -> None:
         self.label = label
         self.thread = threading.get_ident()
@@ -146,7 +146,7 @@ class CudaLane:
         self._num_submitted = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._recording: _Recording | None = None
+        self._recording: _CudaRecording | None = None
         self._graph_memory: Any = None  # shared by all captures: their replays are ordered by the lane
 
     def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
@@ -203,13 +203,13 @@ class CudaLane:
         self.stream.wait_event(fence.event)
 
     @contextmanager
-    def capture(self, label: str) -> Iterator[_Recording]:
+    def capture(self, label: str) -> Iterator[_CudaRecording]:
         if self._recording is not None:
             raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}")
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        recording = self._recording = _Recording(label)
+        recording = self._recording = _CudaRecording(label)
         collects = gc.isenabled()
         gc.disable()  # what the collector finds may be a graph or pinned memory, and freeing those is an error while a stream captures
         try:
@@ -262,7 +262,7 @@ class CudaLane:
                 self._observer.submitted(self.name, number, label, accesses)
         return number
 
-    def _record_op(self, recording: _Recording, op: Op, label: str) -> Ticket:
+    def _record_op(self, recording: _CudaRecording, op: Op, label: str) -> Ticket:
         self._require_recorder(recording, label)
         if recording.error is None:
             try:
@@ -271,6 +271,6 @@ class CudaLane:
                 recording.error = raised
         return CudaTicket(self, 0, label, recording.error)
 
-    def _require_recorder(self, recording: _Recording, label: str) -> None:
+    def _require_recorder(self, recording: _CudaRecording, label: str) -> None:
         if recording.thread != threading.get_ident():
             raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.label!r}")

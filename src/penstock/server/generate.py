@@ -21,8 +21,8 @@ from penstock.server.limits import read_body
 from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, sse, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
-from penstock.server.stream import Reading, while_connected
-from penstock.server.text import ChoiceText, Piece, Prompt, Rules
+from penstock.server.stream import Generations, while_connected
+from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -33,7 +33,7 @@ SCORE_BYTES = 64  # of JSON for one token and one score
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RouteKind:
     """What makes one generating route differ from the other."""
 
     body: type[Any]
@@ -42,25 +42,25 @@ class Kind:
     id_prefix: str
 
 
-COMPLETIONS = Kind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl")
-CHAT = Kind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl")
+COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl")
+CHAT = RouteKind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl")
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningRequest:
     """A request on its way: what was asked, the engine requests that answer it, and how the answer looks."""
 
     body: CompletionBody | ChatBody
     prompts: list[Prompt]
     choices: list[ChoiceText]
-    reading: Reading
+    reading: Generations
     reply: Reply
     service: Service
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.prompts, self.choices, self.body.num_choices)
 
-    async def next_pieces(self) -> dict[int, Piece]:
+    async def next_pieces(self) -> dict[int, ChoiceDelta]:
         """What the choices have to say now. A choice that met a stop string needs its engine request no longer.
 
         A failed choice fails the reply, once what it had said before is out.
@@ -68,7 +68,7 @@ class Running:
         for choice in self.choices:
             if choice.failure is not None:
                 raise choice.failure
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, ChoiceDelta] = {}
         for index, events in (await self.reading.next_events()).items():
             choice = self.choices[index]
             if choice.finish is None and (piece := choice.feed(events)):
@@ -77,7 +77,7 @@ class Running:
                     self.reading.end(index)
         return pieces
 
-    async def write(self, make: Callable[[], bytes], pieces: Iterable[Piece]) -> bytes:
+    async def write(self, make: Callable[[], bytes], pieces: Iterable[ChoiceDelta]) -> bytes:
         """JSON of `pieces`; where there are many scores, not on the event loop's thread."""
         num_scores = sum(len(piece.tokens) for piece in pieces) * (1 + (self.body.num_logprobs or 0))
         return await self.service.compute(make, num_scores * SCORE_BYTES)
@@ -90,7 +90,7 @@ class Running:
 class Generate:
     """ASGI endpoint of one generating route."""
 
-    def __init__(self, service: Service, kind: Kind) -> None:
+    def __init__(self, service: Service, kind: RouteKind) -> None:
         self._service = service
         self._kind = kind
 
@@ -115,7 +115,7 @@ class Generate:
         body.check()
         return body, len(data)
 
-    def _submit(self, body: CompletionBody | ChatBody, reading: Reading) -> Running:
+    def _submit(self, body: CompletionBody | ChatBody, reading: Generations) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine = self._service.engine
         prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
@@ -129,11 +129,11 @@ class Generate:
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
                     choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt if body.echo else None))
         head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
-        return Running(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)
+        return RunningRequest(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)
 
 
-async def _whole(running: Running, scope: Scope, receive: Receive, send: Send) -> None:
-    gathered: list[list[Piece]] = [[] for _ in running.choices]
+async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    gathered: list[list[ChoiceDelta]] = [[] for _ in running.choices]
     while not running.over:
         for index, piece in (await running.next_pieces()).items():
             gathered[index].append(piece)
@@ -143,12 +143,12 @@ async def _whole(running: Running, scope: Scope, receive: Receive, send: Send) -
     await response(scope, receive, send)
 
 
-def _joined(pieces: list[Piece]) -> Piece:
+def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish)
+    return ChoiceDelta("".join(piece.text for piece in pieces), tokens, pieces[-1].finish)
 
 
-async def _stream(running: Running, scope: Scope, receive: Receive, send: Send) -> None:
+async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
     """Once the status line is out, an error can only be an event of the stream, and its last one."""
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -168,7 +168,7 @@ async def _stream(running: Running, scope: Scope, receive: Receive, send: Send) 
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _send_chunks(running: Running, send: Send) -> None:
+async def _send_chunks(running: RunningRequest, send: Send) -> None:
     reply = running.reply
     data = b"".join(sse(opening) for index in range(len(running.choices)) if (opening := reply.opening(index)) is not None)
     while True:
@@ -182,5 +182,5 @@ async def _send_chunks(running: Running, send: Send) -> None:
         await send({"type": "http.response.body", "body": sse(reply.usage_chunk(running.usage())), "more_body": True})
 
 
-def _chunks(reply: Reply, pieces: Mapping[int, Piece]) -> bytes:
+def _chunks(reply: Reply, pieces: Mapping[int, ChoiceDelta]) -> bytes:
     return b"".join(sse(reply.chunk(index, piece)) for index, piece in pieces.items())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from penstock.contract import TokenLogprob
-from penstock.server.text import ChoiceText, Piece, Prompt, ScoredToken
+from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -25,11 +25,11 @@ class Reply(Protocol):
     def opening(self, index: int) -> Json | None:
         """A chunk to be sent before the choice has said anything."""
 
-    def chunk(self, index: int, piece: Piece) -> Json: ...
+    def chunk(self, index: int, piece: ChoiceDelta) -> Json: ...
 
     def usage_chunk(self, usage: Json) -> Json: ...
 
-    def whole(self, pieces: Sequence[Piece], usage: Json) -> Json: ...
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,17 @@ class CompletionReply:
     def opening(self, index: int) -> Json | None:
         return None
 
-    def chunk(self, index: int, piece: Piece) -> Json:
+    def chunk(self, index: int, piece: ChoiceDelta) -> Json:
         return self._head.chunk("text_completion", [self._choice(index, piece)])
 
     def usage_chunk(self, usage: Json) -> Json:
         return self._head.chunk("text_completion", [], usage)
 
-    def whole(self, pieces: Sequence[Piece], usage: Json) -> Json:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
         return self._head.of("text_completion", choices, usage=usage)
 
-    def _choice(self, index: int, piece: Piece) -> Json:
+    def _choice(self, index: int, piece: ChoiceDelta) -> Json:
         scores = None if self._logprobs is None else self._scores(piece.tokens)
         return {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
 
@@ -107,7 +107,7 @@ class ChatReply:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._head.chunk("chat.completion.chunk", [choice])
 
-    def chunk(self, index: int, piece: Piece) -> Json:
+    def chunk(self, index: int, piece: ChoiceDelta) -> Json:
         delta = {"content": piece.text} if piece.text else {}
         choice = {"index": index, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": piece.finish}
         return self._head.chunk("chat.completion.chunk", [choice])
@@ -115,7 +115,7 @@ class ChatReply:
     def usage_chunk(self, usage: Json) -> Json:
         return self._head.chunk("chat.completion.chunk", [], usage)
 
-    def whole(self, pieces: Sequence[Piece], usage: Json) -> Json:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
         choices = [
             {
                 "index": index,

@@ -20,7 +20,7 @@ from penstock.contract import Adapter, FinishReason
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
-from penstock.server.stream import Bridge, Reading
+from penstock.server.stream import Bridge, Generations
 from penstock.server.text import Rules
 
 if TYPE_CHECKING:
@@ -137,11 +137,11 @@ class Service:
         """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too."""
         return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
 
-    def open_reading(self) -> Reading:
+    def open_reading(self) -> Generations:
         """Takes one seat, before the body is read: what waits in memory is bounded by seats, too."""
         if self._bridge is None or self.stopping:
             raise EngineClosed("the server is not taking requests")
-        return Reading(self.engine, self._bridge, self.generations.take(1))
+        return Generations(self.engine, self._bridge, self.generations.take(1))
 
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is neither the model's nor an adapter's."""

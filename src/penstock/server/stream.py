@@ -32,12 +32,12 @@ class Bridge:
     """Carries events of all requests to the event loop with one wake-up for however many have gathered."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.readings: set[Reading] = set()  # whose requests the engine has not ended yet, or that are still read
+        self.readings: set[Generations] = set()  # whose requests the engine has not ended yet, or that are still read
         self._loop = loop
-        self._inbox: deque[tuple[Reading, int, TokenEvent]] = deque()
+        self._inbox: deque[tuple[Generations, int, TokenEvent]] = deque()
         self._armed = False  # a wake-up is on its way and will see everything that is in the inbox by then
 
-    def post(self, reading: Reading, index: int, event: TokenEvent) -> None:
+    def post(self, reading: Generations, index: int, event: TokenEvent) -> None:
         """Called on the engine's thread. Append, then look: `_deliver` disarms first, so an event it misses arms it again."""
         self._inbox.append((reading, index, event))
         if not self._armed:
@@ -59,7 +59,7 @@ class Bridge:
             reading.end_all(finish, error)
 
 
-class Reading:
+class Generations:
     """The generations of one HTTP request as one flow of events. Ends once, by `with`; what the engine still runs is cancelled then.
 
     A seat is given back when its generation is over on both sides: read to the end or given up here, and ended by the engine.
@@ -132,7 +132,7 @@ class Reading:
         if not self._live:
             self._bridge.readings.discard(self)
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> Generations:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -33,7 +33,7 @@ class ScoredToken(NamedTuple):
     offset: int
 
 
-class Piece(NamedTuple):
+class ChoiceDelta(NamedTuple):
     """What one choice has to say since it was last asked."""
 
     text: str
@@ -140,7 +140,7 @@ class ChoiceText:
         self._shown = 0  # characters handed out
         self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
 
-    def feed(self, events: Sequence[TokenEvent]) -> Piece:
+    def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
         """Where the engine gave the request up, what came before is still said, and `failure` is set."""
         parts: list[str] = []
         ended = False
@@ -156,7 +156,7 @@ class ChoiceText:
                 ended = True
         text = "".join(parts)
         self._shown += len(text)
-        return Piece(text, self._release(ended), self.finish)
+        return ChoiceDelta(text, self._release(ended), self.finish)
 
     def _open(self, event: TokenEvent) -> str:
         """The echoed prompt, before anything else; it waits for the first event, which has its scores."""

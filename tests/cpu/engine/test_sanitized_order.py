@@ -15,7 +15,7 @@ from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, unti
 from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
-from penstock.kv.transfer.checked import Checks
+from penstock.kv.transfer.checked import ByteChecks
 from penstock.kv.transfer.mover import Group
 from penstock.lanes.cpu import CpuLane
 from support.driving import generate, run_all, settle_all, submit
@@ -147,7 +147,7 @@ def test_a_step_that_ends_while_its_load_is_still_being_compared_is_no_trouble(
     """In checked mode what has come back is compared on the device, which may take longer than the step that waited for it."""
     engine = make_engine(host_blocks=64)
     ladder = engine.cache.ladder
-    assert ladder is not None and isinstance(ladder.promoter.checks, Checks)
+    assert ladder is not None and isinstance(ladder.promoter.checks, ByteChecks)
     cold = generate(engine, prompts(90), max_tokens=30)
     forget(engine)
     guard = ladder.promoter.checks._guard

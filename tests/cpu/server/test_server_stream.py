@@ -13,8 +13,8 @@ from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.limits import Gate
 from penstock.server.replies import CompletionReply, heading, usage_of
 from penstock.server.schema import nth_seed
-from penstock.server.stream import Bridge, Reading
-from penstock.server.text import ChoiceText, Piece, Prompt, ScoredToken, prompt_offsets
+from penstock.server.stream import Bridge, Generations
+from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken, prompt_offsets
 from support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
 
 
@@ -33,8 +33,8 @@ class CountingLoop:
             callback()
 
 
-def a_reading(engine: ScriptedEngine, bridge: Bridge, num: int, gate: Gate) -> Reading:
-    reading = Reading(engine, bridge, gate.take(num))
+def a_reading(engine: ScriptedEngine, bridge: Bridge, num: int, gate: Gate) -> Generations:
+    reading = Generations(engine, bridge, gate.take(num))
     for index in range(num):
         reading.submit(index, [1], SamplingParams(max_tokens=10), cache_salt="")
     return reading
@@ -129,7 +129,7 @@ def test_a_late_or_second_last_event_gives_no_seat_back_twice() -> None:
 def test_a_failed_submit_holds_nothing() -> None:
     loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
     bridge = Bridge(loop)
-    with pytest.raises(InvalidRequest), Reading(engine, bridge, gate.take(2)) as reading:
+    with pytest.raises(InvalidRequest), Generations(engine, bridge, gate.take(2)) as reading:
         reading.submit(0, [], SamplingParams(max_tokens=1), cache_salt="")
     assert (gate.taken, bridge.readings, engine.num_open) == (0, set(), 0)
 
@@ -168,8 +168,8 @@ def a_choice(echo: Prompt | None = None, **fields) -> ChoiceText:
 
 def test_scores_wait_until_their_text_is_certain() -> None:
     choice = a_choice(stop=("END",), logprobs=0)
-    assert choice.feed([event("aE")]) == Piece("a", (ScoredToken(97, score(97), 0),), None)
-    assert choice.feed([event("N")]) == Piece("", (), None)
+    assert choice.feed([event("aE")]) == ChoiceDelta("a", (ScoredToken(97, score(97), 0),), None)
+    assert choice.feed([event("N")]) == ChoiceDelta("", (), None)
     piece = choice.feed([event("b")])
     assert (piece.text, [token.offset for token in piece.tokens]) == ("ENb", [1, 2, 3])
     piece = choice.feed([event("cENDx"), event("more")])
@@ -194,7 +194,7 @@ def test_a_torn_character_at_the_end_keeps_its_scores() -> None:
 @pytest.mark.parametrize(("finish", "kind"), [(FinishReason.ERROR, StepFailed), (FinishReason.CANCELLED, EngineClosed)])
 def test_what_came_before_a_failure_is_said_first(finish: FinishReason, kind: type) -> None:
     choice = a_choice()
-    assert choice.feed([event("ab"), event("c", finish=finish, error="broken")]) == Piece("abc", (), None)
+    assert choice.feed([event("ab"), event("c", finish=finish, error="broken")]) == ChoiceDelta("abc", (), None)
     assert isinstance(choice.failure, kind)
     assert choice.finish is None
 
@@ -225,7 +225,7 @@ def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
 def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
     reply = CompletionReply(ScriptedTokenizer(), heading("cmpl", "x", "m", False), 1)
     never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
-    scores = reply.chunk(0, Piece("a", (ScoredToken(97, never, 0),), None))["choices"][0]["logprobs"]
+    scores = reply.chunk(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["choices"][0]["logprobs"]
     assert scores["token_logprobs"] == [-9999.0]
     assert scores["top_logprobs"] == [{"b": 0.0, "a": -9999.0}]
 

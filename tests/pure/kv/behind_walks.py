@@ -19,7 +19,7 @@ from stacked_rig import ALL, Stacked
 from event_walks import Event, choose_events, told_shortly
 from penstock.config import AdmissionName
 from penstock.contract import Lease, Prefix
-from penstock.kv.blocks.eviction import Want
+from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers import behind
 from penstock.kv.tiers.behind import Persisting
@@ -44,7 +44,7 @@ class Asked:
     num_wanted: int = 0  # that are loaded behind them
     load: Haul | Promotion | None = None
     filled: bool = False
-    want: Want | None = None  # while it waits
+    want: PoolWant | None = None  # while it waits
 
 
 @dataclass

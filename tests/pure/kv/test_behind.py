@@ -13,7 +13,7 @@ from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
 from penstock.kv.tiers import behind as behind_module
 from penstock.kv.tiers.behind import Behind, Persisting
-from penstock.kv.tiers.breaker import State
+from penstock.kv.tiers.breaker import BreakerState
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostLease
 from penstock.lanes.lane import Ticket
@@ -492,7 +492,7 @@ def test_a_reset_that_fails_halfway_leaves_nothing_that_is_only_believed_to_be_t
     rig.flow()
     assert isinstance(resetting.error, StoreFailed)
     rig.first.raises = None
-    rig.tiers[tier].exchanges.breaker._state = State.CLOSED  # somebody else has found it in order meanwhile
+    rig.tiers[tier].exchanges.breaker._state = BreakerState.CLOSED  # somebody else has found it in order meanwhile
     assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
     rig.end()
 

@@ -23,7 +23,7 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
-from penstock.kv.tiers.exchange import Group
+from penstock.kv.tiers.exchange import StoreGroup
 from penstock.kv.tiers.fetch import Fetch
 from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HostLease, HostTier
@@ -306,11 +306,11 @@ def promote_what_a_fetch_is_still_reading(sequencer: Sequencer, sanitizer: Sanit
 
 
 def takes_what_is_being_read_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def done(self: Group) -> None:
+    def done(self: StoreGroup) -> None:
         self.outcomes = [Outcome.DONE] * len(self.keys)
 
-    monkeypatch.setattr(Group, "__post_init__", done)
-    monkeypatch.setattr(Group, "over", lambda self: True)
+    monkeypatch.setattr(StoreGroup, "__post_init__", done)
+    monkeypatch.setattr(StoreGroup, "over", lambda self: True)
 
 
 def promotions_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:

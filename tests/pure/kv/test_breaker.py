@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import IllegalTransition
-from penstock.kv.tiers.breaker import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, Event, State
+from penstock.kv.tiers.breaker import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, BreakerState, Event
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
 
@@ -28,14 +28,14 @@ def broken(clock: HandClock, probe_s: float = 1.0) -> Breaker:
 
 def test_one_failure_of_the_place_opens_it() -> None:
     breaker = broken(HandClock())
-    assert breaker.state is State.OPEN and breaker.enter() is None and breaker.num_openings == 1
+    assert breaker.state is BreakerState.OPEN and breaker.enter() is None and breaker.num_openings == 1
 
 
 def test_blocks_open_it_when_so_many_fail_in_a_row_over_exchanges() -> None:
     breaker = Breaker(1.0, HandClock())
     for outcomes in ([FAILED] * (MAX_FAILED - 1) + [DONE], [FAILED] * (MAX_FAILED - 1), [Outcome.MISSING], [FAILED] * (MAX_FAILED - 1)):
         assert not breaker.note(0, outcomes), "something else came between"
-    assert breaker.note(0, [FAILED]) and breaker.state is State.OPEN
+    assert breaker.note(0, [FAILED]) and breaker.state is BreakerState.OPEN
 
 
 def test_it_is_probed_when_it_is_time_by_one_at_a_time() -> None:
@@ -43,10 +43,10 @@ def test_it_is_probed_when_it_is_time_by_one_at_a_time() -> None:
     breaker = broken(clock)
     assert not breaker.try_probe()
     clock.advance(1.0)
-    assert breaker.try_probe() and breaker.state is State.HALF_OPEN and breaker.enter() is None
+    assert breaker.try_probe() and breaker.state is BreakerState.HALF_OPEN and breaker.enter() is None
     assert not breaker.try_probe()
     breaker.probed(True)
-    assert breaker.state is State.CLOSED and breaker.enter() == 1
+    assert breaker.state is BreakerState.CLOSED and breaker.enter() == 1
 
 
 def waits(breaker: Breaker, clock: HandClock, num: int) -> list[float]:
@@ -82,7 +82,7 @@ def test_news_of_before_it_opened_is_no_news() -> None:
     assert breaker.try_probe() and not breaker.fail(also_early), "the probe decides"
     breaker.probed(True)
     assert not breaker.fail(also_early) and not breaker.note(also_early, [FAILED] * MAX_FAILED)
-    assert breaker.state is State.CLOSED and breaker.num_openings == 1
+    assert breaker.state is BreakerState.CLOSED and breaker.num_openings == 1
 
 
 def test_blocks_that_failed_before_it_opened_do_not_count_after() -> None:
@@ -99,7 +99,7 @@ def test_blocks_that_failed_before_it_opened_do_not_count_after() -> None:
 
 def test_what_the_table_does_not_allow_names_state_and_event() -> None:
     clock = HandClock()
-    for state, event in itertools.product(State, Event):
+    for state, event in itertools.product(BreakerState, Event):
         breaker = Breaker(1.0, clock)
         breaker._state = state
         if (state, event) in _MOVES:
@@ -133,7 +133,7 @@ class Careless(Breaker):
     """Believes late news."""
 
     def _is_current(self, entered: int) -> bool:
-        return self._state is State.CLOSED
+        return self._state is BreakerState.CLOSED
 
 
 def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) -> None:
@@ -146,7 +146,7 @@ def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) 
             entered.append(token)
         elif event == "fail" and entered:
             token = entered.pop(number % len(entered))
-            assert breaker.fail(token) == (before is State.CLOSED and token == num_openings)
+            assert breaker.fail(token) == (before is BreakerState.CLOSED and token == num_openings)
         elif event == "done" and entered:
             assert not breaker.note(entered.pop(number % len(entered)), [DONE])
         elif event == "tick":
@@ -155,13 +155,13 @@ def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) 
         elif event in ("answer", "silence") and probing:
             probing = False
             breaker.probed(event == "answer")
-        assert (breaker.enter() is not None) == (breaker.state is State.CLOSED)
-        assert probing == (breaker.state is State.HALF_OPEN)
-        assert breaker.num_openings - num_openings == (before is State.CLOSED and breaker.state is State.OPEN)
+        assert (breaker.enter() is not None) == (breaker.state is BreakerState.CLOSED)
+        assert probing == (breaker.state is BreakerState.HALF_OPEN)
+        assert breaker.num_openings - num_openings == (before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN)
     clock.advance(MAX_PROBE_S)
     if breaker.try_probe() or probing:
         breaker.probed(True)
-    assert breaker.state is State.CLOSED, "it comes back"
+    assert breaker.state is BreakerState.CLOSED, "it comes back"
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["enter", "fail", "done", "tick", "answer", "silence"]), st.integers(0, 5)), max_size=40)

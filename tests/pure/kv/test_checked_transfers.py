@@ -9,7 +9,7 @@ import pytest
 from ladder_rig import BLOCK, KEYS, LAYERS, Rig, leased
 from test_ladder_promote import retracted
 
-from penstock.kv.transfer.checked import Checks
+from penstock.kv.transfer.checked import ByteChecks
 from support.stepped import TagArena
 
 ALL = (0, LAYERS)
@@ -47,7 +47,7 @@ class Checked(Rig):
         assert isinstance(self.device, TagArena) and isinstance(self.host_arena, TagArena)
         self.told = Told(self.device, self.host_arena)
         for mover in (self.ladder.promoter, self.ladder.demoter):
-            mover.checks = Checks(self.told, self.told, ALL)
+            mover.checks = ByteChecks(self.told, self.told, ALL)
 
     def expected(self, what: str, keys: Sequence[bytes]) -> list[tuple[str, str, int, bytes, int]]:
         slots = self.host.find_each(keys)

@@ -14,7 +14,7 @@ from test_breaker import broken
 from test_load_times import measured
 
 from penstock.errors import InvariantBroken, StoreFailed
-from penstock.kv.tiers.breaker import MAX_PROBE_S, State
+from penstock.kv.tiers.breaker import MAX_PROBE_S, BreakerState
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
@@ -64,7 +64,7 @@ def test_a_store_is_never_looked_at_more_often_than_it_is_said_to_be(probe_s: fl
         waits.append(waited_s)
         breaker.probed(False)
     assert waits == sorted(waits) and min(waits) == probe_s and max(waits) == max(probe_s, MAX_PROBE_S)
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
 
 
 def test_open_questions_are_looked_through_under_the_lock_that_callers_add_theirs_with(make: Make) -> None:

@@ -15,7 +15,7 @@ from penstock.contract import Access, Fence, Mode
 from penstock.kv.blocks.handles import Handle, Pin
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier, Writing
 from penstock.kv.tiers.dealing import Dealer
-from penstock.kv.tiers.exchange import Group
+from penstock.kv.tiers.exchange import StoreGroup
 from penstock.kv.tiers.store import Outcome
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer, explore, run_on
@@ -176,8 +176,8 @@ def a_handle_that_ends_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def done_before_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "__post_init__", lambda self: setattr(self, "outcomes", [Outcome.DONE] * len(self.keys)))
-    monkeypatch.setattr(Group, "over", lambda self: True)
+    monkeypatch.setattr(StoreGroup, "__post_init__", lambda self: setattr(self, "outcomes", [Outcome.DONE] * len(self.keys)))
+    monkeypatch.setattr(StoreGroup, "over", lambda self: True)
 
 
 def a_fence_before_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def a_fence_before_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
     close = Dealer._close_group
 
-    def early(self: Dealer, group: Group, lane: Any) -> None:
+    def early(self: Dealer, group: StoreGroup, lane: Any) -> None:
         close(self, group, lane)
         group.fence.number -= 1  # type: ignore[union-attr]
 
@@ -195,7 +195,7 @@ def a_fence_before_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_persist_that_waits_for_its_own_lane_only(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Dealer.behind_all
 
-    def alone(self: Dealer, group: Group, run: Callable[[], None], label: str) -> None:
+    def alone(self: Dealer, group: StoreGroup, run: Callable[[], None], label: str) -> None:
         lanes, self._lanes = self._lanes, self._lanes[:1]
         whole(self, group, run, label)
         self._lanes = lanes

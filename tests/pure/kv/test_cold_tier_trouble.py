@@ -12,7 +12,7 @@ from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, make
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers import cold
-from penstock.kv.tiers.breaker import Breaker, State
+from penstock.kv.tiers.breaker import Breaker, BreakerState
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.store import Outcome
 
@@ -174,7 +174,7 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     assert (rig.tier.num_reading, rig.tier.num_writing) == (call == "read", call == "write"), "its slots stay with it"
     rig.store.gate.let()
     rig.settle()
-    assert rig.tier.usable and rig.tier._exchanges.breaker.state is State.CLOSED
+    assert rig.tier.usable and rig.tier._exchanges.breaker.state is BreakerState.CLOSED
 
 
 def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
@@ -318,7 +318,7 @@ def test_a_probe_that_is_a_defect_surfaces_and_the_store_is_probed_again(make: M
     woken.wait_for(1)
     with pytest.raises(InvariantBroken, match="ours"):
         rig.settle()
-    assert rig.tier.exchanges.breaker.state is State.OPEN and rig.tier.settle() == [], "told once"
+    assert rig.tier.exchanges.breaker.state is BreakerState.OPEN and rig.tier.settle() == [], "told once"
     rig.store.raises = None
     rig.clock.advance(2.0)
     rig.tier.settle()
@@ -345,7 +345,7 @@ def test_a_probe_that_cannot_be_submitted_is_tried_again(make: Make, monkeypatch
         else:
             with pytest.raises(MemoryError):
                 rig.tier.settle()
-    assert rig.tier.exchanges.breaker.state is State.OPEN
+    assert rig.tier.exchanges.breaker.state is BreakerState.OPEN
     rig.clock.advance(2.0)
     rig.tier.settle()
     rig.settle()

@@ -11,17 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.remote.valkey_url import PASSWORD_VARIABLE, Address, Node, parse
+from penstock.kv.tiers.remote.valkey_url import PASSWORD_VARIABLE, Node, ValkeyAddress, parse
 
 SECRET = "hunter2swordfish"
 
 
 def test_a_plain_address() -> None:
-    assert parse("valkey://store.example:7000/3?ttl=60", {}) == Address((Node("store.example", 7000),), db=3, ttl_s=60)
+    assert parse("valkey://store.example:7000/3?ttl=60", {}) == ValkeyAddress((Node("store.example", 7000),), db=3, ttl_s=60)
 
 
 def test_what_is_left_out_has_a_default() -> None:
-    assert parse("valkey://store", {}) == Address((Node("store", 6379),))
+    assert parse("valkey://store", {}) == ValkeyAddress((Node("store", 6379),))
     assert parse("valkey://[::1]", {}).nodes == (Node("::1", 6379),)
     assert parse("valkey://[fe80::1]:7000", {}).nodes == (Node("fe80::1", 7000),)
 

@@ -17,7 +17,7 @@ from test_eviction_machine import BLOCK_TOKENS, NUM_SLOTS, OrderMachine, picks
 from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
 from penstock.kv.blocks import slots as slots_module
-from penstock.kv.blocks.eviction import Want, WantedLast, make_order
+from penstock.kv.blocks.eviction import PoolWant, WantedLast, make_order
 
 
 @dataclass
@@ -104,7 +104,7 @@ class WantedMachine(OrderMachine):
         super().__init__()
         self.order: WantedLast = WantedLast(make_order(self.policy, NUM_SLOTS, BLOCK_TOKENS), NUM_SLOTS)
         self.model: WantedModel = WantedModel(self.policy)
-        self.wants: list[tuple[Want, WantModel]] = []
+        self.wants: list[tuple[PoolWant, WantModel]] = []
         self.num_ranks = 0
 
     @precondition(lambda self: self.key)
@@ -204,7 +204,7 @@ def drops_whoever_wants_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     end = WantedLast.end
 
-    def faulty(self: WantedLast, want: Want) -> None:
+    def faulty(self: WantedLast, want: PoolWant) -> None:
         if want in self._wants:
             self._wanting[want.slots] = np.minimum(self._wanting[want.slots], 1)
         end(self, want)

@@ -7,7 +7,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.kv.tiers import worth
-from penstock.kv.tiers.worth import LinkRate, Piece, PrefillRate
+from penstock.kv.tiers.worth import LinkRate, PrefillRate, TierRun
 
 DEEP = 32768
 BYTES_PER_TOKEN = 4096
@@ -16,7 +16,7 @@ HASTY = settings(max_examples=2000, derandomize=True, database=None, deadline=No
 
 def is_loaded(load_s: float | None, compute_s: float | None) -> bool:
     """A hit of one block in one tier."""
-    return worth.choose([Piece(1, load_s)], lambda first, num: compute_s) == 1
+    return worth.choose([TierRun(1, load_s)], lambda first, num: compute_s) == 1
 
 
 def never_slower(data: st.DataObject) -> None:

@@ -9,11 +9,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.kv.tiers import worth
-from penstock.kv.tiers.worth import HOPE, STALE_S, LinkRate, Piece
+from penstock.kv.tiers.worth import HOPE, STALE_S, LinkRate, TierRun
 from penstock.testing.stores import HandClock
 
 HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
-PIECES = st.lists(st.builds(Piece, st.integers(1, 5), st.none() | st.integers(0, 40).map(float)), max_size=5)
+PIECES = st.lists(st.builds(TierRun, st.integers(1, 5), st.none() | st.integers(0, 40).map(float)), max_size=5)
 
 
 def worth_loading(load_s: float | None, compute_s: float | None) -> bool:
@@ -21,7 +21,7 @@ def worth_loading(load_s: float | None, compute_s: float | None) -> bool:
     return load_s is None or compute_s is None or load_s <= compute_s
 
 
-def cheapest(pieces: list[Piece], block_s: list[float] | None) -> int:
+def cheapest(pieces: list[TierRun], block_s: list[float] | None) -> int:
     """By trying every number of blocks: unknown loads cost nothing, an unknown computation is never over."""
     num_blocks = sum(piece.num_blocks for piece in pieces)
     costs: dict[int, float] = {}
@@ -54,13 +54,13 @@ def test_what_is_chosen_takes_the_least_time(data: st.DataObject) -> None:
     always_the_cheapest(data)
 
 
-def all_or_nothing(pieces: list[Piece], compute) -> int:  # type: ignore[no-untyped-def]
+def all_or_nothing(pieces: list[TierRun], compute) -> int:  # type: ignore[no-untyped-def]
     num_blocks = sum(piece.num_blocks for piece in pieces)
     load_s = sum(piece.load_s or 0.0 for piece in pieces)
     return num_blocks if worth_loading(load_s, compute(0, num_blocks)) else 0
 
 
-def piece_by_piece(pieces: list[Piece], compute) -> int:  # type: ignore[no-untyped-def]
+def piece_by_piece(pieces: list[TierRun], compute) -> int:  # type: ignore[no-untyped-def]
     """Stops at the first that is not worth it by itself."""
     first = 0
     for piece in pieces:
@@ -79,16 +79,16 @@ def test_a_choice_is_seen_to_be_worse_that_takes(fault, monkeypatch: pytest.Monk
 
 def test_a_slow_tier_in_front_is_gone_through_for_what_lies_behind_it() -> None:
     compute = lambda first, num: 1.0 * num  # noqa: E731
-    assert worth.choose([Piece(2, 3.0), Piece(10, 1.0)], compute) == 12
-    assert worth.choose([Piece(10, 1.0), Piece(2, 3.0)], compute) == 10
-    assert worth.choose([Piece(2, 2.0)], compute) == 2, "between equals it is loaded"
+    assert worth.choose([TierRun(2, 3.0), TierRun(10, 1.0)], compute) == 12
+    assert worth.choose([TierRun(10, 1.0), TierRun(2, 3.0)], compute) == 10
+    assert worth.choose([TierRun(2, 2.0)], compute) == 2, "between equals it is loaded"
     assert worth.choose([], compute) == 0
 
 
 def test_one_piece_is_chosen_as_a_tier_alone_was() -> None:
     for load_s in (None, 0.5, 1.0, 1.5):
         for compute_s in (None, 1.0):
-            chosen = worth.choose([Piece(3, load_s)], lambda first, num, compute_s=compute_s: compute_s)  # type: ignore[misc]
+            chosen = worth.choose([TierRun(3, load_s)], lambda first, num, compute_s=compute_s: compute_s)  # type: ignore[misc]
             assert (chosen == 3) == worth_loading(load_s, compute_s)
 
 

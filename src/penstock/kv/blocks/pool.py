@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.contract import Fence
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
-from penstock.kv.blocks.eviction import EvictionOrder, LruOrder, Want, WantedLast
+from penstock.kv.blocks.eviction import EvictionOrder, LruOrder, PoolWant, WantedLast
 from penstock.kv.blocks.fences import LastUse
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
 from penstock.kv.blocks.index import KeyIndex
@@ -74,13 +74,13 @@ class BlockPool:
     def num_keys(self) -> int:
         return len(self._index)
 
-    def find(self, keys: Sequence[bytes], like: Want | None = None) -> Run:
+    def find(self, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
         """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be changed. `like`: what was found
         for the same keys when that was made, so that only what has changed since is looked up."""
         return self._index.find(keys, None if like is None else like.found)
 
-    def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: Want | None = None) -> Want:
-        """Want the longest run of leading `keys` that are here, in place of `earlier`."""
+    def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: PoolWant | None = None) -> PoolWant:
+        """PoolWant the longest run of leading `keys` that are here, in place of `earlier`."""
         run = self.find(keys, earlier)
         if earlier is not None and earlier.num_blocks == len(run) and self.protects(earlier):
             earlier.rank = rank
@@ -262,20 +262,20 @@ class BlockPool:
         """For the order of eviction: the sealed `slots` were found again by somebody who reads them under a pin, not a hold."""
         self._idle.hit(slots)
 
-    def want(self, slots: Run, rank: float) -> Want:
+    def want(self, slots: Run, rank: float) -> PoolWant:
         """Somebody will use the sealed `slots`: they are forgotten after all that nobody wants, and among wanted ones those of the
         greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget."""
         return self._idle.want(slots, self._book.those_in(SlotState.IDLE, slots), rank)
 
-    def end_want(self, want: Want) -> None:
+    def end_want(self, want: PoolWant) -> None:
         """Idempotent."""
         self._idle.end(want)
 
-    def protects(self, want: Want) -> bool:
+    def protects(self, want: PoolWant) -> bool:
         """Whether it does all that it did when it was made: it has neither ended nor been dropped, and none of its blocks has gone."""
         return want in self._idle and not self._idle.gone(want).any()
 
-    def gone_of(self, want: Want) -> NDArray[np.bool_]:
+    def gone_of(self, want: PoolWant) -> NDArray[np.bool_]:
         """Which of its slots have lost the block that was wanted."""
         return self._idle.gone(want)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Arena(Protocol):
+class WatchedArena(Protocol):
     name: str
     tensor: Tensor  # the slot its first dimension
 
@@ -23,7 +23,7 @@ class Arena(Protocol):
 class ArenaGuard:
     """Implements `observe.ByteGuard` over several arenas. `digests` waits for the device, so it is for launchers and lanes' own threads."""
 
-    def __init__(self, *arenas: Arena) -> None:
+    def __init__(self, *arenas: WatchedArena) -> None:
         self._tensors = {arena.name: arena.tensor for arena in arenas}
         self._weights: dict[torch.device, Tensor] = {}
 

@@ -18,7 +18,7 @@ MAX_PROBE_S = 30.0
 MAX_FAILED = 8  # blocks in a row that fail singly; more are no accident
 
 
-class State(enum.Enum):
+class BreakerState(enum.Enum):
     CLOSED = "closed"  # in use
     OPEN = "open"  # left alone
     HALF_OPEN = "half-open"  # being probed, and left alone otherwise
@@ -31,10 +31,10 @@ class Event(enum.Enum):
 
 
 _MOVES = {
-    (State.CLOSED, Event.FAIL): State.OPEN,
-    (State.OPEN, Event.PROBE): State.HALF_OPEN,
-    (State.HALF_OPEN, Event.FAIL): State.OPEN,
-    (State.HALF_OPEN, Event.RECOVER): State.CLOSED,
+    (BreakerState.CLOSED, Event.FAIL): BreakerState.OPEN,
+    (BreakerState.OPEN, Event.PROBE): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, Event.FAIL): BreakerState.OPEN,
+    (BreakerState.HALF_OPEN, Event.RECOVER): BreakerState.CLOSED,
 }
 
 
@@ -47,19 +47,19 @@ class Breaker:
         self._probe_s = probe_s
         self.clock = clock
         self._lock = threading.Lock()
-        self._state = State.CLOSED
+        self._state = BreakerState.CLOSED
         self._num_failed = 0  # single blocks, in a row
         self._wait_s = probe_s  # before the next probe
         self._due_s = 0.0
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         return self._state
 
     def enter(self) -> int | None:
         """Leave to talk to the store, to be shown when that is over; None: leave it alone."""
         with self._lock:
-            return self.num_openings if self._state is State.CLOSED else None
+            return self.num_openings if self._state is BreakerState.CLOSED else None
 
     def fail(self, entered: int) -> bool:
         """The place as a whole did not answer. Says whether that opened it."""
@@ -80,7 +80,7 @@ class Breaker:
     def try_probe(self) -> bool:
         """Whether it is time to look. Then whoever asked does, and says `probed`."""
         with self._lock:
-            if self._state is not State.OPEN or self.clock() < self._due_s:
+            if self._state is not BreakerState.OPEN or self.clock() < self._due_s:
                 return False
             self._move(Event.PROBE)
             return True
@@ -95,7 +95,7 @@ class Breaker:
                 self._open()
 
     def _is_current(self, entered: int) -> bool:
-        return self._state is State.CLOSED and entered == self.num_openings
+        return self._state is BreakerState.CLOSED and entered == self.num_openings
 
     def _open_if_current(self, entered: int) -> bool:
         if not self._is_current(entered):

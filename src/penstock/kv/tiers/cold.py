@@ -22,7 +22,7 @@ from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.breaker import Breaker
 from penstock.kv.tiers.dealing import Dealer, close_lane
-from penstock.kv.tiers.exchange import Exchanges, Group
+from penstock.kv.tiers.exchange import Exchanges, StoreGroup
 from penstock.kv.tiers.finding import Finding, Questions
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.kv.tiers.tally import Span, Tally, Way
@@ -65,14 +65,14 @@ class ReadGroup(NamedTuple):
 class Reading:
     """Blocks on their way from a store into host slots."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[StoreGroup]) -> None:
         self._groups = groups
         self._num_taken = 0
 
     def take_arrived(self) -> Iterator[ReadGroup]:
         """Groups that are over and were not given out yet, in order: none before those ahead of it. A defect of ours is raised instead,
         once; after that its group counts as failed."""
-        arrived = list(takewhile(Group.over, self._groups[self._num_taken :]))
+        arrived = list(takewhile(StoreGroup.over, self._groups[self._num_taken :]))
         for group in arrived:
             if (defect := group.take_defect()) is not None:
                 raise defect
@@ -96,7 +96,7 @@ class Reading:
 class Writing:
     """Blocks on their way from host slots into a store. Its handle is its owner's to end, once `ColdTier.settle` has given it out."""
 
-    def __init__(self, handle: Handle | None, keys: Sequence[bytes], outcomes: list[Outcome], groups: Sequence[Group]) -> None:
+    def __init__(self, handle: Handle | None, keys: Sequence[bytes], outcomes: list[Outcome], groups: Sequence[StoreGroup]) -> None:
         self.handle = handle  # protects the slots; None: there are none
         self.keys = keys  # all that were offered
         self.settled = False  # seen to be over, by `settle`
@@ -268,9 +268,9 @@ class ColdTier(ColdFigures):
     def persist(self) -> Writing:
         """Settled when everything written so far is safe; its `error` says why it is not. Its handle is None. It comes behind all writes
         that were not given out before: if one of their blocks is lost, that is an error, too."""
-        group = Group((), (), (), Span(0.0, 1))
+        group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
-        groups: list[Group] = []
+        groups: list[StoreGroup] = []
         for one in self._writings:  # what a reset takes away is nobody's loss
             groups = [] if one in self._resets else [*groups, *one.groups]
         self._writers.behind_all(group, partial(self._exchanges.persist, group, groups), f"persist {self.name}")
@@ -280,7 +280,7 @@ class ColdTier(ColdFigures):
     def reset(self) -> Writing:
         """Have the store forget every block: what was submitted for writing before this call, and nothing that is later. Settled when that
         is over; its `error` says why it was not done. Reads are not ordered with it: what they find may be gone when they are over."""
-        group = Group((), (), (), Span(0.0, 1))
+        group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         self._writers.between(group, partial(self._exchanges.reset, group), f"reset {self.name}")
         self._writings.append(writing)
@@ -326,11 +326,13 @@ class ColdTier(ColdFigures):
 
     def _groups(
         self, size: int, places: Sequence[int], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()
-    ) -> list[Group]:
+    ) -> list[StoreGroup]:
         runs = [places[start : start + size] for start in range(0, len(places), size)]
         span = Span(self._exchanges.breaker.clock(), len(runs))
         return [
-            Group(run, [keys[place] for place in run], [slots[place] for place in run], span, [depths[place] for place in run if depths])
+            StoreGroup(
+                run, [keys[place] for place in run], [slots[place] for place in run], span, [depths[place] for place in run if depths]
+            )
             for run in runs
         ]
 

@@ -11,7 +11,7 @@ from itertools import cycle
 
 from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, LaneClosed
-from penstock.kv.tiers.exchange import Group
+from penstock.kv.tiers.exchange import StoreGroup
 from penstock.kv.tiers.tally import Tally, Way
 from penstock.lanes.lane import Lane
 
@@ -29,7 +29,7 @@ class Dealer:
         self._tally = tally
         self._wake = wake
 
-    def deal(self, groups: Sequence[Group], after: Sequence[Fence], run: Callable[[Group], None], label: str) -> None:
+    def deal(self, groups: Sequence[StoreGroup], after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str) -> None:
         """Never raises: what cannot be submitted fails, and what was submitted before it keeps its slots until it is over."""
         self._tally.submitted(self._way, sum(len(group.keys) for group in groups))
         mode = Mode.WRITE if self._way is Way.READ else Mode.READ  # a read of the store writes into host memory
@@ -46,7 +46,7 @@ class Dealer:
                 self._tally.over(self._way, group.span, group.outcomes)
             self._close_group(group, lane)
 
-    def behind_all(self, group: Group, run: Callable[[], None], label: str) -> None:
+    def behind_all(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
         """`run` when everything dealt out so far is over."""
         lane, *others = self._lanes
         try:
@@ -57,7 +57,7 @@ class Dealer:
             group.error = error
         self._close_group(group, lane)
 
-    def between(self, group: Group, run: Callable[[], None], label: str) -> None:
+    def between(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
         """As `behind_all`, and everything dealt out later comes behind it."""
         self.behind_all(group, run, label)
         if group.fence is not None:
@@ -65,7 +65,7 @@ class Dealer:
                 with contextlib.suppress(LaneClosed):  # then nothing comes later
                     other.wait(group.fence)
 
-    def _close_group(self, group: Group, lane: Lane) -> None:
+    def _close_group(self, group: StoreGroup, lane: Lane) -> None:
         group.fence = lane.record()
         with contextlib.suppress(LaneClosed):
             lane.submit(self._wake, label="wake")

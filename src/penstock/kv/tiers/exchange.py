@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from penstock.contract import Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, StoreFailed
-from penstock.kv.tiers.breaker import Breaker, State
+from penstock.kv.tiers.breaker import Breaker, BreakerState
 from penstock.kv.tiers.store import BlockStore, Outcome
 from penstock.kv.tiers.tally import Span, Tally, Way
 from penstock.lanes.lane import Ticket
@@ -33,7 +33,7 @@ class _Refused(StoreFailed):
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class StoreGroup:
     """Blocks of one exchange. What it says about them is for whoever has seen its fence pass."""
 
     places: Sequence[int]  # among the keys that the caller gave
@@ -120,7 +120,7 @@ class Exchanges:
 
     @property
     def usable(self) -> bool:
-        return not self.stopped and self.breaker.state is State.CLOSED and not self.stuck
+        return not self.stopped and self.breaker.state is BreakerState.CLOSED and not self.stuck
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of `keys` need not be written, as far as that is known without asking. A store that answers from memory finds out when it
@@ -129,7 +129,7 @@ class Exchanges:
 
     # ------------------------------------------------------------------------------------------------------- what is said
 
-    def read(self, group: Group) -> None:
+    def read(self, group: StoreGroup) -> None:
         try:
             into = [self._view(slot) for slot in group.slots]
             self._exchange(Way.READ, group, lambda: self.store.read(group.keys, into))
@@ -138,7 +138,7 @@ class Exchanges:
         finally:
             self.tally.over(Way.READ, group.span, group.outcomes)
 
-    def write(self, group: Group) -> None:
+    def write(self, group: StoreGroup) -> None:
         try:
             blocks = [self._view(slot) for slot in group.slots]
             self._exchange(Way.WRITE, group, lambda: self.store.write(group.keys, group.depths, blocks))
@@ -160,7 +160,7 @@ class Exchanges:
             self.known.discard(keys[num:])  # one is missing; about those behind it nothing was said
         return num
 
-    def persist(self, group: Group, covered: Sequence[Group]) -> None:
+    def persist(self, group: StoreGroup, covered: Sequence[StoreGroup]) -> None:
         """`covered` are over."""
         num_lost = sum(outcome is not Outcome.DONE for other in covered for outcome in other.outcomes)
         try:
@@ -170,7 +170,7 @@ class Exchanges:
         except StoreFailed as error:
             group.error = error
 
-    def reset(self, group: Group) -> None:
+    def reset(self, group: StoreGroup) -> None:
         """No write is under way."""
         try:
             group.num_forgotten, _ = self._call("reset", self.store.reset)
@@ -201,7 +201,7 @@ class Exchanges:
 
     # ------------------------------------------------------------------------------------------------------------- the core
 
-    def _exchange(self, way: Way, group: Group, call: Callable[[], Sequence[Outcome]]) -> None:
+    def _exchange(self, way: Way, group: StoreGroup, call: Callable[[], Sequence[Outcome]]) -> None:
         outcomes: Sequence[Outcome] = ()
         num_cleared = self.known.num_cleared
         self.tally.began(way)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvariantBroken, Leaked
-from penstock.kv.blocks.eviction import Want
+from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
@@ -68,7 +68,7 @@ class HostLease:
         self.expired = False
         self.owner = owner
         self.slots: Slots = np.asarray(slots, np.int64)  # replaced as a whole, never changed
-        self.want: Want | None = None  # None: claimed, or private
+        self.want: PoolWant | None = None  # None: claimed, or private
         self.keys: Sequence[bytes] = ()  # of its blocks, where more of them may come while it waits
         self.places: Slots = np.empty(0, np.int64)  # the blocks that are wanted
         self.num_tokens = num_tokens
@@ -196,7 +196,7 @@ class HostTier:
     # --------------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
-        """Want every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
+        """PoolWant every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
         with self._lock:
             run = self._pool.find(keys[first:])  # mostly all of them
             rest = self._pool.find_each(keys[first + len(run) :])
@@ -226,7 +226,7 @@ class HostTier:
                 lease.want = self._pool.want(as_run(here[here != ABSENT]), self._clock())
                 lease.places = np.flatnonzero(here != ABSENT)
 
-    def want(self, keys: Sequence[bytes], rank: float, earlier: Want | None = None) -> Want:
+    def want(self, keys: Sequence[bytes], rank: float, earlier: PoolWant | None = None) -> PoolWant:
         """Those of `keys` that are here are forgotten after all that nobody wants, in place of `earlier`."""
         with self._lock:
             slots = np.array([slot for slot in self._pool.find_each(keys) if slot != ABSENT], np.intp)
@@ -238,7 +238,7 @@ class HostTier:
                 self._pool.end_want(earlier)
             return want
 
-    def end_want(self, want: Want) -> None:
+    def end_want(self, want: PoolWant) -> None:
         """Idempotent."""
         with self._lock:
             self._pool.end_want(want)

@@ -31,7 +31,7 @@ from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Part
 from penstock.kv.tiers.memory import HostMemory
 from penstock.kv.tiers.promotion import Promotion
 from penstock.kv.tiers.saves import Demotion, Offer, Retraction, SavedLease
-from penstock.kv.tiers.worth import LinkRate, Piece, PrefillRate, choose
+from penstock.kv.tiers.worth import LinkRate, PrefillRate, TierRun, choose
 from penstock.kv.transfer.mover import Group, Mover, Transfer
 
 log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class Ladder:
         if self._limits.load_always:
             return sum(num_blocks for _, num_blocks in runs)
         block, tokens = self._layout.block_bytes, self._layout.block_tokens
-        pieces: list[Piece] = []
+        pieces: list[TierRun] = []
         for tier, num_blocks in runs:
             cold = self.cold_tiers.get(tier)
             if cold is None:
@@ -267,7 +267,7 @@ class Ladder:
                 load_s = cold.rate.seconds(num_blocks * block + cold.queued_read_bytes)
             else:
                 break
-            pieces.append(Piece(num_blocks, load_s))
+            pieces.append(TierRun(num_blocks, load_s))
         return choose(pieces, lambda first, num: self.prefill.seconds(num * tokens, (depth + first + num / 2) * tokens))
 
     def promote(self, pin: RunPin, after: Sequence[Fence], lease: HostLease, keys: Sequence[bytes], num_next: int) -> Promotion:

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 60.0  # one piece is pinned in a fraction of a second
 
 
-class Arena(Protocol):
+class GrowingArena(Protocol):
     """Memory whose slots become usable one after the other."""
 
     def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None: ...
@@ -23,7 +23,7 @@ class Arena(Protocol):
 class HostMemory:
     """One arena being prepared."""
 
-    def __init__(self, arena: Arena, ready: Callable[[range], None]) -> None:
+    def __init__(self, arena: GrowingArena, ready: Callable[[range], None]) -> None:
         self._arena = arena
         self._ready = ready
         self._stop = threading.Event()

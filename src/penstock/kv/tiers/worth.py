@@ -115,14 +115,14 @@ class LinkRate:
             self._measured_s = self.clock()
 
 
-class Piece(NamedTuple):
+class TierRun(NamedTuple):
     """Consecutive blocks of a hit that one tier has."""
 
     num_blocks: int
     load_s: float | None  # None: never measured
 
 
-def choose(pieces: Sequence[Piece], compute: Callable[[int, int], float | None]) -> int:
+def choose(pieces: Sequence[TierRun], compute: Callable[[int, int], float | None]) -> int:
     """How many of the first blocks to load, so that loading them and computing the others takes the least time. It ends where a piece
     does. `compute(first, num)`: seconds for `num` blocks from number `first` of the hit on, None where nothing was measured.
 

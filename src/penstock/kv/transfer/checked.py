@@ -9,7 +9,7 @@ from penstock.lanes.lane import Lane
 from penstock.observe import ByteGuard, ContentObserver
 
 
-class Checks:
+class ByteChecks:
     """For the movers between the device and one colder tier."""
 
     def __init__(self, guard: ByteGuard, contents: ContentObserver, layers: Layers, tier: str = "host", device: str = "device") -> None:

@@ -10,16 +10,16 @@ from penstock.kv.blocks.eviction.order import EvictionOrder
 from penstock.kv.blocks.eviction.returning import ReturningOrder
 from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
 from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
-from penstock.kv.blocks.eviction.wanted import Want, WantedLast
+from penstock.kv.blocks.eviction.wanted import PoolWant, WantedLast
 
 __all__ = [
     "CostOrder",
     "EvictionOrder",
     "LruOrder",
+    "PoolWant",
     "ReturningOrder",
     "S3FifoOrder",
     "TinyLfuOrder",
-    "Want",
     "WantedLast",
     "make_order",
 ]

@@ -19,7 +19,7 @@ from penstock.kv.blocks.slots import Run, as_list, as_run
 _NO_SLOTS = np.empty(0, np.intp)
 
 
-class Want:
+class PoolWant:
     """Blocks that somebody will use. `rank`: among wants the one with the greatest is dropped first."""
 
     __slots__ = ("_losses", "found", "rank", "slots")
@@ -52,7 +52,7 @@ class WantedLast:
         self._aside = np.frombuffer(self._is_aside, bool)
         self._losses = np.frombuffer(self._num_losses, np.int64)
         self._num_aside = 0
-        self._wants: dict[Want, None] = {}
+        self._wants: dict[PoolWant, None] = {}
         self.num_dropped = 0
 
     def __len__(self) -> int:
@@ -74,10 +74,10 @@ class WantedLast:
 
     # ---------------------------------------------------------------------------------------------------------------- wants
 
-    def want(self, slots: Run, idle: Run, rank: float) -> Want:
+    def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
         """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
         run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
-        want = Want(run, rank, self._losses[run])
+        want = PoolWant(run, rank, self._losses[run])
         self._wants[want] = None
         self._wanting[run] += 1
         resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS
@@ -88,7 +88,7 @@ class WantedLast:
             self._num_aside += resting.size
         return want
 
-    def end(self, want: Want) -> None:
+    def end(self, want: PoolWant) -> None:
         """Idempotent."""
         if want not in self._wants:
             return
@@ -105,7 +105,7 @@ class WantedLast:
         """Whether it protects: it has neither ended nor been dropped."""
         return want in self._wants
 
-    def gone(self, want: Want) -> NDArray[np.bool_]:
+    def gone(self, want: PoolWant) -> NDArray[np.bool_]:
         """Which of its slots have lost their block since it was made."""
         return want.gone(self._losses)
 

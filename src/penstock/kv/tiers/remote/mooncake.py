@@ -20,7 +20,7 @@ _OPTIONS = ("metadata", "protocol", "device", "local", "segment_gib", "buffer_gi
 _PORT = 50051
 
 
-class Address(NamedTuple):
+class MooncakeAddress(NamedTuple):
     """What the URL says."""
 
     host: str
@@ -44,7 +44,7 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     return MooncakeStore(address, space, timeout_s)
 
 
-def parse(url: str) -> Address:
+def parse(url: str) -> MooncakeAddress:
     """Raises ConfigError."""
     form = "mooncake://host[:port][?option=value&...]"
     try:
@@ -59,7 +59,7 @@ def parse(url: str) -> Address:
     _need(options.get("protocol", "tcp") in ("tcp", "rdma"), "has a protocol= that is neither tcp nor rdma")
     texts = {name: options[name] for name in ("metadata", "protocol", "device", "local") if name in options}
     sizes = {f"{name}_bytes": _gib(options[f"{name}_gib"]) for name in ("segment", "buffer") if f"{name}_gib" in options}
-    return Address(host or "", port or _PORT)._replace(**texts, **sizes)  # type: ignore[arg-type]
+    return MooncakeAddress(host or "", port or _PORT)._replace(**texts, **sizes)  # type: ignore[arg-type]
 
 
 def _gib(text: str) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import StoreFailed
 
 if TYPE_CHECKING:
-    from penstock.kv.tiers.remote.mooncake import Address
+    from penstock.kv.tiers.remote.mooncake import MooncakeAddress
 
 _PROGRAM = Path(__file__).with_name("mooncake_program.py")
 _LOG_VARIABLE = "MC_LOG_LEVEL"  # whoever sets it wants to see what the library says
@@ -36,7 +36,7 @@ _START_S = 60.0  # for the process to connect; then it is ended, and another one
 _AGAIN_S = 5.0  # between two tries to lend memory
 
 
-class Lane:
+class ValueRoom:
     """Room for values in memory that two processes have, and a way to ask the other one about them. For one call at a time."""
 
     def __init__(self, link: socket.socket, values: Sequence[tuple[int, memoryview]]) -> None:
@@ -66,7 +66,7 @@ class MooncakeClient:
     def __init__(self, setup: Sequence[object], value_bytes: int, environment: Mapping[str, str]) -> None:
         self.began_s = time.monotonic()
         self.lane_values = max(1, _LANE_BYTES // value_bytes)
-        self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()  # the one last used is still in the CPU's caches
+        self._lanes: queue.LifoQueue[ValueRoom] = queue.LifoQueue()  # the one last used is still in the CPU's caches
         self._ready = False
         with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
             descriptor = os.memfd_create("penstock-mooncake")
@@ -82,7 +82,7 @@ class MooncakeClient:
             undo.pop_all()
         self._link, *links = [ours for ours, _ in pairs]
         for first, link in zip(range(0, len(views), self.lane_values), links, strict=True):
-            self._lanes.put(Lane(link, views[first : first + self.lane_values]))
+            self._lanes.put(ValueRoom(link, views[first : first + self.lane_values]))
         with contextlib.suppress(OSError):  # it has ended already, as the next one to look finds out
             _send(self._link, {"setup": list(setup), "value_bytes": value_bytes}, self.began_s + _SEND_S)
 
@@ -113,7 +113,7 @@ class MooncakeClient:
         self._ready = True
 
     @contextlib.contextmanager
-    def lane(self, until: float) -> Iterator[Lane]:
+    def lane(self, until: float) -> Iterator[ValueRoom]:
         """A lane for one call. When that ends, however it does, nothing touches the lane's values any more."""
         try:
             lane = self._lanes.get(timeout=max(0.0, until - time.monotonic()))
@@ -203,7 +203,7 @@ class Clients:
     """The client of a store, started when it is needed and again after it has ended; and where the engine lends memory to the store another
     one that does nothing else, so that it outlives calls that are overdue."""
 
-    def __init__(self, address: Address, value_bytes: int, timeout_s: float) -> None:
+    def __init__(self, address: MooncakeAddress, value_bytes: int, timeout_s: float) -> None:
         self._address = address
         self._value_bytes = value_bytes
         self._timeout_s = timeout_s

@@ -24,7 +24,7 @@ from penstock.kv.tiers.remote.values import fill, place
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 
 if TYPE_CHECKING:
-    from penstock.kv.tiers.remote.mooncake import Address
+    from penstock.kv.tiers.remote.mooncake import MooncakeAddress
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class MooncakeStore:
     name = "remote"
     local = False
 
-    def __init__(self, address: Address, space: Space, timeout_s: float) -> None:
+    def __init__(self, address: MooncakeAddress, space: Space, timeout_s: float) -> None:
         self._address = address
         self._space = space
         self._timeout_s = timeout_s

@@ -18,7 +18,7 @@ _FLAG = "--kv-offload-remote"
 _OPTIONS = ("endpoint", "region", "ca")
 
 
-class Address(NamedTuple):
+class BucketAddress(NamedTuple):
     """What the URL says."""
 
     bucket: str
@@ -38,7 +38,7 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     return BucketStore(connect(address, timeout_s), address, space, timeout_s)
 
 
-def parse(url: str) -> Address:
+def parse(url: str) -> BucketAddress:
     """Raises ConfigError."""
     try:
         parts = urlsplit(url)
@@ -53,7 +53,7 @@ def parse(url: str) -> Address:
     _need(all(options.values()) and not parts.fragment, "has an empty option, or a # in it")
     _need(endpoint.scheme in ("http", "https") and bool(endpoint.hostname), "has an endpoint= that is not http://host or https://host")
     _need("@" not in endpoint.netloc, "has credentials in its endpoint=: give them in the environment")
-    return Address(parts.netloc, parts.path.strip("/"), options)
+    return BucketAddress(parts.netloc, parts.path.strip("/"), options)
 
 
 def _need(condition: bool, message: str) -> None:

@@ -28,7 +28,7 @@ from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig
 
-    from penstock.kv.tiers.remote.s3 import Address
+    from penstock.kv.tiers.remote.s3 import BucketAddress
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -37,7 +37,7 @@ _AT_ONCE = 16  # requests of this store that run at once
 _REMOVE_AT_ONCE = 500  # objects that one request of a reset removes
 
 
-def connect(address: Address, timeout_s: float) -> S3Store:
+def connect(address: BucketAddress, timeout_s: float) -> S3Store:
     limit = timedelta(seconds=timeout_s)
     client: ClientConfig = {"timeout": limit, "connect_timeout": limit}
     endpoint = address.options.get("endpoint")
@@ -63,7 +63,7 @@ class BucketStore:
     name = "remote"
     local = False
 
-    def __init__(self, bucket: S3Store, address: Address, space: Space, timeout_s: float) -> None:
+    def __init__(self, bucket: S3Store, address: BucketAddress, space: Space, timeout_s: float) -> None:
         self._address = address
         self._digest = space.digest
         self._objects = Objects(bucket, f"{FORMAT}/{space.digest.hex()}", HEADER_BYTES + space.block_bytes)

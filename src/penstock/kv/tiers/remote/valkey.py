@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.remote.valkey_url import Address, parse
+from penstock.kv.tiers.remote.valkey_url import ValkeyAddress, parse
 from penstock.kv.tiers.store import BlockStore, Outcome, Space, StoreUsage
 
 if TYPE_CHECKING:  # both need the client library
@@ -44,7 +44,7 @@ class ValkeyStore:
     name = "remote"
     local = False
 
-    def __init__(self, address: Address, links: Links, exchange: Exchange, timeout_s: float) -> None:
+    def __init__(self, address: ValkeyAddress, links: Links, exchange: Exchange, timeout_s: float) -> None:
         self._address = address
         self._links = links
         self._exchange = exchange

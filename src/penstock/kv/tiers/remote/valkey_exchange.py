@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack, unpack
 from penstock.kv.tiers.remote.valkey_links import Link, Links
-from penstock.kv.tiers.remote.valkey_url import Address, Node
+from penstock.kv.tiers.remote.valkey_url import Node, ValkeyAddress
 from penstock.kv.tiers.remote.wire import Refusal, Wire, command, command_with_value
 from penstock.kv.tiers.store import Outcome, Space
 
@@ -26,7 +26,7 @@ _Calls = list[tuple[Link, list[int]]]
 class Exchange:
     """Blocks of one space, over `links`. For several threads."""
 
-    def __init__(self, address: Address, links: Links, space: Space) -> None:
+    def __init__(self, address: ValkeyAddress, links: Links, space: Space) -> None:
         self._is_cluster = address.cluster
         self._ttl_s = address.ttl_s
         self._links = links

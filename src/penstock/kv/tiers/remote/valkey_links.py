@@ -21,7 +21,7 @@ from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
 from valkey.exceptions import AuthenticationError, ResponseError, ValkeyError
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote.valkey_url import Address, Node
+from penstock.kv.tiers.remote.valkey_url import Node, ValkeyAddress
 from penstock.kv.tiers.remote.wire import Wire
 
 _NEAR_BYTES = 1 << 20  # of values on their way at once from the same machine: what is asked ahead only falls out of caches
@@ -33,7 +33,7 @@ _Places = list[tuple[int, int, int, str, tuple[object, ...]]]
 class Link(Connection):
     """The library's connection over a wire of ours."""
 
-    def __init__(self, node: Node, address: Address, deadline: float) -> None:
+    def __init__(self, node: Node, address: ValkeyAddress, deadline: float) -> None:
         super().__init__(
             host=node.host,
             port=node.port,
@@ -73,7 +73,7 @@ class Link(Connection):
 class Links:
     """What is connected now and used by nobody. For several threads; a link belongs to one of them at a time."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ValkeyAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
         self._idle: dict[Node, list[Link]] = {}

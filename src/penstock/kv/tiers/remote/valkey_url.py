@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ValkeyAddress:
     """Where the store is and how to talk to it."""
 
     nodes: tuple[Node, ...]  # of a cluster, those to ask for the others
@@ -44,7 +44,7 @@ class Address:
     tls: ssl.SSLContext | None = field(default=None, repr=False)
 
 
-def parse(url: str, environment: Mapping[str, str]) -> Address:
+def parse(url: str, environment: Mapping[str, str]) -> ValkeyAddress:
     """Raises ConfigError. A password in the URL goes before the one in `environment`."""
     try:
         parts = urlsplit(url)
@@ -64,7 +64,7 @@ def parse(url: str, environment: Mapping[str, str]) -> Address:
     db = _whole("the database", parts.path.strip("/") or "0", 0)
     _need(not (cluster and db), "names a database, and a cluster has only number 0")
     ttl_s = _whole("ttl", options["ttl"], 1) if "ttl" in options else None
-    return Address(nodes, db, cluster, ttl_s, user, password, _tls(options) if tls else None)
+    return ValkeyAddress(nodes, db, cluster, ttl_s, user, password, _tls(options) if tls else None)
 
 
 def _need(condition: bool, message: str) -> None:

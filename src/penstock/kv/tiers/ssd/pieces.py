@@ -14,7 +14,7 @@ _MOST_SLOTS = 256
 _FEWEST = 8  # of a segment: so much of it can be used where the disk has not enough room for all
 
 
-class Piece(NamedTuple):
+class SlotPiece(NamedTuple):
     segment: Segment
     slots: range  # as the segment counts them
     withheld: Reservation
@@ -24,9 +24,9 @@ class Piece(NamedTuple):
         return self.slots.stop <= self.segment.num_ready
 
 
-def withhold_all(segments: Segments, index: SlotIndex) -> list[Piece]:
+def withhold_all(segments: Segments, index: SlotIndex) -> list[SlotPiece]:
     """No slot can be used yet. Called before the index is."""
-    return [Piece(segment, slots, index.withhold(len(slots))) for segment in segments for slots in _ranges(segment.num_slots)]
+    return [SlotPiece(segment, slots, index.withhold(len(slots))) for segment in segments for slots in _ranges(segment.num_slots)]
 
 
 def _ranges(num_slots: int) -> Iterator[range]:
@@ -41,10 +41,10 @@ def _ranges(num_slots: int) -> Iterator[range]:
 class Growth:
     """Slots without a file. Several threads use it."""
 
-    def __init__(self, segments: Segments, index: SlotIndex, pieces: Iterable[Piece]) -> None:
+    def __init__(self, segments: Segments, index: SlotIndex, pieces: Iterable[SlotPiece]) -> None:
         self._segments = segments
         self._index = index
-        self._left: dict[Segment, list[Piece]] = {segment: [] for segment in segments}
+        self._left: dict[Segment, list[SlotPiece]] = {segment: [] for segment in segments}
         for piece in pieces:
             self._left[piece.segment].append(piece)
 

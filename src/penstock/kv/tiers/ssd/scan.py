@@ -12,7 +12,7 @@ from collections import deque
 from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, slot_bytes, stands, unpack_slot
 from penstock.kv.tiers.ssd.index import SlotIndex
-from penstock.kv.tiers.ssd.pieces import Piece
+from penstock.kv.tiers.ssd.pieces import SlotPiece
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _TELL_S = 3.0
 class Scan:
     """One pass over `pieces`."""
 
-    def __init__(self, io: DiskIo, index: SlotIndex, pieces: list[Piece]) -> None:
+    def __init__(self, io: DiskIo, index: SlotIndex, pieces: list[SlotPiece]) -> None:
         self.done = threading.Event()  # nothing of it will happen any more
         self._io = io
         self._index = index
@@ -84,7 +84,7 @@ class Scan:
             self._num_seen += len(piece.slots)
             self._tell()
 
-    def _read_heads(self, piece: Piece) -> dict[int, SlotHead]:
+    def _read_heads(self, piece: SlotPiece) -> dict[int, SlotHead]:
         """Of those slots that stand for a block, by their numbers among all slots."""
         segment, found = piece.segment, {}
         width = slot_bytes(segment.head.block_bytes)
