@@ -48,7 +48,7 @@ def slots() -> Slots:
 @pytest.fixture
 def store(bucket: Bucket, slots: Slots, request: pytest.FixtureRequest) -> Iterator[BucketStore]:
     """Every test has a folder of its own in the bucket."""
-    opened = open_store(bucket.url(request.node.name), slots.space, TIMEOUT_S)
+    opened = open_store(bucket.url(request.node.name), slots.space, 5 * TIMEOUT_S)  # a busy machine may take a second for a request
     assert isinstance(opened, BucketStore)
     yield opened
     opened.close()
