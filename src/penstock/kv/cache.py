@@ -232,12 +232,12 @@ class KvCache:
         """What `lease` has of these blocks stays from now on. False: some of it has gone since the last match."""
         return self.ladder is not None and isinstance(lease, HostLease) and self.ladder.host.claim(lease, first, num_blocks)
 
-    def make_room(self, num_blocks: int, floor: int) -> bool:
-        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to host memory, and
-        `floor` slots stay available meanwhile."""
+    def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
+        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to host memory, with
+        `num_more` that would be next, and `floor` slots stay available meanwhile."""
         if self.ladder is None or not self._prefix_cache:
             return True
-        return self.ladder.make_room(num_blocks, floor, self._tables)
+        return self.ladder.make_room(num_blocks, floor, self._tables, num_more)
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Whether the first of `keys` that the device does not have is on its way there: `match` would say so. Costs no more for a long

@@ -78,6 +78,25 @@ def test_what_host_memory_has_leaves_the_device_at_once() -> None:
     rig.close()
 
 
+def test_those_that_would_be_next_leave_with_the_first_that_has_to() -> None:
+    rig = Full(num_device=6)
+    rig.alone(KEYS[:6])
+    assert not rig.ladder.make_room(1, 0, (), 3) and rig.pool.counts.pinned == 4
+    rig.land()
+    assert rig.pool.num_free == 4 and rig.ladder.make_room(1, 0, (), 3) and rig.ladder.num_in_flight == 0
+    rig.close()
+
+
+def test_nothing_leaves_early_where_the_first_can_be_forgotten() -> None:
+    rig = Full(num_device=6)
+    rig.idle(KEYS[:2])
+    rig.alone(KEYS[2:6])
+    assert rig.ladder.make_room(2, 0, (), 4) and rig.ladder.num_in_flight == 0
+    assert not rig.ladder.make_room(3, 2, (), 3) and rig.pool.counts.pinned == 4, "what host memory has need not leave"
+    rig.land()
+    rig.close()
+
+
 # Holds invariant 17: making room takes nothing that was promised.
 def test_what_was_promised_stays_available_and_nobody_waits_where_there_is_no_more() -> None:
     rig = Full(num_device=4)

@@ -1,6 +1,6 @@
 """The requests that wait to run, and who of them is next. Owns their order and nothing else of them.
 
-A request's rank is its arrival plus what it may be overtaken for: `_PATIENCE` seconds for every second of work that its start takes, and
+A request's rank is its arrival plus what it may be overtaken for: so many seconds for every second of work that its start takes, and
 never more than a bound. Whoever runs next is of the highest priority, and of these of the least rank. So nobody is overtaken
 by a request of its priority that has arrived more than the bound later, whatever the figures say, and whether they change or not.
 
@@ -17,11 +17,14 @@ from itertools import islice
 
 from penstock.engine.scheduling.track import State, Track
 
-_PATIENCE = 60.0  # seconds of waiting that a second of work is worth
-_COLD_PATIENCE = 240.0  # the same for those that find nothing: what they compute takes memory from others as well
+# Seconds of waiting that a second of work is worth. Whoever finds its KV on the device has its room there already. Whoever brings it from
+# elsewhere makes others leave, who come back later; and what somebody computes who finds nothing takes memory from others for good.
+_HERE_PATIENCE = 5.0
+_PATIENCE = 60.0
+_COLD_PATIENCE = 240.0
 # Of the bound, for those that find a good part of their prompt: somebody who is in the middle of a conversation is not kept waiting as long
 # as somebody who begins one.
-_KNOWN_SHARE = 0.2
+_KNOWN_SHARE = 0.15
 _GOOD_PART = 0.25
 _PRIORITY_S = 1e8  # between priorities, where a number stands for both: above any time of arrival
 _MOST_PRIORITY = 1000  # the same for all beyond
@@ -67,14 +70,16 @@ class Line:
         self._to_look_at.pop(track, None)
         self.num_retracted -= track.state is State.RETRACTED
 
-    def rank(self, track: Track, start_s: float | None, found_share: float) -> bool:
-        """`track` starts within `start_s` once it is admitted, None where that is not known, and finds so much of its prompt. Says whether
-        its place in line may have changed. One that ran before, and one whose cost nobody knows, keeps the place of its arrival."""
+    def rank(self, track: Track, start_s: float | None, found_share: float, is_here: bool = False) -> bool:
+        """`track` starts within `start_s` once it is admitted, None where that is not known, and finds so much of its prompt; `is_here`:
+        most of it on the device. Says whether its place in line may have changed. One that ran before, and one whose cost nobody knows,
+        keeps the place of its arrival."""
         known = self._bound_s > 0 and start_s is not None and track.state is not State.RETRACTED
         offset_s = 0.0
         if known and start_s is not None:
             most_s = self._bound_s * (1.0 - (1.0 - _KNOWN_SHARE) * min(1.0, found_share / _GOOD_PART))
-            offset_s = min(most_s, (_PATIENCE if found_share > 0 else _COLD_PATIENCE) * start_s)
+            patience = _COLD_PATIENCE if not found_share else _HERE_PATIENCE if is_here else _PATIENCE
+            offset_s = min(most_s, patience * start_s)
         rank, is_ranked = track.request.arrival_s + offset_s, found_share > 0 or not known
         if rank == track.rank and is_ranked == track.is_ranked:
             return False
@@ -114,9 +119,9 @@ def _by_arrival(track: Track) -> tuple[int, float, int]:
     return track.request.priority, track.request.arrival_s, track.order
 
 
-def want_rank(track: Track) -> float:
-    """How late it runs, as one number: what requests of a lower priority want is forgotten first."""
-    return track.rank + _PRIORITY_S * max(-_MOST_PRIORITY, min(_MOST_PRIORITY, track.request.priority))
+def want_rank(track: Track, rank: float | None = None) -> float:
+    """How late it runs, as one number: what requests of a lower priority want is forgotten first. `rank`: in place of its own."""
+    return (track.rank if rank is None else rank) + _PRIORITY_S * max(-_MOST_PRIORITY, min(_MOST_PRIORITY, track.request.priority))
 
 
 def arrival(track: Track) -> int:

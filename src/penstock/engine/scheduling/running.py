@@ -4,6 +4,7 @@ promise of the blocks that it may still draw. Who enters and who has to leave is
 from __future__ import annotations
 
 import heapq
+import math
 
 from penstock.contract import Fence, KvLedger, Match
 from penstock.engine.scheduling.budget import Budget, blocks_for
@@ -11,9 +12,13 @@ from penstock.engine.scheduling.line import arrival
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
+# Blocks that are saved together when a slot is drawn whose block only the device has: one by one they would lose the rate of the link.
+_ROOM_BLOCKS = 256
+
 
 class Running:
-    """Admission is by lifetime: all that a request may need is promised to it when it enters."""
+    """Admission is by lifetime: all that a request may need is promised to it when it enters. What its prompt needs is drawn then: room was
+    made for it a moment ago, and later others may have come to be forgotten first. The rest stays in use as a cache until it is drawn."""
 
     def __init__(self, ledger: KvLedger, budget: Budget) -> None:
         self.tracks: dict[str, Track] = {}
@@ -48,7 +53,9 @@ class Running:
 
     def has_room(self, track: Track, match: Match) -> bool:
         """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what others were promised can be
-        drawn meanwhile."""
+        drawn meanwhile. It is next: no room is made for it out of what it has on the device itself."""
+        if track.prefix is not None and track.want is not None:
+            track.want = self._ledger.want(track.prefix.keys, -math.inf, track.want)
         floor = self._num_promised + match.num_idle
         return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
 
@@ -79,7 +86,16 @@ class Running:
         if track.want is not None:  # the table has its blocks
             self._ledger.end_want(track.want)
             track.want = None
+        self._draw_first(track)
         self._num_promised += self._may_draw(track)
+
+    def _draw_first(self, track: Track) -> None:
+        """The slots of its prompt; step by step where memory is promised more than once."""
+        num_blocks = blocks_for(len(track.tokens), self._ledger.block_tokens) - track.held_table().num_slots
+        if self._budget.overcommit > 1.0 or num_blocks <= 0:
+            return
+        if not self._ledger.try_extend(track.held_table(), num_blocks):
+            raise InvariantBroken(f"request {track.request.id} was admitted without room for its prompt")
 
     def set_off(self, track: Track) -> None:
         """It takes part in steps from now on."""
@@ -87,7 +103,10 @@ class Running:
         track.move(State.RUNNING)
 
     def try_draw(self, track: Track, num_blocks: int) -> bool:
-        """Some of what is promised to it, or nothing: promises may exceed memory."""
+        """Some of what is promised to it, or nothing: promises may exceed memory. It does not wait until what only the device has is saved,
+        but what would be lost next is."""
+        if num_blocks > self._ledger.num_free:
+            self._ledger.make_room(num_blocks, self._num_promised, _ROOM_BLOCKS)
         if not self._ledger.try_extend(track.held_table(), num_blocks):
             return False
         self._num_promised -= num_blocks

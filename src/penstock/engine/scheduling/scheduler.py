@@ -3,6 +3,7 @@ what steps are made of and what listeners are told have files of their own. Touc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from penstock.contract import (
@@ -18,6 +19,7 @@ from penstock.contract import (
     StepPlan,
     StepResult,
     TokenEvent,
+    Want,
 )
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
 from penstock.engine.scheduling.events import Events, SchedulerCounts
@@ -35,6 +37,9 @@ _LOOK_FOR_ROOM = 8  # plans in which the next request waits for others to end: i
 # request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as all of them.
 _GRACE = 4
 _DEAR_TOKENS = 8192  # of a conversation that this is done for
+# Plans in which the KV of such a conversation counts as wanted, as if its next request had come already. Until it has come and was looked
+# at nobody else wants it, and whoever draws blocks would take them from it first.
+_KEPT_PLANS = 16
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -61,6 +66,9 @@ class Scheduler:
         self._num_looks = 0
         self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
         self._grace = 0  # how long the room of whoever has ended is kept for its next request
+        self._num_plans = 0
+        self._newest_s = 0.0  # the latest arrival
+        self._answered: deque[tuple[int, Want]] = deque()  # what is wanted of conversations that were just answered, and until which plan
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.lives: list[tuple[str, State]] = []  # retractions and resumptions, for whoever times them and clears the list
@@ -72,6 +80,7 @@ class Scheduler:
         if request.id in self._tracks:
             raise InvariantBroken(f"request {request.id} was added twice")
         self._num_orders += 1
+        self._newest_s = max(self._newest_s, request.arrival_s)
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
         if request.sampling.prompt_logprobs is not None:
             track.prompt_logprobs = _FIRST_LOGPROB
@@ -103,6 +112,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
         num_retractions = self.counts.retractions
+        self._num_plans += 1
+        while self._answered and self._answered[0][0] <= self._num_plans:
+            self._ledger.end_want(self._answered.popleft()[1])
         self._take_in_loads()
         tracks = self._in_turn()
         decodes = any(track.num_left == 1 and track.state is State.RUNNING for track in tracks)
@@ -154,7 +166,6 @@ class Scheduler:
     def _end_load(self, track: Track, load: Load) -> None:
         if load.error() is not None:
             track.compute_rest(load.num_landed, self._ledger.block_tokens)
-            self._draft.wait_for_earlier_users(track)
         track.load = None
         if track.state is State.LOADING:
             self._set_off(track)
@@ -222,8 +233,12 @@ class Scheduler:
     def _holds_back(self, track: Track, match: Match) -> bool:
         """Whether whoever has just been answered may be cheaper to go on with, and is heard of in a moment. Only while others run, whose
         steps are what it waits for."""
-        is_here = 2 * match.num_blocks * self._ledger.block_tokens >= len(track.tokens)
-        return bool(self._grace) and len(self._running) > 0 and self._budget.max_overtaken_s > 0 and not is_here
+        is_held = bool(self._grace) and len(self._running) > 0 and self._budget.max_overtaken_s > 0
+        return is_held and not self._is_here(track, match)
+
+    def _is_here(self, track: Track, match: Match) -> bool:
+        """Whether most of what it has to have computed is on the device."""
+        return 2 * match.num_blocks * self._ledger.block_tokens >= len(track.tokens)
 
     def _make_room_ahead(self, track: Track, match: Match) -> None:
         """It is next, and waits for others to end: until then there is time to save what would be lost for it. Looked at now and then."""
@@ -248,7 +263,8 @@ class Scheduler:
     def _rank(self, track: Track, match: Match) -> bool:
         """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""
         start_s = self._ledger.start_s(len(track.tokens), match)
-        changed = self._line.rank(track, start_s, found_share(track, match, self._ledger.block_tokens))
+        share = found_share(track, match, self._ledger.block_tokens)
+        changed = self._line.rank(track, start_s, share, self._is_here(track, match))
         if track.prefix is not None and track.request.may_match:
             track.want = self._ledger.want(track.prefix.keys, want_rank(track), track.want)
         if track.lease is not None:
@@ -284,7 +300,6 @@ class Scheduler:
             self._retract(victim)
             if victim is track:
                 return False
-        self._draft.wait_for_earlier_users(track)
         return True
 
     def _retract(self, track: Track, saves: bool = True) -> None:
@@ -378,9 +393,10 @@ class Scheduler:
     def _end(self, track: Track, event: TokenEvent) -> TokenEvent:
         """Give back all that it holds; `event` is its last."""
         if track.state in (State.RUNNING, State.LOADING):
+            self._leave(track, saves=False)
             if len(track.tokens) >= _DEAR_TOKENS and event.finish in (FinishReason.STOP, FinishReason.LENGTH):
                 self._grace = _GRACE
-            self._leave(track, saves=False)
+                self._keep_answered(track)
         else:
             self._line.remove(track)
         track.end_prefetch()
@@ -391,7 +407,16 @@ class Scheduler:
         track.move(State.ENDED)
         track.finish = event.finish
         del self._tracks[track.request.id]
+        while self._answered and not self._tracks:  # nobody is left who would take their place
+            self._ledger.end_want(self._answered.popleft()[1])
         return event
+
+    def _keep_answered(self, track: Track) -> None:
+        """It has ended, and whoever sent it may go on at once."""
+        if track.prefix is not None and track.request.may_match and self._budget.max_overtaken_s > 0:
+            want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
+            if want is not None:
+                self._answered.append((self._num_plans + _KEPT_PLANS, want))
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""

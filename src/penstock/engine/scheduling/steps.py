@@ -25,10 +25,6 @@ class Draft:
     def set_up(self, track: Track) -> None:
         self.starts.append(Start(track.row, track.request, tuple(track.tokens[track.num_prompt :])))
 
-    def wait_for_earlier_users(self, track: Track) -> None:
-        for fence in track.held_table().take_after():
-            self.after[id(fence)] = fence
-
     def add(self, track: Track, num_tokens: int) -> None:
         """The next `num_tokens` of it are computed; there are slots for them."""
         start, end = track.num_planned, track.num_planned + num_tokens
@@ -41,8 +37,10 @@ class Draft:
             if not track.load.settled:
                 self.loads[track.request.id] = track.load
             track.load = None
-        slots, request = track.held_table().slots(end), track.request
-        chunk = Chunk(request.id, track.row, start, tokens, slots, start >= track.num_cached, samples, request.adapter)
+        table, request = track.held_table(), track.request
+        for fence in table.take_after():
+            self.after[id(fence)] = fence
+        chunk = Chunk(request.id, track.row, start, tokens, table.slots(end), start >= track.num_cached, samples, request.adapter)
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
 
     def drop(self, track: Track) -> None:

@@ -150,18 +150,20 @@ class Ladder:
         host memory are one capacity then. Not where a disk or a store is to have every block."""
         return self._limits.postpones and self.behind is None
 
-    def make_room(self, num_blocks: int, floor: int, tables: Iterable[BlockTable]) -> bool:
+    def make_room(self, num_blocks: int, floor: int, tables: Iterable[BlockTable], num_more: int = 0) -> bool:
         """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the device has. Where not, such
-        blocks are being moved to host memory when this returns; `floor` slots stay available meanwhile. `tables` are open."""
+        blocks are being moved to host memory when this returns, with those of the `num_more` that would be next; `floor` slots stay
+        available meanwhile. `tables` are open."""
         pool = self._pool
         num_evicted = min(num_blocks, pool.num_available) - pool.num_free
         if num_evicted <= 0 or self.demoter.is_late():
             return True
         if self._num_moving:
             return False  # what it frees comes first
-        slots = pool.coldest_slots(num_evicted)
-        absent = self.host.absent(pool.keys_of(slots))
-        alone = [slot for slot, is_alone in zip(slots, absent, strict=True) if is_alone][: max(0, pool.num_available - floor)]
+        alone = self._alone(num_evicted)
+        if alone and num_more:
+            alone = self._alone(min(num_evicted + num_more, pool.num_available - pool.num_free))
+        alone = alone[: max(0, pool.num_available - floor)]
         if not alone:
             return True
         if self.postpones:
@@ -169,6 +171,11 @@ class Ladder:
         for first in range(0, len(alone), _MOVE_BLOCKS):
             self._move(alone[first : first + _MOVE_BLOCKS])
         return False
+
+    def _alone(self, num_slots: int) -> list[int]:
+        """Those of the next `num_slots` to be evicted whose blocks only the device has."""
+        slots = self._pool.coldest_slots(num_slots)
+        return [slot for slot, absent in zip(slots, self.host.absent(self._pool.keys_of(slots)), strict=True) if absent]
 
     def _give_way(self, num_blocks: int, tables: Iterable[BlockTable]) -> None:
         """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again when they have to leave it."""

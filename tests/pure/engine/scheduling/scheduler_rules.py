@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from scheduler_device import BLOCK, prompt_logprobs
 
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Start, StepPlan, TokenEvent
+from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.matching import is_pending, is_ready
 from penstock.engine.scheduling.track import State, Track
@@ -61,9 +62,10 @@ def _may_start(world: World, track: Track) -> bool:
 
 
 def check_wants(world: World) -> None:
-    """Whatever blocks are wanted, somebody in line wants them."""
+    """Whatever blocks are wanted, somebody in line wants them, or somebody who was answered a moment ago."""
     waiting = [track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)]
-    assert set(world.cache.pool._idle._wants) <= {track.want for track in waiting}, "blocks are wanted by nobody in line"
+    answered = {want for until, want in world.scheduler._answered if until <= world.scheduler._num_plans + scheduler_module._KEPT_PLANS}
+    assert set(world.cache.pool._idle._wants) <= {track.want for track in waiting} | answered, "blocks are wanted by nobody in line"
     if world.tiers is not None:
         host = world.tiers.host
         assert set(host._pool._idle._wants) <= {lease.want for lease in host._leases}, "host blocks are wanted without a lease"

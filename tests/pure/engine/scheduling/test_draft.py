@@ -80,7 +80,7 @@ def test_earlier_users_are_waited_for_once_each() -> None:
     for row, fences in enumerate([(shared,), (shared, own), ()]):
         track = track_of(str(row), 4, row=row)
         track.table.fences = fences  # type: ignore[union-attr]
-        draft.wait_for_earlier_users(track)
+        draft.add(track, 4)
     assert list(draft.after.values()) == [shared, own]
 
 

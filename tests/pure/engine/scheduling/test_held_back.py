@@ -11,10 +11,12 @@ from scheduler_world import World
 from penstock.contract import FinishReason
 from penstock.engine.scheduling import scheduler as scheduler_module
 
+BOUND_S = 20.0
 
-def two_that_run(monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8) -> tuple[World, str]:
+
+def two_that_run(monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8, bound_s: float = BOUND_S) -> tuple[World, str]:
     """All rows are taken, one of them by a conversation that counts as dear; `known` are cached on the device."""
-    world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=20.0)
+    world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
     tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
@@ -105,4 +107,54 @@ def test_without_a_conversation_nobody_is_ever_held_back(monkeypatch: pytest.Mon
         answer(world, talk)
         assert not is_held_back(world, other)
         talk = other
+    world.close()
+
+
+def kept(world: World) -> int:
+    """Blocks of the device that are wanted though nobody is in line."""
+    assert not world.in_line()
+    return sum(want.num_blocks for want in world.cache.pool._idle._wants)
+
+
+def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
+    world, talk = two_that_run(monkeypatch)
+    answer(world, talk)
+    assert kept(world) == 2, "its prompt's blocks"
+    wanted = []
+    for _ in range(4):
+        planned(world)
+        world.commit()
+        wanted.append(kept(world))
+    assert wanted == [2, 2, 0, 0]
+    world.close()
+
+
+def test_what_was_just_answered_is_forgotten_after_what_nobody_wants_and_before_what_older_requests_want(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, talk = two_that_run(monkeypatch, C[:8])
+    newest_s = max(asked.request.arrival_s for asked in world.asked.values())
+    answer(world, talk)
+    (want,) = world.cache.pool._idle._wants
+    assert want.rank == newest_s
+    coldest = world.cache.pool.coldest(2)
+    assert coldest == list(reversed(world.cache.prefix_of(C[:8]).keys)), "nobody wants those"
+    world.close()
+
+
+@pytest.mark.parametrize("why", ["cancelled", "in order of arrival", "short", "nobody is left"])
+def test_what_nobody_goes_on_with_is_not_kept(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    world, talk = two_that_run(
+        monkeypatch, dear_tokens=13 if why == "short" else 8, bound_s=0.0 if why == "in order of arrival" else BOUND_S
+    )
+    if why == "cancelled":
+        world.cancel(talk)
+    elif why == "nobody is left":
+        answer(world, talk)
+        world.cancel("r1")
+    else:
+        answer(world, talk)
+    assert kept(world) == 0
+    world.finish()
     world.close()

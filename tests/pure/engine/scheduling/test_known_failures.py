@@ -103,7 +103,7 @@ def test_cancelled_waiting_request_keeps_its_blocks() -> None:
 # Holds invariant 20: a request that is loading leaves at once.
 def test_cancel_during_load_frees_destinations() -> None:
     world, request_id = loading(num_slots=4)
-    destinations = set(world.cache.tables[request_id].hold.slots)
+    destinations = set(world.cache.tables[request_id].hold.slots[:2])  # the third is for its last token
     world.cancel(request_id)
     assert world.cache.stats().slots["device"].pinned == len(destinations) == 2
     other = world.submit(B[:8], 1)
@@ -121,7 +121,7 @@ def test_cancel_during_load_frees_destinations() -> None:
 # Holds invariant 7: a load that is late keeps its destinations.
 def test_time_out_returns_destinations_while_io_is_still_writing() -> None:
     world, request_id = loading(num_slots=5)
-    destinations = set(world.cache.tables[request_id].hold.slots)
+    destinations = set(world.cache.tables[request_id].hold.slots[:2])
     tiers_of(world).make_late()
     plan = planned(world)
     assert shape(plan) == [(request_id, 0, 8)] and destinations.isdisjoint(plan.chunks[0].slots.tolist())

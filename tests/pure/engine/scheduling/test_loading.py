@@ -37,7 +37,7 @@ def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset() -> 
     again = world.submit([*A[:12], 6], 1)
     assert world.plan() is None
     load = world.asked[again].load
-    assert load is not None and load.num_blocks == 2 and world.cache.tables[again].num_slots == 3
+    assert load is not None and load.num_blocks == 2 and world.cache.tables[again].num_slots == 4, "with that of its last token"
     world.close()
     assert source_of(world, again) == KvSource(device=4, host=8, computed=1)
     assert source_of(world, first).host == 3

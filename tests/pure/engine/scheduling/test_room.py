@@ -3,6 +3,7 @@ than it takes, whatever host memory has room for, and whoever wants the blocks t
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -119,6 +120,86 @@ def test_what_others_were_promised_can_be_drawn_while_blocks_leave() -> None:
         world.commit()
         world.check()
     assert world.state_of(next_one) == "waiting" and len(world.asked[runs].got) >= 6, "who runs goes on"
+    world.close()
+
+
+def lost_copies(world: World) -> list[bytes]:
+    """Keys that the device forgets while host memory does not have them, from now on."""
+    lost: list[bytes] = []
+    pool, host = world.cache.pool, tiers_of(world).host
+    evict = pool.evict
+
+    def watched(num_slots: int) -> int:
+        keys = pool.keys_of(pool.coldest_slots(num_slots))
+        lost.extend(key for key, absent in zip(keys, host.absent(keys), strict=True) if absent)
+        return evict(num_slots)
+
+    pool.evict = watched  # type: ignore[method-assign]
+    return lost
+
+
+def test_slots_for_a_prompt_are_drawn_when_room_has_been_made_for_it() -> None:
+    """What could be forgotten for it at admission may be somebody's only copy before its last chunk is computed."""
+    world = full(num_host=24)
+    world.scheduler._budget = dataclasses.replace(world.budget, prefill_chunk=4)
+    lost = lost_copies(world)
+    large = world.submit(D, 16, ignore_eos=True)
+    planned(world)
+    assert world.cache.tables[large].num_slots == 4 and world.cache.num_free == 0
+    world.cache.reset(["host"])
+    for _ in range(3):
+        world.commit()
+        planned(world)
+    assert not lost, "its prompt is computed, and nothing had to go for it"
+    world.close()
+
+
+def test_where_memory_is_promised_more_than_once_a_prompt_draws_step_by_step() -> None:
+    world = World(num_slots=8, prefill_chunk=4, overcommit=2.0)
+    large = world.submit(D, 16, ignore_eos=True)
+    planned(world)
+    assert world.cache.tables[large].num_slots == 1
+    world.close()
+
+
+def test_a_request_that_decodes_waits_for_nothing_and_what_would_be_lost_next_is_saved() -> None:
+    world = full(num_host=24)
+    runs = world.submit(A[:4], 20, ignore_eos=True)  # six blocks of eight, four of which B has
+    planned(world)
+    world.cache.reset(["host"])
+    while len(world.asked[runs].got) < 13:
+        num_before = len(world.asked[runs].got)
+        world.commit()
+        planned(world)
+        assert len(world.asked[runs].got) == num_before + 1, "a token in every step"
+    assert world.cache.stats().slots["device"].pinned == 2, "what was not promised is on its way"
+    world.device.lanes.run_all()
+    world.settle()
+    assert tiers_of(world).host.num_keys >= 2
+    world.close()
+
+
+def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
+    """Whatever else is wanted, and however much: it would lose what it was admitted with."""
+    world = full(num_host=24)
+    world.submit(D, 1, ignore_eos=True)
+    world.finish()
+    world.cache.reset(["host"])  # the device alone has B and D, and is full
+    of_d = world.cache.prefix_of(D)
+    assert of_d is not None
+    retained = world.cache.retain(of_d, -1e12)
+    move, moved = tiers_of(world).ladder._move, list[int]()
+    tiers_of(world).ladder._move = lambda slots: moved.extend(slots) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    again = world.submit([*B, 1], 8, ignore_eos=True)
+    slots_of_d = world.cache.pool.find_each(of_d.keys)
+    while world.outcome(again)[1] is None:
+        world.plan()
+        if world.in_flight:
+            world.commit()
+        world.device.lanes.run_all()
+        world.settle()
+    assert moved and set(moved) <= set(slots_of_d) and source_of(world, again).device == 16
+    retained.end()
     world.close()
 
 
