@@ -19,8 +19,8 @@ import torch
 
 from cpu.kv.ssd.ssd_rig import FailingDisk, GatedDisk
 from e2e.troubled import FULL_BLOCKS, LIMIT_S, Apart, Troubled, apart_or_skip, by_source, prompt, small_disk, tokens_of, troubled, until
-from penstock.engine import build as build_module
 from penstock.errors import DeadlineExceeded, StoreFailed
+from penstock.kv import build as build_module
 from penstock.kv.tiers.breaker import Breaker
 from penstock.kv.tiers.cold import ColdLimits
 from penstock.kv.tiers.envelope import Envelope

@@ -24,7 +24,7 @@ LAYERS = (
     ("penstock.lanes", "penstock.kv.blocks", "penstock.kv.memory", "penstock.models", "penstock.engine.scheduling"),
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers", "penstock.engine.speculation"),
-    ("penstock.kv.pager", "penstock.kv.cache", "penstock.sanitizer"),
+    ("penstock.kv.pager", "penstock.kv.cache + penstock.kv.build", "penstock.sanitizer"),
     (
         " + ".join(
             f"penstock.engine.{name}"

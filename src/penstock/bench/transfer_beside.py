@@ -27,10 +27,10 @@ from penstock.bench.report import Results
 from penstock.bench.transfer_cold import OWNER, RAW, ColdRig, Promoted, ReadRoom, TierRead, TierWrite, TransferShape
 from penstock.bench.transfer_ways import TransferWay, Wait, take_turns, too_large
 from penstock.config import OffloadConfig
-from penstock.engine.build import COLD_READERS, COLD_WRITERS
 from penstock.errors import ConfigError, InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import SCOPE_BYTES
+from penstock.kv.build import COLD_READERS, COLD_WRITERS
 from penstock.kv.tiers.envelope import pack
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES

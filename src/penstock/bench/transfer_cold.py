@@ -14,26 +14,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.bench.transfer_ways import CLOSE_S, DEMOTE, PROMOTE, TransferSize, TransferWay, Wait, open_lane, pin_all
+from penstock.bench.transfer_ways import CLOSE_S, TransferSize, TransferWay, Wait, pin_all
 from penstock.contract import Prefix, Table
-from penstock.engine.build import cold_lanes, make_launcher
 from penstock.engine.engine import POLL_BEHIND_S
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.handles import Reservation
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.build import make_movers, open_cold
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena
 from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.behind import Behind
-from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.envelope import checksum
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
 from penstock.kv.tiers.store import BlockStore, Outcome, Space
-from penstock.kv.transfer.copies import make_copier
-from penstock.kv.transfer.mover import Mover
 from penstock.models.progress import Progress
 
 OWNER = "bench"
@@ -61,7 +58,7 @@ class ColdRig:
         self.host = HostArena(layout, 2 * num_blocks, device)
         scope = Scope(secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none")
         self.store = open_store(Space(scope.digest(), layout.block_bytes, self.host.bytes))
-        self.tier = ColdTier(self.store, cold_lanes(self.store), self.host.view, (self.host.name, layout.num_layers))
+        self.tier = open_cold(self.store, self.host)
         self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
         pool = BlockPool(num_blocks, self.device.name)
         self.cache = KvCache(pool, scope, ladder=self._ladder(pool))
@@ -76,12 +73,8 @@ class ColdRig:
         self.checksums: list[bytes] = []  # of the blocks, in order
 
     def _ladder(self, pool: BlockPool) -> Ladder:
-        def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena) -> Mover:
-            lane = open_lane(name, self.device.device)
-            return Mover((source.name, dest.name), make_copier(source.tensor, dest.tensor, self.layout), lane, make_launcher(lane))
-
-        movers = mover(PROMOTE, self.host, self.device), mover(DEMOTE, self.device, self.host)
-        ladder = Ladder(pool, self.slots, movers, self.layout, LadderLimits(overlap_tokens=1, load_deadline_s=_WAIT_S, load_always=True))
+        limits = LadderLimits(overlap_tokens=1, load_deadline_s=_WAIT_S, load_always=True)
+        ladder = Ladder(pool, self.slots, make_movers(self.device, self.host), self.layout, limits)
         ladder.put_behind(Behind(self.slots, [self.tier], self.layout.block_bytes))
         return ladder
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from penstock.bench.run import WARM_UP, runs
 from penstock.contract import Access, Fence, Mode
-from penstock.engine.build import make_lane, make_launcher
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.memory.arena import DeviceArena, free_bytes
@@ -30,6 +29,7 @@ from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Group, Mover, Transfer
 from penstock.lanes.lane import Lane, Op, Ticket
+from penstock.lanes.make import make_lane, make_launcher
 from penstock.models.progress import Progress
 
 PROMOTE, DEMOTE = "promote", "demote"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
-from penstock.config import DEVICE_EVICTIONS, GIB, Config
+from penstock.config import GIB, Config
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine, EngineParts
 from penstock.engine.execution.attention import Attention
@@ -23,49 +22,23 @@ from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
-from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
-from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.cache import KvCache
+from penstock.kv.build import open_cache
 from penstock.kv.memory.arena import DeviceArena, free_bytes
-from penstock.kv.memory.guard import ArenaGuard
-from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.tiers.behind import Behind
-from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
-from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits
-from penstock.kv.tiers.memory import HostMemory
-from penstock.kv.tiers.remote import open_store as open_remote
-from penstock.kv.tiers.ssd.store import open_ssd
-from penstock.kv.tiers.store import BlockStore, Space
-from penstock.kv.tiers.worth import PrefillRate
-from penstock.kv.transfer.checked import ByteChecks
-from penstock.kv.transfer.copies import make_copier
-from penstock.kv.transfer.mover import Mover
 from penstock.lanes import cuda
-from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane
+from penstock.lanes.make import make_lane
 from penstock.models.adapters import read_adapter
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
-from penstock.observe import LaneObserver
 from penstock.sanitizer.sanitizer import Sanitizer
 
 _CPU_KV_GIB = 1.0
 _CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
 _CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
-_HOST_KV_GIB = 4.0
-_HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
-_LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
-_CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
-# Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute checksums.
-COLD_READERS = 6
-COLD_WRITERS = 6
-_WRITE_QUEUE_BYTES = 512 << 20
-_CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 _CUDA_CHUNK_MS = 150.0  # more than 8192 tokens of a short prompt take: the rate of prefill stays, only deep chunks get smaller
 # Tokens of a chunk at least: with fewer, launching a step and reading all weights takes a good part of it.
 _CUDA_MIN_CHUNK = 512
@@ -102,17 +75,9 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     layout = layout_for(config, dims, device)
     num_blocks = _num_blocks(config, layout, model)
     max_model_len = _max_model_len(config, model, num_blocks)
-    arena = DeviceArena(layout, num_blocks, device)
-    pool = BlockPool(num_blocks, arena.name, sanitizer, _device_order(config, num_blocks))
-    host_arena = HostArena(layout, _num_host_blocks(config, arena), device) if config.offload.enabled else None
-    guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
-    scope = _scope(model, layout)
-    ladder = None if host_arena is None else _ladder(config, pool, (arena, host_arena), sanitizer, guard)
-    if ladder is not None and host_arena is not None:
-        _put_behind(ladder, config, host_arena, scope, sanitizer)
-    cache = KvCache(pool, scope, config.kv.prefix_cache, ladder)
+    storage = open_cache(config, layout, _scope(model, layout), device, num_blocks, sanitizer)
+    cache, arena = storage.cache, storage.arena
     budget = _budget(config, device, max_model_len)
-    prefill = PrefillRate() if ladder is None else ladder.prefill
     limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
@@ -124,16 +89,15 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     attention = _attention(arena, model)
     lane = make_lane("compute", device, sanitizer)
     executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters)
-    executor.guard = guard
+    executor.guard = storage.guard
     if device.type == "cuda":
         cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
         executor.capture_all(progress)
     parts = EngineParts(
         name=loaded.name,
         tokenizer=loaded.tokenizer,
-        scheduler=Scheduler(cache, budget, dims.eos_ids, prefill),
+        scheduler=Scheduler(cache, budget, dims.eos_ids, cache.prefill),
         executor=executor,
-        prefill=prefill,
         adapters=adapters,
         cache=cache,
         arena=arena,
@@ -247,90 +211,6 @@ def _max_model_len(config: Config, model: Model, num_blocks: int) -> int:
 
 def _scope(model: Model, layout: BlockLayout) -> Scope:
     return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
-
-
-def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
-    """As the tiers behind it, or by recency where that would cost the engine thread too much for each block."""
-    name = config.offload.eviction
-    return make_order(name if name in DEVICE_EVICTIONS else "lru", num_blocks, config.kv.block_tokens)
-
-
-def _ladder(
-    config: Config, pool: BlockPool, arenas: tuple[DeviceArena, HostArena], sanitizer: Sanitizer | None, guard: ArenaGuard | None
-) -> Ladder:
-    arena, host_arena = arenas
-    layout, device = arena.layout, arena.device
-    order = make_order(config.offload.eviction, host_arena.num_slots, layout.block_tokens)
-    host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, sanitizer, order), layout.block_tokens, config.offload.lease_s)
-    if device.type == "cuda":  # elsewhere every slot can be used at once
-        host.withhold()
-    memory = HostMemory(host_arena, host.ready)
-
-    def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
-        lane = make_lane(name, device, sanitizer, priority)
-        copier, launcher = make_copier(source.tensor, dest.tensor, layout), make_launcher(lane, sanitizer)
-        made = Mover((source.name, dest.name), copier, lane, launcher)
-        if guard is not None and sanitizer is not None:
-            made.checks = ByteChecks(guard, sanitizer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
-        return made
-
-    movers = mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
-    overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
-    limits = LadderLimits(
-        overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, postpones=config.kv.prefix_cache, memory=memory
-    )
-    return Ladder(pool, host, movers, layout, limits)
-
-
-def _put_behind(ladder: Ladder, config: Config, arena: HostArena, scope: Scope, sanitizer: Sanitizer | None) -> None:
-    """The tiers behind host memory, hottest first: adding one is a line here and a file with its store."""
-    offload, block_bytes = config.offload, arena.layout.block_bytes
-    space = Space(scope.digest(), block_bytes, arena.bytes)
-    stores: list[BlockStore] = []
-    with contextlib.ExitStack() as undo:  # a directory stays locked for as long as its store is open
-        if offload.ssd_dir is not None:
-            stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
-            undo.callback(stores[-1].close)
-        if offload.remote is not None:
-            stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))
-        undo.pop_all()
-    if stores:
-        limits = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, arena.num_bytes // 4))
-        tiers = [
-            ColdTier(store, cold_lanes(store, sanitizer), arena.view, (arena.name, arena.layout.num_layers), limits) for store in stores
-        ]
-        ladder.put_behind(Behind(ladder.host, tiers, block_bytes, offload.ssd_admission if offload.ssd_dir is not None else "always"))
-
-
-def cold_lanes(store: BlockStore, sanitizer: Sanitizer | None = None) -> ColdLanes:
-    def lanes(what: str, num: int) -> list[Lane]:
-        return [CpuLane(f"{store.name}-{what}-{number}", sanitizer) for number in range(num)]
-
-    return ColdLanes(lanes("read", COLD_READERS), lanes("write", COLD_WRITERS), None if store.local else lanes("ask", 1)[0])
-
-
-def _num_host_blocks(config: Config, arena: DeviceArena) -> int:
-    block_bytes = arena.layout.block_bytes
-    if config.offload.host_gib is not None:
-        num_blocks = int(config.offload.host_gib * GIB) // block_bytes
-        if num_blocks < 1:
-            raise ConfigError(f"--kv-offload-host-gib {config.offload.host_gib:g} holds no KV block of {block_bytes / 1024:.0f} KiB")
-        return num_blocks
-    num_bytes = min(_HOST_KV_GIB * GIB, free_bytes(torch.device("cpu")) * _HOST_FREE_SHARE)
-    # A tiny model's blocks would number millions; sixteen times the device's is more than it can forget in a while.
-    return max(1, min(int(num_bytes) // block_bytes, 16 * arena.num_slots))
-
-
-def make_lane(name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> Lane:
-    if device.type == "cuda":
-        return cuda.CudaLane(name, device, observer, priority)
-    return CpuLane(name, observer, around=torch.inference_mode)
-
-
-def make_launcher(lane: Lane, observer: LaneObserver | None = None) -> CpuLane:
-    """Where transfers on `lane` are launched; a stream is its thread's for life."""
-    around = lane.current if isinstance(lane, cuda.CudaLane) else torch.inference_mode
-    return CpuLane(f"launch-{lane.name}", observer, around=around)
 
 
 def _layer_ops(device: torch.device) -> LayerOps:

@@ -33,7 +33,6 @@ from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Over
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena
 from penstock.kv.tiers.behind import Persisting, Resetting
-from penstock.kv.tiers.worth import PrefillRate
 from penstock.kv.transfer.mover import Settling
 from penstock.lanes.lane import Lane
 from penstock.lanes.polling import POLL_S
@@ -58,7 +57,6 @@ class EngineParts:
     tokenizer: TextCodec
     scheduler: Scheduler
     executor: Executor
-    prefill: PrefillRate  # what computing prompts takes: the scheduler sizes chunks by it, the cache weighs loading against it
     adapters: AdapterStore
     cache: KvCache
     arena: DeviceArena
@@ -347,7 +345,7 @@ class Engine:
             result = step.wait_result()
         self._blocked_s["result"] += time.monotonic() - started
         if (prefill := self._pace.read()) is not None:
-            self._parts.prefill.add(*prefill)
+            self._parts.cache.prefill.add(*prefill)
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)

@@ -30,6 +30,7 @@ from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.ladder import Ladder
 from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.worth import PrefillRate
 from penstock.kv.transfer.mover import Settling
 from penstock.lanes.polling import POLL_MOST_S
 from penstock.observe import EngineObserver
@@ -90,6 +91,7 @@ class KvCache:
         self._scope = scope
         self._prefix_cache = prefix_cache
         self.ladder = ladder
+        self.prefill = PrefillRate() if ladder is None else ladder.prefill  # what computing prompts takes
         self._tables: set[BlockTable] = set()  # those that are open
         self._announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
         self._promoting: dict[Promotion, BlockTable] = {}  # in flight
@@ -224,7 +226,7 @@ class KvCache:
             return None
         num_found = (match.num_blocks + match.num_colder) * self.block_tokens
         num_left = max(1, num_tokens - num_found)
-        compute_s = self.ladder.prefill.seconds(num_left, num_tokens - num_left / 2)
+        compute_s = self.prefill.seconds(num_left, num_tokens - num_left / 2)
         load_s = self.ladder.link.seconds(match.num_colder * self.ladder.block_bytes) if match.num_colder else 0.0
         return None if compute_s is None else compute_s + (load_s or 0.0)
 

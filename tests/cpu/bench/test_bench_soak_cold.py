@@ -47,7 +47,7 @@ def run(tmp_path, seconds: float = 2.0, seen=lambda engine: True, **offload) -> 
 
 
 def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.engine.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest))
+    monkeypatch.setattr("penstock.kv.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest))
     shares(monkeypatch, FAILED=0.15, SPOILED=0.3, EXAGGERATED=0.1)  # so often that each kind happens, however slow the machine
     verdict = run(tmp_path, seconds=6.0, remote="valkey://elsewhere")
     assert verdict.violations == []

@@ -33,7 +33,7 @@ def ssd_config(config, tmp_path):
 def blocks(monkeypatch):
     """What is in a store that every engine of the test shares. It is given a second to answer, however fast computing is."""
     shared: dict[bytes, bytearray] = {}
-    monkeypatch.setattr("penstock.engine.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest, blocks=shared))
+    monkeypatch.setattr("penstock.kv.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest, blocks=shared))
     monkeypatch.setattr(PrefillRate, "seconds", lambda self, *_: None)
     return shared
 

@@ -41,7 +41,7 @@ def open_and_scan(*arguments: Any) -> SsdStore:
 @pytest.fixture
 def generate(penstock: Callable, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """One answer by an engine with a disk, which is closed in the end."""
-    monkeypatch.setattr("penstock.engine.build.open_ssd", open_and_scan)
+    monkeypatch.setattr("penstock.kv.build.open_ssd", open_and_scan)
 
     def run(*flags: str):
         disk = ("--kv-offload-ssd-dir", str(tmp_path / "kv"), "--kv-offload-ssd-gib", "0.01")

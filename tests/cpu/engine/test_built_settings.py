@@ -13,6 +13,7 @@ from penstock.config import GIB, OffloadConfig
 from penstock.engine import build as building
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
+from penstock.kv import build as storage
 from penstock.kv.blocks.key import Scope
 from penstock.models.qwen3 import TINY_QWEN3
 from support.driving import tiny_config
@@ -24,8 +25,8 @@ def test_the_settings_of_colder_tiers_reach_them(make_engine: MakeEngine, tmp_pa
     opened: list[tuple[Any, ...]] = []
 
     def recorded(name: str) -> None:
-        opens = getattr(building, name)
-        monkeypatch.setattr(building, name, lambda place, *args: opened.append((place, *args)) or opens(place, *args))
+        opens = getattr(storage, name)
+        monkeypatch.setattr(storage, name, lambda place, *args: opened.append((place, *args)) or opens(place, *args))
 
     recorded("open_ssd")
     recorded("open_remote")

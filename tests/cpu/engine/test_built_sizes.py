@@ -16,6 +16,7 @@ from penstock.engine import build as building
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
+from penstock.kv import build as storage
 from penstock.testing.stores import MemoryStore
 from support.driving import block_bytes, tiny_config
 
@@ -92,10 +93,10 @@ def test_where_no_size_is_given_a_tiny_model_gets_no_more_than_can_be_used(monke
 
 
 def num_host_blocks(monkeypatch: pytest.MonkeyPatch, free: int, num_slots: int = 1000, host_gib: float | None = None) -> int:
-    monkeypatch.setattr(building, "free_bytes", lambda device: free if device.type == "cpu" else 0)
+    monkeypatch.setattr(storage, "free_bytes", lambda device: free if device.type == "cpu" else 0)
     config = replace(tiny_config(), offload=OffloadConfig(host_gib=host_gib))
     layout = type("L", (), {"block_bytes": BLOCK_BYTES})()
-    return building._num_host_blocks(config, type("A", (), {"layout": layout, "num_slots": num_slots})())  # type: ignore[arg-type]
+    return storage.num_host_blocks(config, type("A", (), {"layout": layout, "num_slots": num_slots})())  # type: ignore[arg-type]
 
 
 def test_host_memory_holds_as_many_blocks_as_the_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,23 +121,23 @@ def test_where_no_size_is_given_host_memory_is_a_quarter_of_what_is_free_and_bou
 def test_what_the_device_keeps_is_not_saved_again_where_it_keeps_anything(make_engine: MakeEngine, prefix_cache: bool) -> None:
     ladder = make_engine(host_blocks=8, prefix_cache=prefix_cache).cache.ladder
     assert ladder is not None and ladder._limits.postpones == prefix_cache
-    assert ladder._limits.overlap_tokens == building._CPU_OVERLAP_TOKENS and ladder._limits.memory is not None
+    assert ladder._limits.overlap_tokens == storage._CPU_OVERLAP_TOKENS and ladder._limits.memory is not None
 
 
 def test_tiers_behind_host_memory_have_their_lanes_and_a_quarter_of_it_in_their_queue(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "open_remote", lambda *args: MemoryStore("remote", local=False))
+    monkeypatch.setattr(storage, "open_remote", lambda *args: MemoryStore("remote", local=False))
     engine = make_engine(host_blocks=8, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25, remote="valkey://somewhere")
     tiers = engine.cache.cold_tiers
     assert list(tiers) == ["ssd", "remote"], "the hotter one first"
     for name, tier in tiers.items():
         lanes = tier._lanes
-        assert [lane.name for lane in lanes.readers] == [f"{name}-read-{number}" for number in range(building.COLD_READERS)]
-        assert [lane.name for lane in lanes.writers] == [f"{name}-write-{number}" for number in range(building.COLD_WRITERS)]
+        assert [lane.name for lane in lanes.readers] == [f"{name}-read-{number}" for number in range(storage.COLD_READERS)]
+        assert [lane.name for lane in lanes.writers] == [f"{name}-write-{number}" for number in range(storage.COLD_WRITERS)]
         assert (lanes.asker is None) == (name == "ssd"), "a disk answers from memory"
         assert tier._limits.queue_bytes == 8 * BLOCK_BYTES // 4
-    monkeypatch.setattr(building, "_WRITE_QUEUE_BYTES", 3)
+    monkeypatch.setattr(storage, "_WRITE_QUEUE_BYTES", 3)
     tiny = make_engine(host_blocks=8, remote="valkey://somewhere").cache.cold_tiers["remote"]
     assert tiny._limits.queue_bytes == 3
 

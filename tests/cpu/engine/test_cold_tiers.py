@@ -11,9 +11,9 @@ import pytest
 
 from cpu.engine.test_tiers import forget, states, turn, until
 from penstock.contract import FinishReason, KvSource
-from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, InvalidRequest, StoreFailed
+from penstock.kv import build as build_module
 from penstock.testing.stores import MemoryStore
 from support.driving import generate, run_all, settle_all, submit
 

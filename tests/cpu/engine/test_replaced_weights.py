@@ -17,8 +17,8 @@ import pytest
 from cpu.engine.test_cold_tiers import flush, store_of
 from penstock.config import Config
 from penstock.contract import KvSource
-from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
+from penstock.kv import build as build_module
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.stores import MemoryStore
 from penstock.testing.tiny_models import TINY_LLAMA, config_json, write_tiny_gguf, write_tiny_model

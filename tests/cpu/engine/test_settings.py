@@ -15,6 +15,7 @@ from penstock.config import EVICTIONS, GIB, Config, SanitizeConfig
 from penstock.engine import build as build_module
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.kv import build as storage
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.tiers.ladder import Ladder
 from penstock.testing.stores import MemoryStore
@@ -46,8 +47,8 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     built: Built, eviction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    open_ssd = build_module.open_ssd
-    monkeypatch.setattr(build_module, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
+    open_ssd = storage.open_ssd
+    monkeypatch.setattr(storage, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
     engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
     assert type(ladder_of(engine).host._pool._idle._others) is type(make_order(eviction, 8))
     on_device = eviction if eviction in ("returning", "lru") else "lru"
@@ -61,7 +62,7 @@ def test_what_goes_to_the_disk_is_as_the_setting_says_and_a_store_alone_gets_eve
     built: Built, admission: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(build_module, "open_remote", lambda *args: asked.append(args) or MemoryStore("remote"))
+    monkeypatch.setattr(storage, "open_remote", lambda *args: asked.append(args) or MemoryStore("remote"))
     settings: dict[str, Any] = {"host_blocks": 8, "ssd_admission": admission, "remote_timeout_s": 0.75}
     with_disk = built(tiny_config(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25, **settings))
     behind = ladder_of(with_disk).behind
@@ -101,7 +102,7 @@ def test_prompts_may_take_as_long_as_the_setting_says(chunk_ms: float | None, cp
 def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(built: Built, host_blocks: int) -> None:
     engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
     rate = engine._parts.scheduler._times
-    assert rate is engine._parts.prefill and (engine.cache.ladder is None or rate is engine.cache.ladder.prefill)
+    assert rate is engine.cache.prefill and (engine.cache.ladder is None or rate is engine.cache.ladder.prefill)
     assert rate.tokens(1.0, 0) is None
     generate(engine, list(range(1, 60)))
     assert rate.tokens(1.0, 0) is not None, "steps are measured as they go, with a tier behind the device or without"

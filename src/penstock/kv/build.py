@@ -1,0 +1,162 @@
+"""Opens a cache: arenas, pools, the movers between them, and the tiers behind host memory. Owns which parts belong together; the only place
+that wires storage, for the engine and for whoever measures it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.config import DEVICE_EVICTIONS, GIB, Config
+from penstock.errors import ConfigError
+from penstock.kv.blocks.eviction import EvictionOrder, make_order
+from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+from penstock.kv.memory.arena import DeviceArena, free_bytes
+from penstock.kv.memory.guard import ArenaGuard
+from penstock.kv.memory.host import HostArena
+from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
+from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.memory import HostMemory
+from penstock.kv.tiers.remote import open_store as open_remote
+from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.kv.tiers.store import BlockStore, Space
+from penstock.kv.transfer.checked import ByteChecks
+from penstock.kv.transfer.copies import make_copier
+from penstock.kv.transfer.mover import Mover
+from penstock.lanes.cpu import CpuLane
+from penstock.lanes.lane import Lane
+from penstock.lanes.make import make_lane, make_launcher
+from penstock.observe import ContentObserver, LaneObserver, PoolObserver
+
+_HOST_KV_GIB = 4.0
+_HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
+_LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
+_CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
+_CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
+# Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute checksums.
+COLD_READERS = 6
+COLD_WRITERS = 6
+_WRITE_QUEUE_BYTES = 512 << 20
+
+
+class StorageObserver(LaneObserver, PoolObserver, Protocol):
+    """Whoever watches all of it."""
+
+    @property
+    def checksums(self) -> ContentObserver: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A cache with the memory that steps compute in."""
+
+    cache: KvCache
+    arena: DeviceArena
+    guard: ArenaGuard | None  # where bytes are checked
+
+
+def open_cache(
+    config: Config, layout: BlockLayout, scope: Scope, device: torch.device, num_blocks: int, observer: StorageObserver | None = None
+) -> Opened:
+    """`num_blocks` on the device, and the tiers that `config` names."""
+    arena = DeviceArena(layout, num_blocks, device)
+    pool = BlockPool(num_blocks, arena.name, observer, _device_order(config, num_blocks))
+    host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
+    guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
+    ladder = None if host_arena is None else _ladder(config, pool, (arena, host_arena), observer, guard)
+    if ladder is not None and host_arena is not None:
+        stores = _open_stores(config, Space(scope.digest(), layout.block_bytes, host_arena.bytes))
+        admission = config.offload.ssd_admission if config.offload.ssd_dir is not None else "always"
+        limits = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
+        tiers = [open_cold(store, host_arena, limits, observer) for store in stores]
+        if tiers:
+            ladder.put_behind(Behind(ladder.host, tiers, layout.block_bytes, admission))
+    return Opened(KvCache(pool, scope, config.kv.prefix_cache, ladder), arena, guard)
+
+
+def num_host_blocks(config: Config, arena: DeviceArena) -> int:
+    block_bytes = arena.layout.block_bytes
+    if config.offload.host_gib is not None:
+        num_blocks = int(config.offload.host_gib * GIB) // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(f"--kv-offload-host-gib {config.offload.host_gib:g} holds no KV block of {block_bytes / 1024:.0f} KiB")
+        return num_blocks
+    num_bytes = min(_HOST_KV_GIB * GIB, free_bytes(torch.device("cpu")) * _HOST_FREE_SHARE)
+    # A tiny model's blocks would number millions; sixteen times the device's is more than it can forget in a while.
+    return max(1, min(int(num_bytes) // block_bytes, 16 * arena.num_slots))
+
+
+def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
+    """As the tiers behind it, or by recency where that would cost the engine thread too much for each block."""
+    name = config.offload.eviction
+    return make_order(name if name in DEVICE_EVICTIONS else "lru", num_blocks, config.kv.block_tokens)
+
+
+def _ladder(
+    config: Config,
+    pool: BlockPool,
+    arenas: tuple[DeviceArena, HostArena],
+    observer: StorageObserver | None,
+    guard: ArenaGuard | None,
+) -> Ladder:
+    arena, host_arena = arenas
+    layout = arena.layout
+    order = make_order(config.offload.eviction, host_arena.num_slots, layout.block_tokens)
+    host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, observer, order), layout.block_tokens, config.offload.lease_s)
+    if arena.device.type == "cuda":  # elsewhere every slot can be used at once
+        host.withhold()
+    memory = HostMemory(host_arena, host.ready)
+    checks = None
+    if guard is not None and observer is not None:
+        checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
+    overlap_tokens = _CUDA_OVERLAP_TOKENS if arena.device.type == "cuda" else _CPU_OVERLAP_TOKENS
+    limits = LadderLimits(
+        overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, postpones=config.kv.prefix_cache, memory=memory
+    )
+    return Ladder(pool, host, make_movers(arena, host_arena, observer, checks), layout, limits)
+
+
+def make_movers(
+    arena: DeviceArena, host_arena: HostArena, observer: LaneObserver | None = None, checks: ByteChecks | None = None
+) -> tuple[Mover, Mover]:
+    """From host memory to the device, and back."""
+
+    def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
+        lane = make_lane(name, arena.device, observer, priority)
+        copier = make_copier(source.tensor, dest.tensor, arena.layout)
+        made = Mover((source.name, dest.name), copier, lane, make_launcher(lane, observer))
+        made.checks = checks
+        return made
+
+    return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
+
+
+def _open_stores(config: Config, space: Space) -> Sequence[BlockStore]:
+    """Those behind host memory, hottest first: adding one is a line here and a file with its store."""
+    offload, stores = config.offload, list[BlockStore]()
+    with contextlib.ExitStack() as undo:  # a directory stays locked for as long as its store is open
+        if offload.ssd_dir is not None:
+            stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
+            undo.callback(stores[-1].close)
+        if offload.remote is not None:
+            stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))
+        undo.pop_all()
+    return stores
+
+
+def open_cold(store: BlockStore, arena: HostArena, limits: ColdLimits | None = None, observer: LaneObserver | None = None) -> ColdTier:
+    """`store` on lanes of its own, behind the host memory of `arena`."""
+
+    def lanes(what: str, num: int) -> list[Lane]:
+        return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]
+
+    own = ColdLanes(lanes("read", COLD_READERS), lanes("write", COLD_WRITERS), None if store.local else lanes("ask", 1)[0])
+    return ColdTier(store, own, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())
