@@ -20,7 +20,7 @@ from penstock.config import Config
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.loop import EngineLoop
 from penstock.figures import Traffic
-from penstock.kv.tiers.worth import PrefillRate
+from penstock.kv.tiers.policy import PrefillRate
 from penstock.testing.sanitized import build_sanitized, check_silent
 from support.driving import Collected, tiny_config
 from support.servers import Program, Server, ServerMissing, find_program

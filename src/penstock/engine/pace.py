@@ -1,4 +1,4 @@
-"""How long prefills take. Owns the times of steps that are on the lane; what is made of them is the business of `kv/tiers/worth.py`."""
+"""How long prefills take. Owns the times of steps that are on the lane; what is made of them is the business of `kv/tiers/policy.py`."""
 
 from __future__ import annotations
 

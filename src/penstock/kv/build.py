@@ -18,13 +18,12 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena, free_bytes
 from penstock.kv.memory.guard import ArenaGuard
-from penstock.kv.memory.host import HostArena
+from penstock.kv.memory.host import HostArena, HostMemory
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
-from penstock.kv.tiers.memory import HostMemory
 from penstock.kv.tiers.remote import open_store as open_remote
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space

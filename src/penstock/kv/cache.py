@@ -25,12 +25,10 @@ from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.behind import Persisting, Resetting
 from penstock.kv.tiers.cold import ColdTier
-from penstock.kv.tiers.fetch import Fetch
-from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.ladder import Ladder
-from penstock.kv.tiers.promotion import Promotion
-from penstock.kv.tiers.worth import PrefillRate
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion
+from penstock.kv.tiers.policy import PrefillRate
 from penstock.kv.transfer.mover import Settling
 from penstock.lanes.polling import POLL_MOST_S
 from penstock.observe import EngineObserver
@@ -91,7 +89,7 @@ class KvCache:
         self._scope = scope
         self._prefix_cache = prefix_cache
         self.ladder = ladder
-        self.prefill = PrefillRate() if ladder is None else ladder.prefill  # what computing prompts takes
+        self._prefill = PrefillRate()
         self._tables: set[BlockTable] = set()  # those that are open
         self._announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
         self._promoting: dict[Promotion, BlockTable] = {}  # in flight
@@ -127,6 +125,11 @@ class KvCache:
     def cold_tiers(self) -> dict[str, ColdTier]:
         """Those behind the host tier, hottest first."""
         return {} if self.ladder is None else self.ladder.cold_tiers
+
+    @property
+    def prefill(self) -> PrefillRate:
+        """What computing prompts takes: loading is weighed against it, and chunks are sized by it."""
+        return self._prefill if self.ladder is None else self.ladder.prefill
 
     @property
     def num_settling(self) -> int:

@@ -19,7 +19,7 @@ from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
-from penstock.kv.tiers.worth import PrefillRate
+from penstock.kv.tiers.policy import PrefillRate
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 

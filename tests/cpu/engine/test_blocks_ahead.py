@@ -15,7 +15,7 @@ from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, 
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Promotion
 from penstock.lanes.polling import POLL_MOST_S
 from support.driving import Collected, generate, run_all, settle_all, submit
 from support.gates import GatedCopier, gates

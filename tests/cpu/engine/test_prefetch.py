@@ -13,7 +13,7 @@ from cpu.engine.test_tiers import states, turn, until
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
-from penstock.kv.tiers.fetch import Fetch
+from penstock.kv.tiers.loads import Fetch
 from penstock.testing.stores import MemoryStore
 from store_servers import valkey_or_skip
 from support.driving import Collected, generate, run_all, settle_all, submit

@@ -11,11 +11,9 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdTier, Reading, Writing
-from penstock.kv.tiers.fetch import Fetch, Reads
-from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.ladder import Ladder
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion, Reads
 from penstock.kv.tiers.store import Outcome
 
 Patch = pytest.MonkeyPatch

@@ -23,9 +23,7 @@ from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers import behind
 from penstock.kv.tiers.behind import Persisting
-from penstock.kv.tiers.fetch import Fetch
-from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion
 from penstock.testing.stores import MemoryStore
 
 MAX_OPEN = 5

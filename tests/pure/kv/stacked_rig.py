@@ -16,8 +16,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.tiers.behind import Behind, Persisting
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.envelope import HEADER_BYTES, unpack
-from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Haul, Promotion
 from penstock.testing.stores import HandClock, MemoryStore
 from support.stepped import ByteArena, Cell, SteppedArena
 

@@ -22,13 +22,11 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
-from penstock.kv.tiers.exchange import StoreGroup
-from penstock.kv.tiers.fetch import Fetch
-from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.ladder import Ladder, LadderLimits
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer.mover import Mover
 from penstock.sanitizer.sanitizer import Sanitizer

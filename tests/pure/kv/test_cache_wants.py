@@ -11,8 +11,8 @@ from penstock.contract import Match
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import Displaces, HostLease
+from penstock.kv.tiers.loads import Haul
 
 OTHERS = [bytes([200 + i]) * 16 for i in range(16)]
 LONG = list(range(16))  # four blocks

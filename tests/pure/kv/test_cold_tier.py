@@ -11,9 +11,8 @@ from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
 
 from penstock.contract import Access, Mode
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.dealing import Dealer
-from penstock.kv.tiers.exchange import KnownKeys
-from penstock.kv.tiers.finding import Finding
+from penstock.kv.tiers.calls import KnownKeys
+from penstock.kv.tiers.cold import Finding, StoreLanes
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
 from penstock.testing.stores import HandClock
@@ -144,14 +143,14 @@ def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
 
 
 def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    deal = Dealer.deal
+    deal = StoreLanes.deal
 
-    def hasty(self: Dealer, groups, after, run, label) -> None:  # type: ignore[no-untyped-def]
+    def hasty(self: StoreLanes, groups, after, run, label) -> None:  # type: ignore[no-untyped-def]
         wake, self._wake = self._wake, lambda: None
         deal(self, groups, after, lambda group: (run(group), wake()), label)  # type: ignore[arg-type, return-value]
         self._wake = wake
 
-    monkeypatch.setattr(Dealer, "deal", hasty)
+    monkeypatch.setattr(StoreLanes, "deal", hasty)
     with pytest.raises(AssertionError):
         is_seen_when_woken(make())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cold_rig import BLOCK_BYTES, KEYS, Make, make
 
 from penstock.figures import Traffic
-from penstock.kv.tiers.tally import Meter
-from penstock.kv.tiers.worth import STALE_S, LinkRate
+from penstock.kv.tiers.calls import Meter
+from penstock.kv.tiers.policy import STALE_S, LinkRate
 
 __all__ = ["make"]
 

@@ -13,9 +13,8 @@ from cold_rig import ARENA, BLOCK_BYTES, KEYS, LAYERS, Host, content
 
 from penstock.contract import Access, Fence, Mode
 from penstock.kv.blocks.handles import Handle, Pin
-from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier, Writing
-from penstock.kv.tiers.dealing import Dealer
-from penstock.kv.tiers.exchange import StoreGroup
+from penstock.kv.tiers.calls import StoreGroup
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier, StoreLanes, Writing
 from penstock.kv.tiers.store import Outcome
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer, explore, run_on
@@ -155,8 +154,8 @@ def persist_what_is_being_written(world: World) -> None:
 
 
 def ignores_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    deal = Dealer.deal
-    monkeypatch.setattr(Dealer, "deal", lambda self, groups, after, run, label: deal(self, groups, (), run, label))
+    deal = StoreLanes.deal
+    monkeypatch.setattr(StoreLanes, "deal", lambda self, groups, after, run, label: deal(self, groups, (), run, label))
 
 
 def writings_that_are_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,24 +182,24 @@ def done_before_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_fence_before_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded where it covers nothing of the group."""
 
-    close = Dealer._close_group
+    close = StoreLanes._close_group
 
-    def early(self: Dealer, group: StoreGroup, lane: Any) -> None:
+    def early(self: StoreLanes, group: StoreGroup, lane: Any) -> None:
         close(self, group, lane)
         group.fence.number -= 1  # type: ignore[union-attr]
 
-    monkeypatch.setattr(Dealer, "_close_group", early)
+    monkeypatch.setattr(StoreLanes, "_close_group", early)
 
 
 def a_persist_that_waits_for_its_own_lane_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Dealer.behind_all
+    whole = StoreLanes.behind_all
 
-    def alone(self: Dealer, group: StoreGroup, run: Callable[[], None], label: str) -> None:
+    def alone(self: StoreLanes, group: StoreGroup, run: Callable[[], None], label: str) -> None:
         lanes, self._lanes = self._lanes, self._lanes[:1]
         whole(self, group, run, label)
         self._lanes = lanes
 
-    monkeypatch.setattr(Dealer, "behind_all", alone)
+    monkeypatch.setattr(StoreLanes, "behind_all", alone)
 
 
 PROGRAMS: dict[Callable[[World], None], tuple[Sequence[Fault], Sequence[Fault]]] = {  # what is seen to go wrong, what is heard at once

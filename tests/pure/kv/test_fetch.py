@@ -14,11 +14,9 @@ from penstock.contract import Match
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers import behind
-from penstock.kv.tiers.fetch import Fetch
-from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.promotion import Promotion
-from penstock.kv.tiers.worth import LinkRate
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion
+from penstock.kv.tiers.policy import LinkRate
 
 EIGHT = 8  # blocks: four groups, two on each lane
 HOST = 4 * EIGHT  # slots, of which fetches may reserve eight

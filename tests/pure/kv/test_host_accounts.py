@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
 
-from penstock.kv.tiers.finding import Finding
+from penstock.kv.tiers.cold import Finding
 from penstock.kv.tiers.host import ABSENT, Displaces, HostCounts, HostTier, Part
 
 ZERO = dataclasses.asdict(HostCounts())

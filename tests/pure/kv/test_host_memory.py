@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.memory.host import HostMemory
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.memory import HostMemory
 
 WAIT_S = 30.0
 PIECES = [range(first, first + 64) for first in range(0, 640, 64)]

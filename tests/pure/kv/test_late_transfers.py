@@ -9,7 +9,7 @@ from ladder_rig import BLOCK, KEYS, Rig
 from stacked_rig import Stacked
 
 from penstock.kv.tiers import ladder
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Promotion
 
 
 @pytest.mark.parametrize("load_s", [0.5, 1e9])

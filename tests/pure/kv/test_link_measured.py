@@ -12,7 +12,7 @@ from test_cache_tiers import Cached
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers import ladder
 from penstock.kv.tiers.ladder import Promotion
-from penstock.kv.tiers.worth import STALE_S
+from penstock.kv.tiers.policy import STALE_S
 from penstock.kv.transfer import mover
 from penstock.testing.stores import HandClock
 

@@ -12,9 +12,9 @@ from penstock.kv.blocks.eviction.lru import LruOrder
 from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
 from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.tiers.calls import Tally, Way
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.store import Outcome
-from penstock.kv.tiers.tally import Tally, Way
 from penstock.kv.transfer.mover import Group, Transfer
 
 

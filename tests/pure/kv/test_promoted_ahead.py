@@ -8,7 +8,7 @@ from test_cache_tiers import BLOCK, BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
 from penstock.errors import LaneClosed
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Promotion
 
 LONG = list(range(18))  # four full blocks and a half
 

@@ -9,6 +9,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -24,6 +25,7 @@ _PIECE_BYTES = 32 << 20
 # Finding memory on first use costs a copy between five and thirty times its own time, and takes a core from compute meanwhile. So a
 # little is found in advance where nothing is pinned; all of it at once would take it from a laptop for good.
 _AHEAD_BYTES = 256 << 20
+_CLOSE_S = 60.0  # one piece is pinned in a fraction of a second
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; find memory and leave what is in it as it is
 
 
@@ -120,6 +122,44 @@ class HostArena:
         done, total = (count * self.layout.block_bytes / GIB for count in (slots.start, self.num_slots))
         _LOG.warning("the %s KV arena is %.2f GiB instead of %.2f: the rest of it cannot be pinned (%s)", self.name, done, total, why)
         return False
+
+
+class GrowingArena(Protocol):
+    """Memory whose slots become usable one after the other."""
+
+    def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostMemory:
+    """One arena being prepared."""
+
+    def __init__(self, arena: GrowingArena, ready: Callable[[range], None]) -> None:
+        self._arena = arena
+        self._ready = ready
+        self._stop = threading.Event()
+        self._told = 0  # tenths that have been logged
+        self._thread = threading.Thread(target=self._prepare, name="host-memory", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent. No copy may be in flight."""
+        self._stop.set()
+        self._thread.join(_CLOSE_S)
+        self._arena.close()
+
+    def _prepare(self) -> None:
+        try:
+            self._arena.prepare(self._ready, self._progress, self._stop.is_set)
+        except BaseException:  # of any kind: the tier goes on with what is ready
+            _LOG.exception("host memory could not be prepared further; the host tier uses what it has")
+
+    def _progress(self, done: int, total: int) -> None:
+        tenths = 10 * done // max(total, 1)
+        if tenths > self._told:
+            self._told = tenths
+            _LOG.info("host memory for KV: %.1f of %.1f GiB ready", done / 2**30, total / 2**30)
 
 
 def _untouched(num_bytes: int, name: str) -> mmap.mmap:

@@ -17,12 +17,9 @@ from penstock.config import AdmissionName
 from penstock.contract import Fence
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.blocks.handles import Hold
-from penstock.kv.tiers.cold import ColdTier, Reading, Writing
-from penstock.kv.tiers.fetch import Fetch, Reads, Staged, runs_of, whose
-from penstock.kv.tiers.finding import Finding
-from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.cold import ColdTier, Finding, Reading, Writing
 from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion, Reads, Staged, runs_of, whose
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer.mover import Settling
 

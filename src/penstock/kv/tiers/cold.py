@@ -7,26 +7,163 @@ from a host slot that somebody else protects until the write is over. A deadline
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import cycle, takewhile
 from typing import NamedTuple
 
-from penstock.contract import Fence
+from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.breaker import Breaker
-from penstock.kv.tiers.dealing import Dealer, close_lane
-from penstock.kv.tiers.exchange import Exchanges, StoreGroup
-from penstock.kv.tiers.finding import Finding, Questions
+from penstock.kv.tiers.calls import Span, StoreCalls, StoreGroup, Tally, Way
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
-from penstock.kv.tiers.tally import Span, Tally, Way
 from penstock.lanes.lane import Lane, Ticket
+
+
+class StoreLanes:
+    """StoreCalls of one way, dealt out to lanes in turn. The `wake` of each comes behind its fence, so that whoever is woken sees it
+    passed."""
+
+    def __init__(self, lanes: Sequence[Lane], arena: tuple[str, int], way: Way, tally: Tally, wake: Callable[[], None]) -> None:
+        self._lanes = lanes
+        self._next = cycle(lanes)
+        self._arena, num_layers = arena
+        self._layers = (0, num_layers)
+        self._way = way
+        self._tally = tally
+        self._wake = wake
+
+    def deal(self, groups: Sequence[StoreGroup], after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str) -> None:
+        """Never raises: what cannot be submitted fails, and what was submitted before it keeps its slots until it is over."""
+        self._tally.submitted(self._way, sum(len(group.keys) for group in groups))
+        mode = Mode.WRITE if self._way is Way.READ else Mode.READ  # a read of the store writes into host memory
+        behind: set[str] = set()  # lanes that wait for `after`
+        for group, lane in zip(groups, self._next, strict=False):
+            try:
+                for fence in after if lane.name not in behind else ():
+                    lane.wait(fence)
+                behind.add(lane.name)
+                access = Access(self._arena, group.slots, self._layers, mode)
+                group.ticket = lane.submit(partial(run, group), (access,), label=label)
+            except Exception as error:
+                group.error = error
+                self._tally.over(self._way, group.span, group.outcomes)
+            self._close_group(group, lane)
+
+    def behind_all(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
+        """`run` when everything dealt out so far is over."""
+        lane, *others = self._lanes
+        try:
+            for other in others:
+                lane.wait(other.record())
+            group.ticket = lane.submit(run, label=label)
+        except LaneClosed as error:
+            group.error = error
+        self._close_group(group, lane)
+
+    def between(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
+        """As `behind_all`, and everything dealt out later comes behind it."""
+        self.behind_all(group, run, label)
+        if group.fence is not None:
+            for other in self._lanes[1:]:
+                with contextlib.suppress(LaneClosed):  # then nothing comes later
+                    other.wait(group.fence)
+
+    def _close_group(self, group: StoreGroup, lane: Lane) -> None:
+        group.fence = lane.record()
+        with contextlib.suppress(LaneClosed):
+            lane.submit(self._wake, label="wake")
+
+
+def close_lane(lane: Lane, deadline_s: float) -> DeadlineExceeded | None:
+    """By then; what is late is returned."""
+    try:
+        lane.close(None if deadline_s == float("inf") else max(0.0, deadline_s - time.monotonic()))
+    except DeadlineExceeded as late:
+        return late
+    return None
+
+
+class Finding:
+    """How many of some leading keys a tier has. `num` is 0 until the answer is there, and stays so when that comes too late."""
+
+    def __init__(self, deadline_s: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> None:
+        self.num = 0
+        self.deadline_s = deadline_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Answered, failed, or out of patience: it does not change any more. Never blocks."""
+        if not self._ready and self._clock() >= self.deadline_s:
+            self.answer(0)
+        return self._ready
+
+    def answer(self, num: int) -> None:
+        """The first one counts, if it comes in time. For any thread."""
+        with self._lock:
+            if not self._ready:
+                self.num = num if self._clock() < self.deadline_s else 0
+                self._ready = True
+
+
+class Questions:
+    """What a store was asked for, and has not answered yet as far as the engine thread has seen."""
+
+    def __init__(self, exchanges: StoreCalls, lane: Lane | None, defects: list[BaseException], wake: Callable[[], None]) -> None:
+        self._exchanges = exchanges
+        self._lane = lane
+        self._defects = defects
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._open: list[Finding] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ask(self, keys: Sequence[bytes], patience_s: float) -> Finding:
+        clock, lane = self._exchanges.breaker.clock, self._lane
+        finding = Finding(clock=clock)
+        if not keys or not self._exchanges.usable:
+            finding.answer(0)
+        elif self._exchanges.store.local or lane is None:
+            finding.answer(self._exchanges.find(keys))
+        else:
+            finding.deadline_s = clock() + patience_s
+            with self._lock:
+                self._open.append(finding)
+            try:
+                lane.submit(partial(self._answer, finding, keys), label=f"find in {self._exchanges.store.name}")
+            except BaseException as error:
+                finding.answer(0)  # nobody else will
+                if not isinstance(error, LaneClosed):
+                    raise
+        return finding
+
+    def settle(self) -> None:
+        with self._lock:
+            self._open = [finding for finding in self._open if not finding.ready]
+
+    def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
+        try:
+            if not finding.ready:  # else nobody waits for the answer any more
+                finding.answer(self._exchanges.find(keys))
+        except Exception as error:  # a store's own end in the exchanges: this is a defect
+            self._defects.append(error)
+        finally:
+            finding.answer(0)
+            self._wake()
+
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +271,7 @@ class Writing:
 class ColdFigures:
     """What a cold tier says of itself, to any thread."""
 
-    def __init__(self, exchanges: Exchanges, lanes: ColdLanes) -> None:
+    def __init__(self, exchanges: StoreCalls, lanes: ColdLanes) -> None:
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
         self.name = exchanges.store.name
         self.local = exchanges.store.local  # it answers from memory
@@ -147,7 +284,7 @@ class ColdFigures:
         self._questions = Questions(exchanges, lanes.asker, self._defects, lambda: self.wake())
 
     @property
-    def exchanges(self) -> Exchanges:
+    def exchanges(self) -> StoreCalls:
         """What is said to its store. Before the first of them a store that fails on purpose can be put in its place."""
         return self._exchanges
 
@@ -199,13 +336,13 @@ class ColdTier(ColdFigures):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         tally = Tally(view(0).nbytes, clock)
-        super().__init__(Exchanges(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s), lanes)
+        super().__init__(StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s), lanes)
         self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are read together
         self._write_blocks = max(1, limits.write_bytes // tally.block_bytes)
         self._lanes = lanes
         self._limits = limits
-        self._readers = Dealer(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
-        self._writers = Dealer(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
+        self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
+        self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
         self._settled: list[Writing] = []  # to be given out
         self._resets: list[Writing] = []  # not settled
         self._was_stuck = False

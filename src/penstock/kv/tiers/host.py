@@ -23,7 +23,7 @@ from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
-from penstock.kv.tiers.finding import Finding
+from penstock.kv.tiers.cold import Finding
 from penstock.observe import EngineObserver
 
 ABSENT = -1

@@ -22,16 +22,14 @@ from penstock.kv.blocks.handles import Hold, Pin, RunPin
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
 from penstock.kv.blocks.table import BlockTable
+from penstock.kv.memory.host import HostMemory
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdTier
-from penstock.kv.tiers.fetch import Fetch, Reads
-from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Part
-from penstock.kv.tiers.memory import HostMemory
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion, Reads
+from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierRun, choose
 from penstock.kv.tiers.saves import Demotion, Offer, Retraction, SavedLease
-from penstock.kv.tiers.worth import LinkRate, PrefillRate, TierRun, choose
 from penstock.kv.transfer.mover import Group, Mover, Transfer
 
 log = logging.getLogger(__name__)

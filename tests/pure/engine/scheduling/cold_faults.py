@@ -11,9 +11,8 @@ import pytest
 from penstock.engine.scheduling.track import Track
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.haul import Haul
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Haul, Promotion
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]

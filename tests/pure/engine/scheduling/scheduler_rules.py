@@ -13,7 +13,7 @@ from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.matching import is_pending, is_ready
 from penstock.engine.scheduling.track import State, Track
-from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.loads import Haul
 
 if TYPE_CHECKING:
     from scheduler_world import Asked, World

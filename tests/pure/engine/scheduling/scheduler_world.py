@@ -23,9 +23,7 @@ from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.fetch import Fetch
-from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion
 
 
 class StepFence:

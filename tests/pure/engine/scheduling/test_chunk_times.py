@@ -18,7 +18,7 @@ from scheduler_world import World
 
 from event_walks import told_shortly
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room
-from penstock.kv.tiers.worth import PrefillRate
+from penstock.kv.tiers.policy import PrefillRate
 
 NUM_WALKS = 100
 H200 = (13.7e-6, 0.95e-9)  # seconds per token, and more for each token before it: Qwen3-4B

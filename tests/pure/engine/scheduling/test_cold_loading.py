@@ -9,7 +9,7 @@ from scheduler_tiers import Cold, land_in_parts
 from scheduler_world import World
 
 from penstock.contract import KvSource
-from penstock.kv.tiers.haul import Haul
+from penstock.kv.tiers.loads import Haul
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,7 @@ from test_cold_loading import forgotten, run_lane
 from penstock.contract import KvSource
 from penstock.engine.scheduling import matching
 from penstock.engine.scheduling.track import Track
-from penstock.kv.tiers.fetch import Fetch
-from penstock.kv.tiers.haul import Haul
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Fetch, Haul, Promotion
 
 
 @pytest.fixture(autouse=True)

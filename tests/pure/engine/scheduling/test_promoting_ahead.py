@@ -13,7 +13,7 @@ from penstock.contract import FinishReason, KvSource
 from penstock.engine.scheduling import matching
 from penstock.engine.scheduling.track import Track
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.promotion import Promotion
+from penstock.kv.tiers.loads import Promotion
 
 
 @pytest.fixture(autouse=True)

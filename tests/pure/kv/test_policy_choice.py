@@ -8,8 +8,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.tiers import worth
-from penstock.kv.tiers.worth import HOPE, STALE_S, LinkRate, TierRun
+from penstock.kv.tiers import policy
+from penstock.kv.tiers.policy import HOPE, STALE_S, LinkRate, TierRun
 from penstock.testing.stores import HandClock
 
 HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
@@ -45,7 +45,7 @@ def always_the_cheapest(data: st.DataObject) -> None:
     per_block = st.lists(st.integers(0, 10).map(float), min_size=num_blocks, max_size=num_blocks)
     block_s = data.draw(st.none() | per_block)
     compute = lambda first, num: None if block_s is None else sum(block_s[first : first + num])  # noqa: E731
-    assert worth.choose(pieces, compute) == cheapest(pieces, block_s)
+    assert policy.choose(pieces, compute) == cheapest(pieces, block_s)
 
 
 @settings(deadline=None, max_examples=300)
@@ -72,23 +72,23 @@ def piece_by_piece(pieces: list[TierRun], compute) -> int:  # type: ignore[no-un
 
 @pytest.mark.parametrize("fault", [all_or_nothing, piece_by_piece, lambda pieces, compute: 0], ids=["all", "piece by piece", "none"])
 def test_a_choice_is_seen_to_be_worse_that_takes(fault, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(worth, "choose", fault)
+    monkeypatch.setattr(policy, "choose", fault)
     with pytest.raises(AssertionError):
         HASTY(given(data=st.data())(always_the_cheapest))()
 
 
 def test_a_slow_tier_in_front_is_gone_through_for_what_lies_behind_it() -> None:
     compute = lambda first, num: 1.0 * num  # noqa: E731
-    assert worth.choose([TierRun(2, 3.0), TierRun(10, 1.0)], compute) == 12
-    assert worth.choose([TierRun(10, 1.0), TierRun(2, 3.0)], compute) == 10
-    assert worth.choose([TierRun(2, 2.0)], compute) == 2, "between equals it is loaded"
-    assert worth.choose([], compute) == 0
+    assert policy.choose([TierRun(2, 3.0), TierRun(10, 1.0)], compute) == 12
+    assert policy.choose([TierRun(10, 1.0), TierRun(2, 3.0)], compute) == 10
+    assert policy.choose([TierRun(2, 2.0)], compute) == 2, "between equals it is loaded"
+    assert policy.choose([], compute) == 0
 
 
 def test_one_piece_is_chosen_as_a_tier_alone_was() -> None:
     for load_s in (None, 0.5, 1.0, 1.5):
         for compute_s in (None, 1.0):
-            chosen = worth.choose([TierRun(3, load_s)], lambda first, num, compute_s=compute_s: compute_s)  # type: ignore[misc]
+            chosen = policy.choose([TierRun(3, load_s)], lambda first, num, compute_s=compute_s: compute_s)  # type: ignore[misc]
             assert (chosen == 3) == worth_loading(load_s, compute_s)
 
 

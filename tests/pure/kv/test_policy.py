@@ -6,8 +6,8 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.tiers import worth
-from penstock.kv.tiers.worth import LinkRate, PrefillRate, TierRun
+from penstock.kv.tiers import policy
+from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierRun
 
 DEEP = 32768
 BYTES_PER_TOKEN = 4096
@@ -16,7 +16,7 @@ HASTY = settings(max_examples=2000, derandomize=True, database=None, deadline=No
 
 def is_loaded(load_s: float | None, compute_s: float | None) -> bool:
     """A hit of one block in one tier."""
-    return worth.choose([TierRun(1, load_s)], lambda first, num: compute_s) == 1
+    return policy.choose([TierRun(1, load_s)], lambda first, num: compute_s) == 1
 
 
 def never_slower(data: st.DataObject) -> None:
@@ -51,15 +51,15 @@ def test_a_choice_by_measured_rates_is_never_slower_than_computing_by_more_than_
 
 
 def always_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "choose", lambda pieces, compute: 1)
+    monkeypatch.setattr(policy, "choose", lambda pieces, compute: 1)
 
 
 def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "choose", lambda pieces, compute: 0)
+    monkeypatch.setattr(policy, "choose", lambda pieces, compute: 0)
 
 
 def loads_for_a_tenth_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "choose", lambda pieces, compute: int(pieces[0].load_s <= 1.1 * compute(0, 1)))
+    monkeypatch.setattr(policy, "choose", lambda pieces, compute: int(pieces[0].load_s <= 1.1 * compute(0, 1)))
 
 
 def takes_no_notice_of_depth(monkeypatch: pytest.MonkeyPatch) -> None:
