@@ -153,7 +153,7 @@ def test_every_engine_flag_reaches_the_config():
         "serve --model m --load-format dummy --device cpu --dtype bfloat16 --seed 7 --block-tokens 32 --device-kv-gib 0.5 "
         "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --prefill-chunk-ms 80 --overcommit 2 --no-capture "
         "--scheduling fifo --max-overtaken-s 5 "
-        "--kv-offload-host-gib 2.5 --eviction s3fifo --kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
+        "--kv-offload-host-gib 2.5 --eviction cost --kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 "
         "--sanitize strict --sanitize-json findings.json --sanitize-bytes --lora a=one --lora b=two --lora-dir adapters"
     )
@@ -164,7 +164,7 @@ def test_every_engine_flag_reaches_the_config():
         OffloadConfig(
             True,
             2.5,
-            "s3fifo",
+            "cost",
             ssd_dir="kv",
             ssd_gib=7.0,
             ssd_admission="reuse",

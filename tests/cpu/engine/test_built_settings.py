@@ -32,7 +32,7 @@ def test_the_settings_of_colder_tiers_reach_them(make_engine: MakeEngine, tmp_pa
     recorded("open_remote")
     engine = make_engine(
         host_blocks=16,
-        eviction="s3fifo",
+        eviction="cost",
         lease_s=77.0,
         load_deadline_s=11.0,
         ssd_dir=str(tmp_path / "kv"),
@@ -44,7 +44,7 @@ def test_the_settings_of_colder_tiers_reach_them(make_engine: MakeEngine, tmp_pa
     assert ladder is not None
     assert (ladder.host._lease_s, ladder._limits.load_deadline_s) == (77.0, 11.0)
     (place, num_bytes, _, eviction), (url, _, timeout_s) = opened
-    assert (place, num_bytes, eviction) == (str(tmp_path / "kv"), GIB // 2, "s3fifo")
+    assert (place, num_bytes, eviction) == (str(tmp_path / "kv"), GIB // 2, "cost")
     assert (url, timeout_s) == ("valkey://127.0.0.1:1", 3.0)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import EVICTIONS
@@ -16,15 +16,10 @@ from penstock.kv.blocks.eviction import (
     EvictionOrder,
     LruOrder,
     ReturningOrder,
-    S3FifoOrder,
-    TinyLfuOrder,
     make_order,
     returning,
-    s3fifo,
 )
-from penstock.kv.blocks.eviction.cost import TOKENS_TO_DOUBLE, prefill_cost
-from penstock.kv.blocks.eviction.ghosts import GHOSTS_PER_SLOT, Ghosts
-from penstock.kv.blocks.eviction.sketch import FrequencySketch
+from penstock.kv.blocks.eviction.cost import GHOSTS_PER_SLOT, TOKENS_TO_DOUBLE, Ghosts, prefill_cost
 from penstock.kv.blocks.pool import BlockPool
 
 EVERY = pytest.mark.parametrize("name", EVICTIONS)
@@ -62,7 +57,7 @@ def run(pool: BlockPool, keys: Sequence[bytes]) -> int:
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"returning, lru, s3fifo, tinylfu, cost, got 'random'"):
+    with pytest.raises(ConfigError, match=r"returning, lru, cost, got 'random'"):
         make_order("random", 4)
 
 
@@ -318,116 +313,7 @@ def test_a_key_is_remembered_until_another_takes_its_place_and_no_key_for_anothe
     assert len(seen._mark_at) == returning.KEYS_PER_SLOT * 8
 
 
-# --------------------------------------------------------------------------------------------------------------- s3fifo
-
-
-def test_s3fifo_what_was_hit_once_outlives_what_came_later():
-    order = S3FifoOrder(6)
-    come(order, [0], "a")
-    come(order, [1], "b")
-    use(order, [0])
-    for slot in (2, 3, 4):
-        come(order, [slot], slot)
-    assert order.pop(5) == [1, 2, 3, 4, 0]
-
-
-def test_s3fifo_a_ghost_that_returns_is_not_new():
-    order = S3FifoOrder(6)
-    come(order, [0], "a")
-    assert order.pop(1) == [0]
-    come(order, [0], "a")
-    for slot in (1, 2, 3):
-        come(order, [slot], slot)
-    assert order.pop(2) == [1, 2]
-
-
-@pytest.mark.parametrize(("most_moves", "first"), [(None, 4), (1000, 0)], ids=["as it is", "fault: no bound"])
-def test_s3fifo_an_eviction_moves_only_so_many_blocks_that_were_hit(most_moves, first, monkeypatch):
-    if most_moves is not None:
-        monkeypatch.setattr(s3fifo, "_MOVES", most_moves)
-    order = S3FifoOrder(100)
-    for slot in range(100):
-        come(order, [slot], slot)
-    order.hit(range(100))
-    assert order.pop(1) == [first]  # those before it got another lap
-
-
-# -------------------------------------------------------------------------------------------------------------- tinylfu
-
-
-@pytest.fixture
-def crowded() -> TinyLfuOrder:
-    """Slots 0 to 3 have moved on while there was room; 4 is the oldest of a window that is longer than half."""
-    order = TinyLfuOrder(10)
-    for slot in range(10):
-        come(order, [slot], slot)
-    assert [list(queue) for queue in order._queues] == [[4, 5, 6, 7, 8, 9], [0, 1, 2, 3], []]
-    return order
-
-
-def test_tinylfu_a_newcomer_that_is_rarer_than_the_oldest_goes_first(crowded):
-    crowded.hit([0])
-    assert crowded.pop(1) == [4]
-
-
-def test_tinylfu_a_newcomer_that_is_more_frequent_takes_the_place_of_the_oldest(crowded):
-    crowded.hit([4])
-    assert crowded.pop(1) == [0]
-    assert [list(queue) for queue in crowded._queues] == [[5, 6, 7, 8, 9], [1, 2, 3, 4], []]
-
-
-def test_tinylfu_among_equals_the_oldest_goes(crowded):
-    assert crowded.pop(10) == list(range(10))
-
-
-def test_tinylfu_a_hit_in_probation_protects(crowded):
-    use(crowded, [1])
-    use(crowded, [2])
-    assert list(crowded._queues[2]) == [1, 2]
-    assert crowded.pop(3) == [0, 3, 4]
-
-
-# --------------------------------------------------------------------------------------------------- sketch and ghosts
-
-
-@settings(max_examples=50, deadline=None)
-@given(uses=st.lists(st.integers(0, 30), max_size=200))
-@example(uses=[7] * 14)
-@example(uses=[7] * 15)
-@example(uses=[7] * 199)  # far beyond what a counter holds
-@example(uses=list(range(31)) * 6)
-def test_the_sketch_is_never_too_low_before_it_ages(uses):
-    sketch = FrequencySketch(20)
-    for number in uses[:199]:
-        sketch.add(key(number))
-    for number in range(31):
-        assert sketch.estimate(key(number)) >= min(15, uses[:199].count(number))
-
-
-def test_the_sketch_tells_frequent_keys_from_many_that_came_once():
-    sketch = FrequencySketch(100)
-    for number in range(900):
-        sketch.add(key(number))
-        if number % 20 == 0:
-            sketch.add(key("often"))
-    rare = sorted(sketch.estimate(key(number)) for number in range(900))
-    assert sketch.estimate(key("often")) == 15 and rare[len(rare) * 9 // 10] <= 2
-
-
-def test_the_sketch_halves_what_it_has_counted_after_so_many_uses():
-    sketch = FrequencySketch(2)
-    for _ in range(12):
-        sketch.add(key("a"))
-    assert sketch.estimate(key("a")) == 12
-    for number in range(8):  # 2 slots times 10 uses
-        assert sketch.estimate(key("a")) == 12
-        sketch.add(key(number))
-    assert sketch.estimate(key("a")) == 6
-    for number in range(9):
-        sketch.add(key(number, "more"))
-    assert sketch.estimate(key("a")) == 6
-    sketch.add(key("last"))
-    assert sketch.estimate(key("a")) == 3
+# --------------------------------------------------------------------------------------------------------------- ghosts
 
 
 def test_only_the_newest_ghosts_are_remembered():

@@ -8,21 +8,9 @@ from penstock.kv.blocks.eviction.cost import CostOrder
 from penstock.kv.blocks.eviction.lru import LruOrder
 from penstock.kv.blocks.eviction.order import EvictionOrder
 from penstock.kv.blocks.eviction.returning import ReturningOrder
-from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
-from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
 from penstock.kv.blocks.eviction.wanted import PoolWant, WantedLast
 
-__all__ = [
-    "CostOrder",
-    "EvictionOrder",
-    "LruOrder",
-    "PoolWant",
-    "ReturningOrder",
-    "S3FifoOrder",
-    "TinyLfuOrder",
-    "WantedLast",
-    "make_order",
-]
+__all__ = ["CostOrder", "EvictionOrder", "LruOrder", "PoolWant", "ReturningOrder", "WantedLast", "make_order"]
 
 
 def make_order(name: str, num_slots: int, block_tokens: int = 16) -> EvictionOrder:
@@ -31,10 +19,6 @@ def make_order(name: str, num_slots: int, block_tokens: int = 16) -> EvictionOrd
         return ReturningOrder(num_slots)
     if name == "lru":
         return LruOrder(num_slots)
-    if name == "s3fifo":
-        return S3FifoOrder(num_slots)
-    if name == "tinylfu":
-        return TinyLfuOrder(num_slots)
     if name == "cost":
         return CostOrder(num_slots, block_tokens)
     raise ConfigError(f"the order of eviction is one of {', '.join(EVICTIONS)}, got {name!r}")

@@ -16,12 +16,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from penstock.kv.blocks.eviction.ghosts import Ghosts
 from penstock.kv.blocks.slots import Run, as_list
 
 # From bench_results: 11,700 for Qwen3-4B on an H200, 2,100 for SmolLM2-135M on a CPU.
 TOKENS_TO_DOUBLE = 8192
 _MOST_HITS = 15
+GHOSTS_PER_SLOT = 4  # measured on both Mooncake traces; together a kilobyte beside a block of a megabyte or so
 _CLASSES_PER_DOUBLING = 4  # the cost that a class stands for is 2 ** (class / 4)
 _NUM_CLASSES = 40  # enough for chains of a million tokens with any number of hits
 _HIT_CLASSES = [_CLASSES_PER_DOUBLING * math.log2(1 + math.log2(1 + hits)) for hits in range(_MOST_HITS + 1)]
@@ -31,6 +31,27 @@ _COSTS = [2 ** (place / _CLASSES_PER_DOUBLING) for place in range(_NUM_CLASSES)]
 def prefill_cost(num_tokens: int) -> float:
     """What it costs to compute the first `num_tokens` tokens of a prompt, in units of its first token."""
     return num_tokens + num_tokens**2 / 2 / TOKENS_TO_DOUBLE
+
+
+class Ghosts:
+    """Keys of blocks that were evicted not long ago, and how often each had been hit: the newest ones, a few for each slot of the pool."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._hits: OrderedDict[bytes, int] = OrderedDict()
+        self._limit = GHOSTS_PER_SLOT * num_slots
+
+    def __len__(self) -> int:
+        return len(self._hits)
+
+    def add(self, key: bytes, num_hits: int) -> None:
+        self._hits[key] = num_hits
+        self._hits.move_to_end(key)
+        if len(self._hits) > self._limit:
+            self._hits.popitem(last=False)
+
+    def take(self, key: bytes) -> int | None:
+        """The block is back: forget its ghost, and say how often it had been hit; None where there is no ghost of it."""
+        return self._hits.pop(key, None)
 
 
 class CostOrder:

@@ -9,8 +9,6 @@ from penstock.contract import Arrival
 from penstock.figures import Traffic
 from penstock.kv.blocks.eviction.cost import _COSTS, _NUM_CLASSES, CostOrder
 from penstock.kv.blocks.eviction.lru import LruOrder
-from penstock.kv.blocks.eviction.s3fifo import S3FifoOrder
-from penstock.kv.blocks.eviction.tinylfu import TinyLfuOrder
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.calls import Tally, Way
 from penstock.kv.tiers.host import HostTier
@@ -22,7 +20,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def sealed(order: CostOrder | S3FifoOrder | TinyLfuOrder, slot: int, number: int, depth: int = 0) -> None:
+def sealed(order: CostOrder, slot: int, number: int, depth: int = 0) -> None:
     order.sealed([slot], [key(number)], [depth])
 
 
@@ -48,26 +46,6 @@ def test_cost_no_chain_is_too_dear_for_the_dearest_class(depth: int) -> None:
     order.add([1])
     assert order._class_of[0] <= _NUM_CLASSES - 1
     assert order.pop(2) == [1, 0]
-
-
-@pytest.mark.parametrize("kind", [S3FifoOrder, TinyLfuOrder])
-def test_a_slots_next_block_inherits_no_hits(kind: type[S3FifoOrder] | type[TinyLfuOrder]) -> None:
-    """Its first block was found again and then forgotten while it was in use."""
-    order = kind(8)
-    sealed(order, 0, 0)
-    order.hit([0])
-    sealed(order, 0, 1)
-    assert not order._was_hit[0]
-
-
-def test_s3fifo_a_slots_next_block_is_as_new_as_any() -> None:
-    order = S3FifoOrder(8)
-    sealed(order, 0, 0)
-    order.hit([0])
-    for slot in range(4):
-        sealed(order, slot, 10 + slot)
-        order.add([slot])
-    assert order.pop(1) == [0], "it came first, and nobody has used it since"
 
 
 @pytest.mark.parametrize(("num_arrivals", "num_passed", "nearly"), [
