@@ -97,6 +97,14 @@ def test_nothing_leaves_early_where_the_first_can_be_forgotten() -> None:
     rig.close()
 
 
+def test_what_can_be_forgotten_ends_before_the_first_that_only_the_device_has() -> None:
+    rig = Full(num_device=6)
+    rig.idle(KEYS[:3])
+    rig.alone(KEYS[3:6])
+    assert [rig.ladder.num_safe(num) for num in (0, 1, 3, 4, 6)] == [0, 1, 3, 3, 3]
+    rig.close()
+
+
 # Holds invariant 17: making room takes nothing that was promised.
 def test_what_was_promised_stays_available_and_nobody_waits_where_there_is_no_more() -> None:
     rig = Full(num_device=4)

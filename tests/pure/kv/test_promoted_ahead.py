@@ -201,3 +201,15 @@ def test_closing_waits_for_them_and_leaves_nothing() -> None:
     promotion = ahead(rig)
     rig.end()
     assert promotion.settled and promotion.error() is None
+
+
+def test_slots_are_made_free_only_where_host_memory_has_what_goes() -> None:
+    rig = remembering(num_device=4)
+    ahead(rig)
+    rig.finish()
+    assert rig.pool.counts.idle == 2 and rig.pool.num_free == 2
+    assert rig.cache.make_room(3, 0, 0, 3) and rig.pool.num_free == 3, "host memory has both, and one is enough"
+    rig.cache.reset(["host"])
+    assert rig.cache.make_room(4, 4, 0, 4), "all of it was promised to others"
+    assert rig.pool.num_free == 3, "nobody need forget it before it is drawn"
+    rig.end()

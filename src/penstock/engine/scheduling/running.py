@@ -12,8 +12,13 @@ from penstock.engine.scheduling.line import arrival
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
-# Blocks that are saved together when a slot is drawn whose block only the device has: one by one they would lose the rate of the link.
-_ROOM_BLOCKS = 256
+# One slot in so many is promised to nobody while others run: what leaves the device needs room for as long as its copy takes.
+_SPARE_SHARE = 64
+# Slots that are kept free for the blocks that answers fill, and half of one for each request, up to a share of all. Where half of them are
+# left, more are made free.
+_ANSWER_BLOCKS = 32
+_ANSWER_SHARE = 32
+_SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, for the rate of the link
 
 
 class Running:
@@ -45,24 +50,29 @@ class Running:
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED else self._budget.overcommit
         num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))  # taken for it alone: they count as if it had yet to draw them
-        return self._num_promised + lifetime + num_ahead <= (available + num_ahead) * overcommit and first_step <= available
+        num_spare = self._ledger.num_blocks // _SPARE_SHARE if self.tracks else 0
+        promised = self._num_promised + lifetime + num_ahead + num_spare
+        return promised <= (available + num_ahead) * overcommit and first_step <= available
 
     def fits_free(self, track: Track, match: Match) -> bool:
         """Whether, moreover, nothing at all has to be forgotten for it or for those that run."""
         return self._num_promised + self._needs(track, match) <= self._ledger.num_free and self.fits(track, match)
 
-    def has_room(self, track: Track, match: Match) -> bool:
+    def has_room(self, track: Track, match: Match, enters: bool = True) -> bool:
         """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what others were promised can be
-        drawn meanwhile. It is next: no room is made for it out of what it has on the device itself."""
+        drawn meanwhile. It is next: no room is made for it out of what it has on the device itself. `enters`: it does so now."""
         if track.prefix is not None and track.want is not None:
             track.want = self._ledger.want(track.prefix.keys, -math.inf, track.want)
-        floor = self._num_promised + match.num_idle
-        return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
+        num_needed = self._num_promised + self._needs(track, match)
+        num_now = blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks + self._num_for_answers
+        num_now = min(num_now, self._ledger.num_available - match.num_idle)
+        return self._ledger.make_room(num_needed, self._num_promised + match.num_idle, 0, num_now if enters else 0)
 
     def num_spare(self, match: Match) -> int:
-        """Slots that can be filled ahead for a request which does not fit: what others were promised can be drawn all the same, and its
-        own idle blocks that matched stay."""
-        return self._ledger.num_available - match.num_idle - self._num_promised
+        """Free slots that can be filled ahead for a request which does not fit: what others were promised can be drawn all the same, its
+        own idle blocks that matched stay, and answers find theirs."""
+        num_unpromised = self._ledger.num_available - match.num_idle - self._num_promised
+        return min(num_unpromised, self._ledger.num_free - min(self._num_promised, self._num_for_answers))
 
     def _needs(self, track: Track, match: Match) -> int:
         """Blocks of its life that are not on the device."""
@@ -103,14 +113,22 @@ class Running:
         track.move(State.RUNNING)
 
     def try_draw(self, track: Track, num_blocks: int) -> bool:
-        """Some of what is promised to it, or nothing: promises may exceed memory. It does not wait until what only the device has is saved,
-        but what would be lost next is."""
-        if num_blocks > self._ledger.num_free:
-            self._ledger.make_room(num_blocks, self._num_promised, _ROOM_BLOCKS)
+        """Some of what is promised to it, or nothing: promises may exceed memory."""
         if not self._ledger.try_extend(track.held_table(), num_blocks):
             return False
         self._num_promised -= num_blocks
         return True
+
+    @property
+    def _num_for_answers(self) -> int:
+        return min(_ANSWER_BLOCKS + len(self.tracks) // 2, self._ledger.num_blocks // _ANSWER_SHARE)
+
+    def keep_free(self) -> None:
+        """Answers draw block by block, and wait for nothing. What they would take that only the device has is saved before: a block that is
+        lost in the middle of a prefix costs all behind it."""
+        num_blocks = min(self._num_promised, self._num_for_answers)
+        if num_blocks > 2 * self._ledger.num_free:
+            self._ledger.make_room(num_blocks, self._num_promised, _SAVED_TOGETHER, num_blocks)
 
     def youngest(self) -> Track:
         return max(self.tracks.values(), key=arrival)

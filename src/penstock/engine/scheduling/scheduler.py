@@ -116,6 +116,7 @@ class Scheduler:
         while self._answered and self._answered[0][0] <= self._num_plans:
             self._ledger.end_want(self._answered.popleft()[1])
         self._take_in_loads()
+        self._running.keep_free()
         tracks = self._in_turn()
         decodes = any(track.num_left == 1 and track.state is State.RUNNING for track in tracks)
         room = Room(self._budget, self._ledger.block_tokens, self._times, decodes)
@@ -244,7 +245,7 @@ class Scheduler:
         """It is next, and waits for others to end: until then there is time to save what would be lost for it. Looked at now and then."""
         self._num_looks += 1
         if self._num_looks % _LOOK_FOR_ROOM == 0:
-            self._running.has_room(track, match)
+            self._running.has_room(track, match, enters=False)
 
     def _claim(self, track: Track, match: Match) -> bool:
         """What it was matched with in colder tiers stays; False where some of it has gone since."""

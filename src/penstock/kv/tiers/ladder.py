@@ -170,6 +170,11 @@ class Ladder:
             self._move(alone[first : first + _MOVE_BLOCKS])
         return False
 
+    def num_safe(self, num_slots: int) -> int:
+        """How many of the next `num_slots` to be evicted go before the first whose block only the device has."""
+        absent = self.host.absent(self._pool.keys_of(self._pool.coldest_slots(num_slots)))
+        return next((place for place, is_alone in enumerate(absent) if is_alone), len(absent))
+
     def _alone(self, num_slots: int) -> list[int]:
         """Those of the next `num_slots` to be evicted whose blocks only the device has."""
         slots = self._pool.coldest_slots(num_slots)

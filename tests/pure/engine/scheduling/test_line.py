@@ -154,7 +154,7 @@ def test_whoever_is_cheaper_to_start_goes_first() -> None:
 
 
 def test_somebody_who_finds_a_good_part_of_his_prompt_is_overtaken_for_a_small_part_of_the_bound() -> None:
-    assert ranked(60.0, (0.0, 9.0, 0.25), (8.5, 0.0, 1.0), (9.5, 0.0, 1.0)) == [1, 0, 2]
+    assert ranked(60.0, (0.0, 9.0, 0.25), (9.5, 0.0, 1.0), (9.7, 0.0, 1.0)) == [1, 0, 2]
     assert ranked(60.0, (0.0, 9.0, 0.0), (59.5, 0.0, 1.0), (60.5, 0.0, 1.0)) == [1, 0, 2]
 
 
@@ -168,11 +168,11 @@ def test_a_second_of_work_counts_less_for_somebody_whose_kv_is_on_the_device() -
     away, here = crowd.add(), crowd.add()
     crowd.now_s += 1.0
     later = crowd.add()
-    for track, start_s, is_here in ((away, 0.1, False), (here, 0.1, True), (later, 0.0, True)):
+    for track, start_s, is_here in ((away, 0.1, False), (here, 0.05, True), (later, 0.0, True)):
         crowd.line.rank(track, start_s, 1.0, is_here)
     assert list(crowd.line) == [here, later, away]
-    crowd.line.rank(here, 0.3, 1.0, True)
-    assert list(crowd.line) == [later, here, away], "five seconds for a second"
+    crowd.line.rank(here, 0.2, 1.0, True)
+    assert list(crowd.line) == [later, here, away], "ten seconds for a second"
 
 
 def test_those_that_find_nothing_go_in_the_order_of_their_arrival_though_the_later_ones_are_shorter() -> None:

@@ -15,6 +15,9 @@ from scheduler_tiers import Cold, land_in_parts
 from scheduler_walks import STEMS
 from scheduler_world import World
 
+from penstock.contract import Match
+from penstock.engine.scheduling import running as running_module
+
 D = [3, 1, 3, 1, 2, 2, 2, 2, 4, 4, 4, 4, 1, 1, 1, 1]
 
 
@@ -162,21 +165,79 @@ def test_where_memory_is_promised_more_than_once_a_prompt_draws_step_by_step() -
     world.close()
 
 
-def test_a_request_that_decodes_waits_for_nothing_and_what_would_be_lost_next_is_saved() -> None:
+def with_answers(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    """So many slots are kept free for answers, also in a small pool."""
+    monkeypatch.setattr(running_module, "_ANSWER_BLOCKS", num_blocks)
+    monkeypatch.setattr(running_module, "_ANSWER_SHARE", 1)
+
+
+def test_answers_wait_for_nothing_and_take_nobodys_only_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_answers(monkeypatch, 2)
     world = full(num_host=24)
-    runs = world.submit(A[:4], 20, ignore_eos=True)  # six blocks of eight, four of which B has
+    lost = lost_copies(world)
+    runs = world.submit(A[:4], 20, ignore_eos=True)  # six blocks; four slots are free, and B has the others
     planned(world)
     world.cache.reset(["host"])
-    while len(world.asked[runs].got) < 13:
+    while world.outcome(runs)[1] is None:
         num_before = len(world.asked[runs].got)
         world.commit()
-        planned(world)
         assert len(world.asked[runs].got) == num_before + 1, "a token in every step"
-    assert world.cache.stats().slots["device"].pinned == 2, "what was not promised is on its way"
-    world.device.lanes.run_all()
-    world.settle()
-    assert tiers_of(world).host.num_keys >= 2
+        world.device.lanes.run_all()
+        world.settle()
+        world.plan()
+    assert not lost and tiers_of(world).host.num_keys >= 2, "what had to go was saved in time"
     world.close()
+
+
+def test_slots_for_answers_are_free_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where host memory has what is forgotten for them, that is done at once."""
+    with_answers(monkeypatch, 3)
+    world = full(num_host=24)
+    world.submit(A[:12], 9, ignore_eos=True)  # five blocks, three at once: one of the four that are free is left
+    planned(world)
+    assert world.cache.num_free == 2, "all that it was promised"
+    world.close()
+
+
+def test_slots_for_answers_stay_free_when_somebody_enters_and_when_blocks_come_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_answers(monkeypatch, 2)
+    world = full(num_host=24)
+    world.submit(A[:4], 8, ignore_eos=True)  # three blocks, one at once
+    planned(world)
+    world.submit(D[:8], 4, ignore_eos=True)  # three more, two at once
+    world.plan()
+    assert len(world.admitted) == 4 and world.cache.num_free >= 2
+    running, waiting = world.scheduler._running, Match(0, 0, False)
+    assert running.num_spare(waiting) == world.cache.num_free - 2
+    world.close()
+
+
+def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> None:
+    """What host memory has can go when it is admitted: until then somebody may come who finds it on the device."""
+    world = full(num_host=24)
+    world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
+    planned(world)
+    waits = world.submit(D, 8, ignore_eos=True)
+    for _ in range(10):
+        world.commit()
+        world.plan()
+        assert world.cache.stats().slots["device"].idle == 4 and world.state_of(waits) == "waiting"
+    world.close()
+
+
+def test_slots_are_not_made_free_out_of_what_the_next_one_has_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_answers(monkeypatch, 3)
+    world = World(num_slots=8, prefill_chunk=64, overcommit=2.0, cold=Cold(24, postpones=True), max_overtaken_s=20.0)
+    tiers_of(world).ladder.prefill.add(100, 0.0, 1.0)
+    world.submit(B, 1, ignore_eos=True)
+    world.finish()
+    world.submit(A[:8], 9, ignore_eos=True)  # four blocks, two at once; two slots are free then, and B has the others
+    planned(world)
+    again = world.submit([*B, 1], 1)
+    planned(world)
+    assert world.admitted[-1] == again
+    world.close()
+    assert source_of(world, again).device == 16
 
 
 def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
