@@ -81,7 +81,7 @@ class Segment:
             first = end
 
     def take_ready(self) -> list[WithheldSlots]:
-        """Those that lie in the file now; the caller lets them go."""
+        """Withheld slots that lie in the file now. The caller releases them."""
         ready = [group for group in self.withheld if group.slots.stop <= self.num_ready]
         self.withheld = self.withheld[len(ready) :]
         return ready
@@ -193,12 +193,12 @@ class SegmentFiles:
                 self.io.truncate(fd, 0)
                 num_slots //= 2
 
-    def has(self, segment: Segment) -> bool:
+    def is_in_place(self, segment: Segment) -> bool:
         """Whether its file, which is open, is still the one at its name."""
         return self.directory.has_segment(segment.head.number, segment.fd)
 
     def sync(self, segment: Segment) -> None:
-        if not self.has(segment):
+        if not self.is_in_place(segment):
             raise OSError(errno.ENOENT, f"{self.path(segment.head.number).name} has been removed")
         if segment.head_is_stale:
             self.write_head(segment.head, segment.fd)
@@ -350,8 +350,8 @@ class Segments:
 
     @contextlib.contextmanager
     def renewal(self) -> Iterator[Callable[[], None]]:
-        """Gives what gives every file a new generation, to be called while nobody compares generations. When the context ends, that is
-        durable. Raises StoreFailed; the next `persist` goes on with it."""
+        """Yields a function that gives every file a new generation in memory, to be called while nobody compares generations. It is on
+        disk when the context ends. Raises StoreFailed; the next `persist` goes on with it."""
         with self._grow_lock, self.unsynced.sync_lock:
             yield self._renew_heads
             self.unsynced.sync()
@@ -365,7 +365,7 @@ class Segments:
 
     def are_in_place(self) -> bool:
         """Whether every file that was made is the one at its name."""
-        return all(self.files.has(segment) for segment in self._all if segment.fd >= 0)
+        return all(self.files.is_in_place(segment) for segment in self._all if segment.fd >= 0)
 
     def probe(self) -> None:
         """Return if files can be read. Raises StoreFailed."""

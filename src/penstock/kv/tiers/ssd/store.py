@@ -154,7 +154,7 @@ class SlotIo:
 
 
 class SsdStore:
-    """One directory. Several lanes read and write at once; the lock of the index is never held across a call of the system."""
+    """One directory. Several lanes read and write at once; the lock of the index is never held across a system call."""
 
     name = "ssd"
     local = True
