@@ -18,8 +18,7 @@ from penstock.cli import main
 from penstock.config import Config, ModelSource, OffloadConfig
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
 from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.tiers.ssd.blocks import BlockIo
-from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.ssd.store import SlotIo, SsdStore
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer.copies import CpuCopier
 from penstock.models.progress import silent
@@ -66,12 +65,12 @@ def test_blocks_that_are_no_whole_sectors_and_sizes_that_do_not_fit_are_skipped(
     assert results.rows == [] and "are free" in results.skipped[0]
 
 
-def _lie(self: Any, run: Any, keys: Any, into: Any) -> dict[int, Outcome]:
-    return dict.fromkeys(run.places, Outcome.DONE)
+def _lie(self: Any, run: Any, keys: Any, into: Any) -> list[Outcome]:
+    return [Outcome.DONE] * len(keys)
 
 
 def test_bytes_that_do_not_come_from_the_disk_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockIo, "read", _lie)
+    monkeypatch.setattr(SlotIo, "read", _lie)
     with pytest.raises(InvariantBroken, match="ssd to host, tier: block 0 is not what was written"):
         on_disk(tmp_path)
 

@@ -29,7 +29,6 @@ from cpu.kv.ssd.ssd_rig import (
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.ssd import segments as segments_module
 from penstock.kv.tiers.ssd.disk import DiskIo
-from penstock.kv.tiers.ssd.earlier import EarlierLife
 from penstock.kv.tiers.ssd.index import Claim, SlotIndex
 from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.ssd.survey import inspect, verify
@@ -207,11 +206,11 @@ def test_threads_that_cannot_be_had_leave_the_work_to_those_that_are_there(
 def test_a_scan_that_ends_in_a_defect_is_over_all_the_same(
     filled: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    def broken(self: EarlierLife, found: object) -> None:
+    def broken(self: SlotIndex) -> None:
         raise RuntimeError("ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(EarlierLife, "end_scan", broken)
+        patch.setattr(SlotIndex, "end_scan", broken)
         patch.setattr(threading, "excepthook", lambda _: None)
         store = open_at(filled)
         assert store.scanned

@@ -20,10 +20,9 @@ import pytest
 from cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, WrongBytes, payload_of, read_checked, write_some
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, Crashed, CrashingDisk, QuickDisk, abandon, max_bytes_for, open_at
 from penstock.kv.tiers.envelope import Envelope
-from penstock.kv.tiers.ssd.blocks import BlockIo
 from penstock.kv.tiers.ssd.format import slot_bytes, unpack_slot
 from penstock.kv.tiers.ssd.segments import Segments
-from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.tiers.ssd.store import SlotIo, SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome
 
 NUM_KILLS = int(os.environ.get("PENSTOCK_KILLS", "25"))  # of the process
@@ -197,11 +196,11 @@ def test_writes_that_were_lost_or_landed_elsewhere_are_misses(tmp_path: Path, se
 
 
 def test_a_store_that_does_not_look_at_the_key_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judge(self: BlockIo, sector: Sequence[memoryview], key: bytes, payload: memoryview) -> Outcome:
+    def judge(self: SlotIo, sector: Sequence[memoryview], key: bytes, payload: memoryview) -> Outcome:
         head = unpack_slot(sector[0]) if sector else None
         return Outcome.DONE if head is not None and head.envelope.fits(payload) else Outcome.CORRUPT
 
-    monkeypatch.setattr(BlockIo, "_judge", judge)
+    monkeypatch.setattr(SlotIo, "_judge", judge)
     with pytest.raises(WrongBytes):
         _forget_and_misplace(tmp_path, 0)
 

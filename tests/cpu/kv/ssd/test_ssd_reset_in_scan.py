@@ -20,11 +20,10 @@ def test_what_was_read_before_a_reset_is_not_found_after_it(reset: bool) -> None
     pool = BlockPool(2, "ssd")
     index = SlotIndex(pool, lambda slot: generations[-1])
     withheld = index.withhold(2)
-    index.earlier.begin_scan()
     heads = {slot: SlotHead(Envelope(key, b"s" * 32, 100, slot, b"c" * 16), OLD, 0, slot, slot) for slot, key in enumerate(KEYS)}
     if reset:
         assert index.reset(lambda: generations.append(NEW)) == 0
-    index.earlier.publish(withheld, heads, {})
+    index.add_scanned(withheld, heads)
     assert index.find(KEYS) == (0 if reset else 2)
     assert pool.counts.free == (2 if reset else 0), "slots that hold nothing can be used"
     pool.check()

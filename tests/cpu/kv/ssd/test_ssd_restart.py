@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from cpu.kv.ssd.ssd_rig import (
     SPACE,
     WAIT_S,
+    FailingDisk,
     abandon,
     key_of,
     max_bytes_for,
@@ -229,6 +231,19 @@ def test_a_whole_block_of_an_earlier_life_is_not_written_again(tmp_path: Path) -
     assert write(store, *range(4)) == [DONE] * 4 and store.usage().num_used == 4
     store.close()
     assert segment_paths(tmp_path)[0].read_bytes() == before
+
+
+@pytest.mark.parametrize("first", [read, write])
+def test_a_block_of_an_earlier_life_is_verified_once(tmp_path: Path, first: Callable[..., list[Outcome]]) -> None:
+    store = open_at(tmp_path)
+    write(store, *range(4))
+    store.close()
+    store = open_at(tmp_path, io=(io := FailingDisk()))
+    assert first(store, *range(4)) == [DONE] * 4
+    io.errors = {"preadv": errno.EIO, "pwritev": errno.EIO}
+    assert write(store, *range(4)) == [DONE] * 4 and io.num_calls == 0, "nothing is read or written for that"
+    io.errors = {}
+    store.close()
 
 
 def test_what_an_earlier_life_left_unsynced_is_synced_by_the_first_persist(tmp_path: Path) -> None:

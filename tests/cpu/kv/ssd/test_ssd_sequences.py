@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cpu.kv.ssd.ssd_rig import key_of
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.ssd import earlier
+from penstock.kv.tiers.ssd import index as index_module
 from penstock.kv.tiers.ssd.index import SlotIndex
 
 
@@ -19,10 +20,10 @@ def test_no_two_blocks_have_the_same_number_whatever_the_clock_says(monkeypatch:
         now_ns += step_ns
         return now_ns
 
-    monkeypatch.setattr(earlier.time, "time_ns", clock)
+    monkeypatch.setattr(index_module.time, "time_ns", clock)
     index = SlotIndex(BlockPool(8, "ssd"), lambda slot: b"g" * 16)
     given: list[int] = []
     for num in (3, 1, 2, 2):
-        first = index.earlier.next_sequence(num)
+        first = index.claim([key_of(len(given) + place) for place in range(num)]).sequence
         given += range(first, first + num)
     assert given == sorted(set(given))

@@ -24,7 +24,7 @@ from cpu.kv.ssd.ssd_rig import (
     write,
 )
 from penstock.config import EVICTIONS
-from penstock.kv.tiers.ssd import runs as runs_module
+from penstock.kv.tiers.ssd import store as store_module
 from penstock.kv.tiers.ssd.disk import DiskIo, is_aligned
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES
 from penstock.kv.tiers.ssd.index import SlotIndex
@@ -96,7 +96,7 @@ def test_neighbouring_blocks_are_one_call_of_the_system(tmp_path: Path, monkeypa
     write(store, *range(2, 32))
     read(store, *range(2, 32))
     assert io.num_calls == 2
-    monkeypatch.setattr(runs_module, "_MOST_BLOCKS", 10)
+    monkeypatch.setattr(store_module, "_MOST_BLOCKS", 10)
     assert read(store, *range(2, 32)) == [DONE] * 30
     assert io.num_calls == 5
     store.close()

@@ -11,9 +11,8 @@ import pytest
 from ssd_rig import FailingDisk, open_at, read, segment_paths, write
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.ssd.blocks import _GONE, _STRIKES
-from penstock.kv.tiers.ssd.files import FULL
-from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.ssd.segments import FULL
+from penstock.kv.tiers.ssd.store import _GONE, _STRIKES, SsdStore
 from penstock.kv.tiers.store import Outcome
 
 GOOD = 0  # a block that is always there

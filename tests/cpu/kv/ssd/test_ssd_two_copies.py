@@ -20,16 +20,14 @@ def test_the_newer_copy_counts_unless_the_other_was_used_since_the_start(used: b
     pool = BlockPool(2, "ssd")
     index = SlotIndex(pool, lambda slot: GENERATION)
     withheld = [index.withhold(1) for _ in range(2)]
-    index.earlier.begin_scan()
-    found: dict[bytes, int] = {}
     for slot, sequence in enumerate((20, 10) if newer_first else (10, 20)):
         head = SlotHead(Envelope(KEY, b"s" * 32, 100, sequence, b"c" * 16), GENERATION, 0, slot, 0)
-        index.earlier.publish(withheld[slot], {slot: head}, found)
+        index.add_scanned(withheld[slot], {slot: head})
         if used and slot == 0:
             _, pin = index.pin_each([KEY])
             assert pin is not None
             index.unpin(pin)
-    index.earlier.end_scan(found)
+    index.end_scan()
     assert pool.find_each([KEY]) == [0 if used or newer_first else 1]
     assert pool.counts.free == 1 and pool.counts.idle == 1
     pool.check()
@@ -41,17 +39,15 @@ def test_an_older_copy_in_a_piece_of_a_file_keeps_nothing_behind_it_from_being_f
     pool = BlockPool(4, "ssd")
     index = SlotIndex(pool, lambda slot: GENERATION)
     withheld = index.withhold(4)
-    index.earlier.begin_scan()
     keys, sequences = [KEY, key_of(2), KEY, key_of(3)], [40, 20, 30, 10]
     heads = {
         slot: SlotHead(Envelope(key, b"s" * 32, 100, sequence, b"c" * 16), GENERATION, 0, slot, 0)
         for slot, (key, sequence) in enumerate(zip(keys, sequences, strict=True))
     }
-    found: dict[bytes, int] = {}
-    index.earlier.publish(withheld, heads, found)
+    assert index.add_scanned(withheld, heads) == 3, "blocks, not copies"
     assert pool.find_each([KEY, key_of(2), key_of(3)]) == [0, 1, 3]
-    assert found == {KEY: 40, key_of(2): 20, key_of(3): 10}
-    index.earlier.end_scan(found)
+    assert index._found == {KEY: 40, key_of(2): 20, key_of(3): 10}
+    index.end_scan()
     index.close()
 
 
@@ -60,13 +56,12 @@ def test_a_slot_that_is_written_anew_is_doubted_no_longer() -> None:
     pool = BlockPool(1, "ssd")
     index = SlotIndex(pool, lambda slot: GENERATION)
     withheld = index.withhold(1)
-    index.earlier.begin_scan()
     head = SlotHead(Envelope(KEY, b"s" * 32, 100, 1, b"c" * 16), GENERATION, 0, 0, 0)
-    index.earlier.publish(withheld, {0: head}, {})
-    assert index.earlier.unread == {0} and index.claim([KEY]).doubtful == [0]
+    index.add_scanned(withheld, {0: head})
+    assert index._unverified == {0} and index.claim([KEY]).unverified == [0]
     claim = index.claim([key_of(2)])
     assert claim.slots == [0], "the only one there is"
     index.land(claim, [key_of(2)], [0], {0: GENERATION})
-    assert index.earlier.unread == set() and index.claim([key_of(2)]).doubtful == []
-    index.earlier.end_scan({})
+    assert index._unverified == set() and index.claim([key_of(2)]).unverified == []
+    index.end_scan()
     index.close()

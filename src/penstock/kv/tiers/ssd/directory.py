@@ -1,5 +1,5 @@
-"""The directory that an SSD tier lives in: who may have written there, the lock that gives it to one process, and the names of its files.
-Owns the lock and the directory's descriptor; what is in the files is others' business. Files with other names stay as they are.
+"""The directory of an SSD tier: who may have written there, the lock that gives it to one process, and the names of its files.
+Owns the lock and the directory's descriptor, not what is in the files. Files with other names stay as they are.
 
 KV is believed because nobody else could have put it there: checksums find accidents, not intent. So the directory and each file of ours
 must belong to this user and be writable by nobody else. All of it is looked up through one descriptor and checked on descriptors, so that
@@ -53,14 +53,13 @@ class Directory:
     def is_in_place(self) -> bool:
         """Whether the path still leads here, and the lock at its name is the one that is held."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.fd)) and self.has(_LOCK, self._lock_fd)
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd)) and _is_at(_LOCK, self.fd, self._lock_fd)
         except OSError:
             return False
 
-    def has(self, name: str, fd: int) -> bool:
-        """Whether the file open as `fd` is the one at `name`. Somebody may have removed it; what is in it then ends with the process."""
-        found = _lstat(name, self.fd)
-        return found is not None and os.path.samestat(found, os.fstat(fd))
+    def has_segment(self, number: int, fd: int) -> bool:
+        """Whether the file open as `fd` still has that name. What is in a removed file is lost when the process ends."""
+        return _is_at(self.segment_path(number).name, self.fd, fd)
 
     def close(self) -> None:
         """Idempotent."""
@@ -163,6 +162,11 @@ def _lstat(name: str, fd: int) -> os.stat_result | None:
         return None
 
 
+def _is_at(name: str, dir_fd: int, fd: int) -> bool:
+    found = _lstat(name, dir_fd)
+    return found is not None and os.path.samestat(found, os.fstat(fd))
+
+
 def _segment_names(path: Path, fd: int) -> dict[int, str]:
     found = {}
     for name in sorted(os.listdir(fd)):
@@ -230,8 +234,7 @@ def _lock(path: Path, fd: int, lock_fd: int) -> None:
         owner = _owner_in(fd)
         by = "another process" if owner is None else f"process {owner}"
         raise ConfigError(f"the SSD cache directory {path} is in use by {by}: each engine needs a directory of its own") from None
-    found = _lstat(_LOCK, fd)
-    if found is None or not os.path.samestat(found, os.fstat(lock_fd)):
+    if not _is_at(_LOCK, fd, lock_fd):
         raise ConfigError(f"the lock of the SSD cache directory {path} was removed while it was being taken")
     with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
         os.ftruncate(lock_fd, 0)

@@ -1,5 +1,5 @@
-"""Calls of the system that files are read and written with. Owns how a short one is continued and the aligned memory of each thread; knows
-nothing of blocks. Tests put faults in place of `DiskIo`."""
+"""System calls for reading and writing files. Owns how a short read or write is continued, and the aligned memory of each thread; knows
+nothing of blocks. Tests replace `DiskIo` by one that fails."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES
 
+READ_THROUGH_BYTES = 16 << 10  # heads up to so far apart are read with what lies between them: one call costs more than these bytes
 _ROOM_BYTES = 64 << 10  # the least that a thread takes
 
 

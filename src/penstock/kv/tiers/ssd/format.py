@@ -63,6 +63,11 @@ class SlotHead(NamedTuple):
     slot: int
     depth: int  # the block's place in its prompt
 
+    def is_for(self, segment: SegmentHead, slot: int) -> bool:
+        """Whether it was written for that slot of the segment, and belongs to a block of the segment as it is now."""
+        place = (self.generation, self.number, self.slot) == (segment.generation, segment.number, slot)
+        return place and (self.envelope.space, self.envelope.num_bytes) == (segment.space, segment.block_bytes)
+
 
 def pack_segment(head: SegmentHead) -> bytes:
     fields = _SEGMENT.pack(_MAGIC, FORMAT, 0, head.number, head.num_slots, 0, head.block_bytes, head.space, head.generation)
@@ -96,12 +101,3 @@ def unpack_slot(sector: memoryview | bytes) -> SlotHead | None:
     if xxhash.xxh3_64_intdigest(bytes(sector[:_PLACE_END])) != expected:
         return None
     return SlotHead(envelope, *_PLACE.unpack_from(sector, HEADER_BYTES))
-
-
-def stands(head: SlotHead | None, segment: SegmentHead, slot: int) -> bool:
-    """Whether `head`, found in `slot` of `segment`, is that of a block of it."""
-    return (
-        head is not None
-        and (head.generation, head.number, head.slot) == (segment.generation, segment.number, slot)
-        and (head.envelope.space, head.envelope.num_bytes) == (segment.space, segment.block_bytes)
-    )

@@ -1,20 +1,35 @@
-"""Which block lies in which slot of the segments, and who needs it to stay. Owns the pool of slots and its lock; moves no bytes.
+"""Which block lies in which slot, and who needs it to stay. Owns the pool of slots and its lock, and the scan that rebuilds the index at
+start from what an earlier process has left in the files.
 
-Lanes that read and write, callers that ask and the scan of a start meet here. Every method takes the lock for bookkeeping only. A slot that
-is being written has no key; one that is being read is pinned.
+Lanes that read and write, callers that ask and the scan meet in the index. Its methods take the lock for bookkeeping only, never across
+I/O. A slot that is being written has no key; one that is being read is pinned; one whose head has not been read yet is withheld.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.ssd.earlier import ABSENT, EarlierLife
+from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, DiskIo, Scratch, read_all
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.segments import WithheldSlots
 from penstock.kv.tiers.store import Outcome
+
+log = logging.getLogger(__name__)
+
+ABSENT = -1
+_NEVER = 1 << 64  # above every sequence: what was written since the start is the newest
+_USED_AT_ONCE = 1000  # blocks whose recency is restored under one hold of the lock
+_SCAN_THREADS = 8  # most of their time is the disk's
+_TELL_S = 3.0
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +42,7 @@ class Claim:
     sequence: int = 0  # the first of as many numbers as the call has blocks
     reservation: Reservation | None = None
     others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
-    doubtful: list[int] = field(default_factory=list)  # blocks that are here from an earlier life, which nobody has read since
+    unverified: list[int] = field(default_factory=list)  # places of blocks that an earlier process wrote and nobody has read since
     again: list[int] = field(default_factory=list)  # of `others`: what they wrote was forgotten before it could be found
     landed: set[bytes] = field(default_factory=set)
     forgotten: set[bytes] = field(default_factory=set)
@@ -51,7 +66,10 @@ class SlotIndex:
         self._generation = generation
         self._lock = threading.Lock()
         self._writing: dict[bytes, Claim] = {}
-        self.earlier = EarlierLife(pool, self._lock, generation)
+        self._sequence = 0  # the last that was given to a write, or found in a file
+        self._unverified: set[int] = set()  # slots of blocks that an earlier process wrote: whether they are whole shows the first read
+        self._found: dict[bytes, int] = {}  # while the scan runs: the sequences of blocks that it has added
+        self._used: dict[bytes, None] | None = {}  # while the scan runs: blocks used since the start, the latest last
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
@@ -76,11 +94,13 @@ class SlotIndex:
         with self._lock:
             slots = self._pool.find_each(keys)
             here = dict.fromkeys(slot for slot in slots if slot != ABSENT)
-            self.earlier.note_use(key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT)
+            self._note_use(key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT)
             return slots, self._pool.pin(list(here), "read") if here else None
 
-    def unpin(self, pin: Pin) -> None:
+    def unpin(self, pin: Pin, whole: Iterable[int] = ()) -> None:
+        """`whole` are those of its slots whose block was read and is what it was written as."""
         with self._lock:
+            self._unverified.difference_update(whole)
             pin.end()
 
     def forget(self, key: bytes, slot: int) -> None:
@@ -88,6 +108,12 @@ class SlotIndex:
         with self._lock:
             if self._pool.find_each([key]) == [slot]:
                 self._pool.forget([slot])
+
+    def _note_use(self, keys: Iterable[bytes]) -> None:
+        if self._used is not None:
+            for key in keys:
+                self._used.pop(key, None)
+                self._used[key] = None
 
     # -------------------------------------------------------------------------------------------------------------- writing
 
@@ -98,8 +124,8 @@ class SlotIndex:
             new: list[int] = []
             for place, (key, slot) in enumerate(zip(keys, self._pool.find_each(keys), strict=True)):
                 if slot != ABSENT:
-                    if slot in self.earlier.unread:
-                        claim.doubtful.append(place)
+                    if slot in self._unverified:
+                        claim.unverified.append(place)
                     continue
                 if (other := self._writing.get(key)) is not None:
                     claim.others.append((place, key, other))
@@ -112,10 +138,16 @@ class SlotIndex:
             if new:
                 claim.reservation = self._reserve(len(new), "write")
                 claim.slots = list(claim.reservation.slots)
-                claim.sequence = self.earlier.next_sequence(len(keys))
+                claim.sequence = self._next_sequence(len(keys))
                 for place in new:
                     claim.outcomes[place] = Outcome.FAILED
             return claim
+
+    def _next_sequence(self, num: int) -> int:
+        """The first of `num` numbers: times, so that a human can read them, but never twice the same."""
+        first = max(self._sequence + 1, time.time_ns())
+        self._sequence = first + num - 1
+        return first
 
     def land(self, claim: Claim, keys: Sequence[bytes], depths: Sequence[int], written: Mapping[int, bytes]) -> None:
         """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with the generation that it was
@@ -129,10 +161,10 @@ class SlotIndex:
                 claim.reservation.commit(hold)
                 pairs = list(zip(claim.places, claim.slots, strict=True))
                 good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
-                self.earlier.unread.difference_update(claim.slots)
+                self._unverified.difference_update(claim.slots)
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
                 hold.end()
-                self.earlier.note_use(keys[place] for place, _ in good)
+                self._note_use(keys[place] for place, _ in good)
                 claim.landed.update(keys[place] for place, _ in good)
                 claim.forgotten.update({keys[place] for place in written} - claim.landed)  # by a reset; others may have come since
             claim.over.set()
@@ -149,10 +181,59 @@ class SlotIndex:
         """The next slots by number are not to be used yet. Called for all of them in order, before the index is used."""
         return self._reserve(num_slots, "not ready yet")
 
-    def release(self, withheld: Reservation) -> None:
+    def release(self, withheld: Iterable[WithheldSlots]) -> None:
         """They can be used, and hold nothing."""
         with self._lock:
-            withheld.rollback()
+            for group in withheld:
+                group.reservation.rollback()
+
+    def add_scanned(self, reservation: Reservation, heads: Mapping[int, SlotHead]) -> int:
+        """The slots of `reservation`, withheld so far, hold the blocks with these heads, by slot, all of one file. Returns how many blocks
+        the scan has found by now."""
+        newest = sorted(heads.items(), key=lambda item: item[1].envelope.sequence, reverse=True)
+        with self._lock:
+            hold = self._pool.hold("scan")
+            reservation.commit(hold)
+            if newest and newest[0][1].generation == self._generation(newest[0][0]):
+                self._sequence = max(self._sequence, newest[0][1].envelope.sequence)
+                chosen = self._choose(newest)
+                self._pool.seal(list(chosen), [head.envelope.key for head in chosen.values()], [head.depth for head in chosen.values()])
+                self._unverified.update(chosen)
+            hold.end()
+            return len(self._found)
+
+    def _choose(self, newest: Sequence[tuple[int, SlotHead]]) -> dict[int, SlotHead]:
+        """Of two blocks with one key the newer counts, or the one that has been used since the start; the other is forgotten."""
+        used = self._used or {}
+        chosen: dict[int, SlotHead] = {}
+        seen: set[bytes] = set()
+        there = self._pool.find_each([head.envelope.key for _, head in newest])
+        for (slot, head), other in zip(newest, there, strict=True):
+            key, sequence = head.envelope.key, head.envelope.sequence
+            if key in seen or (other != ABSENT and (key in used or self._found.get(key, _NEVER) >= sequence)):
+                continue
+            if other != ABSENT:
+                self._pool.forget([other])
+            seen.add(key)
+            chosen[slot] = head
+            self._found[key] = sequence
+        return chosen
+
+    def end_scan(self) -> None:
+        """Blocks count as used in the order in which they were written, before all that was used since the start."""
+        oldest = sorted(self._found, key=self._found.__getitem__)
+        for first in range(0, len(oldest), _USED_AT_ONCE):
+            with self._lock:
+                used = self._used or {}
+                self._use_again([key for key in oldest[first : first + _USED_AT_ONCE] if key not in used])
+        with self._lock:
+            self._use_again(list(self._used or ()))
+            self._used, self._found = None, {}
+
+    def _use_again(self, keys: Sequence[bytes]) -> None:
+        """Pinned and let go, they are the latest used; of a pin's slots the last is the first to go."""
+        slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
+        self._pool.pin(slots[::-1], "scan").end()
 
     # ------------------------------------------------------------------------------------------------------------------ end
 
@@ -172,3 +253,91 @@ class SlotIndex:
         """Idempotent. Raises Leaked while somebody reads or writes."""
         with self._lock:
             self._pool.close()
+
+
+class Scan:
+    """One pass over the heads of `withheld` slots, on threads of its own, while the tier serves. Owns those slots until they are read."""
+
+    def __init__(self, io: DiskIo, index: SlotIndex, withheld: Sequence[WithheldSlots]) -> None:
+        self.done = threading.Event()  # nothing of it will happen any more
+        self._io = io
+        self._index = index
+        self._left = deque(withheld)
+        self._num_slots = sum(len(group.slots) for group in withheld)
+        self._num_seen = 0
+        self._num_found = 0
+        self._scratch = Scratch()
+        self._stop = threading.Event()
+        self._tell_s = time.monotonic() + _TELL_S
+        self._thread = threading.Thread(target=self._run, name="ssd-scan", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent. What has not been read stays unknown."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        while self._left:
+            self._index.release([self._left.popleft()])
+        self.done.set()
+
+    def _run(self) -> None:
+        others: list[threading.Thread] = []
+        try:
+            with contextlib.suppress(RuntimeError):  # no more threads can be had: those that are there read it all
+                for i in range(min(_SCAN_THREADS - 1, len(self._left) // 2)):
+                    thread = threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True)
+                    thread.start()
+                    others.append(thread)
+            self._work()
+            for thread in others:
+                thread.join()
+            if not self._stop.is_set():
+                self._index.end_scan()
+                if self._num_slots:
+                    log.info("SSD cache: %d blocks found in %d slots", self._num_found, self._num_slots)
+        finally:
+            self.done.set()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            try:
+                group = self._left.popleft()
+            except IndexError:
+                return
+            heads: dict[int, SlotHead] = {}
+            try:
+                heads = self._read_heads(group)
+            except Exception as error:  # whatever it is, these slots hold nothing then, and the others are read
+                log.warning("SSD cache: %d slots of file %d cannot be read: %s", len(group.slots), group.segment.head.number, error)
+            self._num_found = max(self._num_found, self._index.add_scanned(group.reservation, heads))
+            self._num_seen += len(group.slots)
+            self._tell()
+
+    def _read_heads(self, group: WithheldSlots) -> dict[int, SlotHead]:
+        """Of those slots that hold a block, by their numbers among all slots."""
+        segment, slots = group.segment, group.slots
+        width = slot_bytes(segment.head.block_bytes)
+        if width <= READ_THROUGH_BYTES:
+            room = self._scratch.room(len(slots) * width)
+            room = room[: read_all(self._io, segment.fd, [room], segment.offset(slots.start))]
+            sectors = [room[place * width : place * width + SECTOR_BYTES] for place in range(len(slots))]
+        else:
+            room = self._scratch.room(len(slots) * SECTOR_BYTES)
+            sectors = [room[place * SECTOR_BYTES : (place + 1) * SECTOR_BYTES] for place in range(len(slots))]
+            for slot, sector in zip(slots, sectors, strict=True):
+                if read_all(self._io, segment.fd, [sector], segment.offset(slot)) < SECTOR_BYTES:
+                    sector[:] = bytes(SECTOR_BYTES)
+        found = {}
+        for slot, sector in zip(slots, sectors, strict=True):
+            head = unpack_slot(sector)
+            if head is not None and head.is_for(segment.head, slot):
+                found[segment.first + slot] = head
+        return found
+
+    def _tell(self) -> None:
+        if time.monotonic() >= self._tell_s:
+            self._tell_s = time.monotonic() + _TELL_S
+            log.info("SSD cache: %d of %d slots read, %d blocks found so far", self._num_seen, self._num_slots, self._num_found)

@@ -1,8 +1,9 @@
-"""The segments of one SSD tier: which there are, which may still be made, where a slot lies in them, what of them has to be synced. Owns
-their descriptors and their bound; who uses which slot is the index's business.
+"""Segment files and the slots in them: opens, makes, syncs and renews the files, and says where a slot lies. Owns their descriptors and the
+bound on their size; which block has which slot is the index's business.
 
 Slots are numbered through all segments, those that do not exist yet included. Files are preallocated one at a time, when the slots of
-those before are used up, so that a large bound costs nothing until it is needed.
+those before are used up, so that a large bound costs nothing until it is needed. Files are opened for direct I/O where the file system
+can.
 """
 
 from __future__ import annotations
@@ -15,41 +16,194 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from penstock.config import GIB
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.ssd.directory import LOCK_BYTES
-from penstock.kv.tiers.ssd.disk import read_all
-from penstock.kv.tiers.ssd.files import OpenFile, SegmentFiles
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, new_generation, segment_bytes, slot_bytes
+from penstock.kv.blocks.handles import Reservation
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES, Directory, check_file
+from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all, write_all
+from penstock.kv.tiers.ssd.format import (
+    SECTOR_BYTES,
+    SegmentHead,
+    new_generation,
+    pack_segment,
+    segment_bytes,
+    slot_bytes,
+    unpack_segment,
+)
 from penstock.kv.tiers.store import Space
 
 log = logging.getLogger(__name__)
 
-_FEWEST = 8  # files that a small tier is divided into
-_MOST = 256  # files that a large one may have, each with a descriptor
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_FEWEST_FILES = 8  # that a small tier is divided into
+_MOST_FILES = 256  # that a large one may have, each with a descriptor
+_FEWEST_GROUPS = 8  # of a segment: where the disk has no room for all of it, the first groups can be used
+_MOST_GROUP_SLOTS = 256
 _GROW_AGAIN_S = 60.0  # after a file could not be made
+
+
+class WithheldSlots(NamedTuple):
+    """Neighbouring slots that become usable together: when their file is made, or when their heads have been read."""
+
+    segment: Segment
+    slots: range  # as the segment counts them
+    reservation: Reservation  # keeps them out of use until then
 
 
 class Segment:
     """One file, made or planned. `first` is the number of its first slot among all; `fd` is negative where it is not open."""
 
-    __slots__ = ("fd", "first", "head", "head_is_stale", "num_ready", "num_slots")
+    __slots__ = ("fd", "first", "head", "head_is_stale", "num_ready", "num_slots", "withheld")
 
-    def __init__(self, head: SegmentHead, first: int) -> None:
+    def __init__(self, head: SegmentHead, first: int, fd: int = -1, num_ready: int = 0) -> None:
         self.head = head
         self.first = first
         self.num_slots = head.num_slots  # that have a number
-        self.num_ready = 0  # that lie in the file
-        self.fd = -1
+        self.num_ready = num_ready  # that lie in the file
+        self.fd = fd
         self.head_is_stale = False  # in the file, compared with `head`
+        self.withheld: list[WithheldSlots] = []
 
     def offset(self, slot: int) -> int:
         """Where `slot`, counted in this file, begins."""
         return SECTOR_BYTES + slot * slot_bytes(self.head.block_bytes)
 
-    def opened(self, file: OpenFile) -> None:
-        self.head, self.fd, self.num_ready = file.head, file.fd, file.num_ready
+    def groups(self) -> Iterator[range]:
+        """All slots, in groups that become usable together. Small ones come first: of however few slots the disk has room for, more than
+        half can be used."""
+        step, first = min(_MOST_GROUP_SLOTS, -(-self.num_slots // _FEWEST_GROUPS)), 0
+        while first < self.num_slots:
+            end = min(first + min(max(1, first), step), self.num_slots)
+            yield range(first, end)
+            first = end
+
+    def take_ready(self) -> list[WithheldSlots]:
+        """Withheld slots that lie in the file now. The caller releases them."""
+        ready = [group for group in self.withheld if group.slots.stop <= self.num_ready]
+        self.withheld = self.withheld[len(ready) :]
+        return ready
+
+
+class SegmentFiles:
+    """The files of one directory. All raise OSError; opening a file that others may write raises ConfigError."""
+
+    def __init__(self, io: DiskIo, directory: Directory) -> None:
+        self.io = io
+        self.directory = directory
+        self.scratch = Scratch()
+        self._direct = os.O_DIRECT
+
+    def path(self, number: int) -> Path:
+        return self.directory.segment_path(number)
+
+    def open(self, number: int, flags: int) -> int:
+        fd = self._open_direct(number, flags | os.O_NOFOLLOW)
+        try:
+            check_file(self.path(number), self.io.stat(fd))
+        except BaseException:
+            self.close(fd)
+            raise
+        return fd
+
+    def _open_direct(self, number: int, flags: int) -> int:
+        path = self.path(number)
+        try:
+            return self.io.open(path, flags | self._direct, self.directory.fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not self._direct:
+                raise
+        log.warning("the file system of %s has no O_DIRECT: the SSD cache goes through the system's file cache", self.directory.path)
+        self._direct = 0
+        return self.io.open(path, flags & ~os.O_EXCL, self.directory.fd)
+
+    def close(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            self.io.close(fd)
+
+    def remove(self, number: int) -> None:
+        self.io.unlink(self.path(number), self.directory.fd)
+
+    def read_head(self, fd: int, number: int) -> SegmentHead | None:
+        """None: it is of another format, damaged, or of another file."""
+        sector = self.scratch.room(SECTOR_BYTES)
+        head = unpack_segment(sector[: read_all(self.io, fd, [sector], 0)])
+        return head if head is not None and head.number == number else None
+
+    def write_head(self, head: SegmentHead, fd: int) -> None:
+        sector = self.scratch.room(SECTOR_BYTES)
+        sector[:] = pack_segment(head)
+        write_all(self.io, fd, [sector], 0)
+
+    def try_open_segment(self, number: int, first: int, space: Space, max_bytes: int) -> Segment | None:
+        """An existing file, with the size that its head says. None: it is of another space or format, damaged, or too large."""
+        fd = self.open(number, os.O_RDWR)
+        try:
+            head = self.read_head(fd, number)
+            if head is not None and (head.space, head.block_bytes) == (space.digest, space.block_bytes) and head.num_slots:
+                wanted = segment_bytes(head.num_slots, head.block_bytes)
+                if wanted <= max_bytes:
+                    return Segment(head, first, fd, self._fit(fd, head, wanted))
+        except BaseException:
+            self.close(fd)
+            raise
+        self.close(fd)
+        return None
+
+    def _fit(self, fd: int, head: SegmentHead, wanted: int) -> int:
+        """Returns how many slots lie in the file."""
+        if self.io.stat(fd).st_size > wanted:
+            self.io.truncate(fd, wanted)
+        if self.io.stat(fd).st_size < wanted:
+            try:
+                self.io.fallocate(fd, wanted)
+            except OSError as error:
+                log.warning("%s has been cut short and cannot be extended: %s", self.path(head.number), error)
+        return min(head.num_slots, (self.io.stat(fd).st_size - SECTOR_BYTES) // slot_bytes(head.block_bytes))
+
+    def make(self, segment: Segment) -> None:
+        """Its file, with as many slots as planned, or as many as the disk has room for."""
+        head, flags = segment.head, os.O_RDWR | os.O_CREAT | os.O_EXCL
+        try:
+            fd = self.open(head.number, flags)
+        except FileExistsError:  # nothing had this name at start: it was made here, half, and could not be removed
+            self.remove(head.number)
+            fd = self.open(head.number, flags)
+        try:
+            head = head._replace(num_slots=self._preallocate(fd, head))
+            self.write_head(head, fd)
+        except BaseException:
+            self.close(fd)
+            with contextlib.suppress(OSError):
+                self.remove(head.number)
+            raise
+        segment.head, segment.fd, segment.num_ready = head, fd, head.num_slots
+
+    def _preallocate(self, fd: int, head: SegmentHead) -> int:
+        num_slots = head.num_slots
+        while True:
+            try:
+                self.io.fallocate(fd, segment_bytes(num_slots, head.block_bytes))
+                return num_slots
+            except OSError as error:
+                if error.errno not in FULL or num_slots == 1:
+                    raise
+                self.io.truncate(fd, 0)
+                num_slots //= 2
+
+    def is_in_place(self, segment: Segment) -> bool:
+        """Whether its file, which is open, is still the one at its name."""
+        return self.directory.has_segment(segment.head.number, segment.fd)
+
+    def sync(self, segment: Segment) -> None:
+        if not self.is_in_place(segment):
+            raise OSError(errno.ENOENT, f"{self.path(segment.head.number).name} has been removed")
+        if segment.head_is_stale:
+            self.write_head(segment.head, segment.fd)
+            segment.head_is_stale = False
+        self.io.fdatasync(segment.fd)
 
 
 class Unsynced:
@@ -75,27 +229,19 @@ class Unsynced:
             names, self._names = self._names, False
         try:
             for segment in sorted(left, key=lambda segment: segment.first):
-                self._sync_segment(segment)
+                self._files.sync(segment)
                 left.discard(segment)
             if names:
-                self._files.sync_names()
+                self._files.io.fsync(self._files.directory.fd)
                 names = False
         except OSError as error:
             raise StoreFailed(f"the SSD cache could not be synced: {error.strerror}") from error
         finally:
             self.note(*left, names=names)
 
-    def _sync_segment(self, segment: Segment) -> None:
-        if not self._files.is_at_its_path(segment.head.number, segment.fd):
-            raise OSError(errno.ENOENT, f"{self._files.path(segment.head.number).name} has been removed")
-        if segment.head_is_stale:
-            self._files.write_head(segment.head, segment.fd)
-            segment.head_is_stale = False
-        self._files.io.fdatasync(segment.fd)
-
 
 class Segments:
-    """All files of a tier. Several threads use it."""
+    """All segments of a tier. Several threads use it."""
 
     def __init__(self, files: SegmentFiles, space: Space, max_bytes: int) -> None:
         self.files = files
@@ -144,15 +290,13 @@ class Segments:
         used = num_removed = 0
         for number, path in self.files.directory.segment_files().items():
             try:
-                file = self.files.try_open(number, self._space.digest, self._space.block_bytes, budget - used)
-                if file is None:
+                segment = self.files.try_open_segment(number, self.num_slots, self._space, budget - used)
+                if segment is None:
                     self.files.remove(number)
                     num_removed += 1
                     continue
-                segment = Segment(file.head, self.num_slots)
-                segment.opened(file)
                 self._all.append(segment)
-                self.unsynced.note(segment)  # an earlier life may have ended before it had synced it
+                self.unsynced.note(segment)  # an earlier process may have ended before it had synced it
                 used += segment_bytes(segment.num_slots, self._space.block_bytes)
             except OSError as error:
                 log.warning("%s cannot be used and is left as it is: %s", path, error)
@@ -167,7 +311,7 @@ class Segments:
     def _plan(self, budget: int, max_bytes: int) -> None:
         """Files that may still be made."""
         block_bytes = self._space.block_bytes
-        target = max(min(GIB, max_bytes // _FEWEST), max_bytes // _MOST)
+        target = max(min(GIB, max_bytes // _FEWEST_FILES), max_bytes // _MOST_FILES)
         usual = max(1, (target - SECTOR_BYTES) // slot_bytes(block_bytes))
         number = 0
         while budget >= segment_bytes(1, block_bytes):
@@ -188,7 +332,7 @@ class Segments:
             if segment is None or time.monotonic() < self._grow_again_s:
                 return None
             try:
-                segment.opened(self.files.make(segment.head))
+                self.files.make(segment)
             except OSError as error:
                 if not self._grow_again_s:
                     num_made = sum(segment.fd >= 0 for segment in self._all)
@@ -204,13 +348,13 @@ class Segments:
         with self.unsynced.sync_lock:
             self.unsynced.sync()
 
-    def renew(self, forget: Callable[[Callable[[], None]], int]) -> int:
-        """Give every file a new generation, durably. `forget` does it in memory, by calling what it is given, at a moment when nobody
-        compares generations; its result is returned. Raises StoreFailed; the next `persist` goes on with it."""
+    @contextlib.contextmanager
+    def renewal(self) -> Iterator[Callable[[], None]]:
+        """Yields a function that gives every file a new generation in memory, to be called while nobody compares generations. It is on
+        disk when the context ends. Raises StoreFailed; the next `persist` goes on with it."""
         with self._grow_lock, self.unsynced.sync_lock:
-            num = forget(self._renew_heads)
+            yield self._renew_heads
             self.unsynced.sync()
-            return num
 
     def _renew_heads(self) -> None:
         made = [segment for segment in self._all if segment.fd >= 0]
@@ -221,7 +365,7 @@ class Segments:
 
     def are_in_place(self) -> bool:
         """Whether every file that was made is the one at its name."""
-        return all(self.files.is_at_its_path(segment.head.number, segment.fd) for segment in self._all if segment.fd >= 0)
+        return all(self.files.is_in_place(segment) for segment in self._all if segment.fd >= 0)
 
     def probe(self) -> None:
         """Return if files can be read. Raises StoreFailed."""
@@ -239,6 +383,5 @@ class Segments:
             self._grow_again_s = float("inf")
             for segment in self._all:
                 if segment.fd >= 0:
-                    with contextlib.suppress(OSError):
-                        self.files.io.close(segment.fd)
+                    self.files.close(segment.fd)
                     segment.fd = -1

@@ -1,36 +1,160 @@
-"""Blocks in files on a local disk: a `BlockStore` that outlives the process. Owns what a call means for slots and files, which have their
-own modules, and notices when the files it has open are no longer those of its directory. What is on disk at each instant is in
-docs/decisions/0013-ssd-files.md."""
+"""Blocks in files on a local disk: a `BlockStore` that outlives the process. Owns what a call means for slots and files: which slots it
+uses, how blocks get to and from them, and what a failure says about a block or about the whole disk. Also notices when its open files are
+no longer those of its directory. What is on disk at each instant is in docs/decisions/0013-ssd-files.md.
+
+A block to disk: `SsdStore.write` claims a slot (`index`), groups neighbouring slots into runs, `SlotIo` puts a head before each block
+(`format`) and writes the run (`disk`) into its file (`segments`). A block back: the same with a pin, and what was read is checked.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.config import EvictionName
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.ssd.blocks import BlockIo, Blocks
+from penstock.kv.tiers.envelope import pack
 from penstock.kv.tiers.ssd.directory import Directory, make_directory, remake_directory
-from penstock.kv.tiers.ssd.disk import DiskIo
-from penstock.kv.tiers.ssd.earlier import ABSENT
-from penstock.kv.tiers.ssd.files import SegmentFiles
-from penstock.kv.tiers.ssd.index import SlotIndex
-from penstock.kv.tiers.ssd.pieces import Growth, withhold_all
-from penstock.kv.tiers.ssd.runs import runs_of
-from penstock.kv.tiers.ssd.scan import Scan
-from penstock.kv.tiers.ssd.segments import Segments
+from penstock.kv.tiers.ssd.disk import DiskIo, is_aligned, read_all, write_all
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, pack_slot, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
+from penstock.kv.tiers.ssd.segments import FULL, Segment, SegmentFiles, Segments, WithheldSlots
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 
 log = logging.getLogger(__name__)
 
+_MOST_BLOCKS = 256  # of a run, two buffers each: half of what one call may have
+_MOST_BYTES = 16 << 20  # of a run: more in one call is no faster, and memory that is not aligned is copied through as much
+_GONE = (errno.EBADF, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN)  # nothing in the place can be used
+_STRIKES = 8  # system calls that fail one after the other, until it is the place and not a block
+
+
+class SlotRun(NamedTuple):
+    """Neighbouring slots of one segment, moved by one system call, and the blocks of a call of the store that belong there."""
+
+    segment: Segment
+    head: SegmentHead  # of the segment, when the run was made
+    first: int  # as the segment counts them
+    places: list[int]  # of the blocks in the call
+
+    def has_room(self) -> bool:
+        num = len(self.places)
+        return num < _MOST_BLOCKS and (num + 1) * slot_bytes(self.head.block_bytes) <= _MOST_BYTES
+
+    def split(self) -> list[SlotRun]:
+        """The same, block by block."""
+        return [SlotRun(self.segment, self.head, self.first + i, [place]) for i, place in enumerate(self.places)]
+
+
+def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> Iterator[SlotRun]:
+    """`slots` are pairs of slot and place, in any order, each slot once."""
+    run: SlotRun | None = None
+    for slot, place in sorted(slots):
+        segment, number = segments.locate(slot)
+        if run is not None and (run.segment, run.first + len(run.places)) == (segment, number) and run.has_room():
+            run.places.append(place)
+            continue
+        if run is not None:
+            yield run
+        run = SlotRun(segment, segment.head, number, [place])
+    if run is not None:
+        yield run
+
+
+class SlotIo:
+    """Moves the blocks of runs, checks what comes back, and tells a bad block from a bad disk. Several threads use it."""
+
+    def __init__(self, files: SegmentFiles, space: bytes) -> None:
+        self._files = files
+        self._space = space
+        self._strikes = 0
+
+    def read(self, run: SlotRun, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+        """What became of each block of `run`; `keys` and `into` are those of its blocks."""
+        try:
+            heads = self._read_slots(run, into)
+        except OSError as error:
+            if len(run.places) == 1:
+                self._strike(error, "read")
+                return [Outcome.FAILED]
+        else:
+            self._strikes = 0
+            return [self._judge(heads[i : i + 1], key, into[i]) for i, key in enumerate(keys)]
+        # Which of them it is shows one by one.
+        return [self.read(single, keys[i : i + 1], into[i : i + 1])[0] for i, single in enumerate(run.split())]
+
+    def _judge(self, sector: Sequence[memoryview], key: bytes, payload: memoryview) -> Outcome:
+        """`sector` is empty where the file ended before the block did."""
+        head = unpack_slot(sector[0]) if sector else None
+        if head is None or (head.envelope.key, head.envelope.space) != (key, self._space) or not head.envelope.fits(payload):
+            return Outcome.CORRUPT
+        return Outcome.DONE
+
+    def write(self, run: SlotRun, heads: Sequence[bytes], blocks: Sequence[memoryview]) -> list[Outcome]:
+        """What became of each block of `run`. Where it is not DONE, anything may be in the slot."""
+        try:
+            self._write_slots(run, heads, blocks)
+        except OSError as error:
+            if len(run.places) == 1:
+                if error.errno not in FULL:
+                    self._strike(error, "written")
+                return [Outcome.FULL if error.errno in FULL else Outcome.FAILED]
+        else:
+            self._strikes = 0
+            return [Outcome.DONE] * len(run.places)
+        return [self.write(single, heads[i : i + 1], blocks[i : i + 1])[0] for i, single in enumerate(run.split())]
+
+    def forgive(self) -> None:
+        """The place can be used again."""
+        self._strikes = 0
+
+    def _strike(self, error: OSError, done: str) -> None:
+        """One block could not be read or written. Raises where that says something about all of them."""
+        self._strikes += 1
+        where = self._files.directory.path
+        if error.errno in _GONE or self._strikes >= _STRIKES:
+            raise StoreFailed(f"the SSD cache in {where} cannot be {done}: {error.strerror}") from error
+        log.warning("SSD cache in %s: a block could not be %s: %s", where, done, error.strerror)
+
+    def _write_slots(self, run: SlotRun, heads: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+        """All of it, or OSError."""
+        buffers, head_buffers, copies = self._buffers(run, blocks)
+        for i, head in enumerate(heads):
+            head_buffers[i][:] = head
+            if copies:
+                copies[i][: len(blocks[i])] = blocks[i]
+        write_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first))
+
+    def _read_slots(self, run: SlotRun, into: Sequence[memoryview]) -> list[memoryview]:
+        """The heads of those blocks that were read in full, good until the thread's next call."""
+        buffers, heads, copies = self._buffers(run, into)
+        num = read_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first)) // slot_bytes(run.head.block_bytes)
+        for i, copy in enumerate(copies[:num]):
+            into[i][:] = copy[: len(into[i])]
+        return heads[:num]
+
+    def _buffers(self, run: SlotRun, blocks: Sequence[memoryview]) -> tuple[list[memoryview], list[memoryview], list[memoryview]]:
+        """What the system call takes, as it lies in the file; the heads in it; and the payloads in it, none where those are `blocks`."""
+        num = len(blocks)
+        if all(map(is_aligned, blocks)):
+            room = self._files.scratch.room(num * SECTOR_BYTES)
+            heads = [room[i * SECTOR_BYTES : (i + 1) * SECTOR_BYTES] for i in range(num)]
+            return [buffer for pair in zip(heads, blocks, strict=True) for buffer in pair], heads, []
+        width = slot_bytes(run.head.block_bytes)
+        room = self._files.scratch.room(num * width)
+        slots = [room[i * width : (i + 1) * width] for i in range(num)]
+        return [room], [slot[:SECTOR_BYTES] for slot in slots], [slot[SECTOR_BYTES:] for slot in slots]
+
 
 class SsdStore:
-    """One directory. Several lanes read and write at once; the lock of the index is never held across a call of the system."""
+    """One directory. Several lanes read and write at once; the lock of the index is never held across a system call."""
 
     name = "ssd"
     local = True
@@ -55,13 +179,13 @@ class SsdStore:
             undo.callback(segments.close)
             pool = BlockPool(segments.num_slots, "ssd", eviction=make_order(self._eviction, segments.num_slots))
             index = SlotIndex(pool, segments.generation)
-            pieces = withhold_all(segments, index)
-            growth = Growth(segments, index, [piece for piece in pieces if not piece.is_in_file])
-            scan = Scan(io, index, [piece for piece in pieces if piece.is_in_file])
+            for segment in segments:  # no slot can be used before its file is made or its head is read
+                segment.withheld = [WithheldSlots(segment, slots, index.withhold(len(slots))) for slots in segment.groups()]
+            scan = Scan(io, index, [group for segment in segments for group in segment.take_ready()])
             scan.start()
             undo.pop_all()
-        self._directory, self._segments, self._index, self._growth, self._scan = directory, segments, index, growth, scan
-        self._blocks = BlockIo(segments.files, self._space.digest)
+        self._directory, self._segments, self._index, self._scan = directory, segments, index, scan
+        self._slot_io = SlotIo(segments.files, self._space.digest)
         self._is_open = True
 
     @property
@@ -71,7 +195,7 @@ class SsdStore:
 
     @property
     def scanned(self) -> bool:
-        """Whether all that an earlier life has left can be found."""
+        """Whether all that an earlier process has left can be found."""
         return self._scan.done.is_set()
 
     def wait_scanned(self, timeout_s: float) -> bool:
@@ -95,10 +219,12 @@ class SsdStore:
         slots, pin = self._index.pin_each(keys)
         if pin is None:
             return outcomes
+        whole: list[int] = []
         try:
             first = {slot: place for place, slot in reversed(list(enumerate(slots))) if slot != ABSENT}
-            for run in runs_of(self._segments, list(first.items())):
-                for place, outcome in self._blocks.read(run, keys, into).items():
+            for run in runs_of(self._segments, first.items()):
+                read = self._slot_io.read(run, [keys[place] for place in run.places], [into[place] for place in run.places])
+                for place, outcome in zip(run.places, read, strict=True):
                     outcomes[place] = outcome
                     if outcome is not Outcome.DONE:
                         self._give_up(keys[place], slots[place], outcome)
@@ -106,9 +232,9 @@ class SsdStore:
                 if slot != ABSENT and first[slot] != place:  # asked for twice
                     outcomes[place] = outcomes[first[slot]]
                     into[place][:] = into[first[slot]]
-            self._index.earlier.note_good(slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE)
+            whole = [slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE]
         finally:
-            self._index.unpin(pin)
+            self._index.unpin(pin, whole)
         return outcomes
 
     def _give_up(self, key: bytes, slot: int, outcome: Outcome) -> None:
@@ -122,29 +248,41 @@ class SsdStore:
             return self._write(keys, depths, blocks)
 
     def _write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
-        self._growth.make_room(len(keys))
+        self._make_room(len(keys))
         claim = self._index.claim(keys)
         written: dict[int, bytes] = {}
         try:
-            what = Blocks(keys, depths, blocks, claim.sequence)
-            for run in runs_of(self._segments, list(zip(claim.slots, claim.places, strict=True))):
-                outcomes = self._blocks.write(run, what)
+            for run in runs_of(self._segments, zip(claim.slots, claim.places, strict=True)):
+                heads = []
+                for i, place in enumerate(run.places):
+                    sequence = claim.sequence + len(keys) - 1 - place  # so that the end of a prefix counts as older
+                    envelope = pack(keys[place], self._space.digest, blocks[place], sequence)
+                    heads.append(pack_slot(envelope, run.head, run.first + i, depths[place]))
+                outcomes = self._slot_io.write(run, heads, [blocks[place] for place in run.places])
                 self._segments.unsynced.note(run.segment)
-                for place, outcome in outcomes.items():
+                for place, outcome in zip(run.places, outcomes, strict=True):
                     claim.outcomes[place] = outcome
                     if outcome is Outcome.DONE:
                         written[place] = run.head.generation
         finally:
             self._index.land(claim, keys, depths, written)
-        for place in claim.doubtful:
+        for place in claim.unverified:
             claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
         claim.wait_others()
         for place in claim.again:
             (claim.outcomes[place],) = self._write([keys[place]], [depths[place]], [blocks[place]])
         return claim.outcomes
 
+    def _make_room(self, num_slots: int) -> None:
+        """That many slots are free then, unless all files are made or the disk is full."""
+        while self._index.num_free < num_slots:
+            segment = self._segments.try_grow()
+            if segment is None:
+                return
+            self._index.release(segment.take_ready())  # nobody else has made this file
+
     def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
-        """A crash may have torn a block of an earlier life, and whoever persists this write is to be right that it is there."""
+        """A crash may have torn a block of an earlier process, and whoever persists this write is to be right that it is there."""
         (outcome,) = self._read([key], [memoryview(bytearray(len(block)))])
         return outcome if outcome is Outcome.DONE else self._write([key], [depth], [block])[0]
 
@@ -155,8 +293,8 @@ class SsdStore:
             self._segments.persist()
 
     def reset(self) -> int:
-        with self._call(changes=True):
-            return self._segments.renew(self._index.reset)
+        with self._call(changes=True), self._segments.renewal() as renew:
+            return self._index.reset(renew)
 
     def probe(self) -> None:
         """Also opens everything anew where its files are no longer those of the directory, or could not be opened the last time."""
@@ -164,7 +302,7 @@ class SsdStore:
             self._open_anew()
         with self._call():
             self._segments.probe()
-            self._blocks.forgive()
+            self._slot_io.forgive()
 
     @contextlib.contextmanager
     def _call(self, changes: bool = False) -> Iterator[None]:
@@ -213,7 +351,9 @@ class SsdStore:
         finally:
             self._segments.close()
             self._directory.close()
-        self._growth.close()
+        for segment in self._segments:
+            self._index.release(segment.withheld)
+            segment.withheld = []
         self._index.close()
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.ssd.directory import Directory, check_file, open_directory
-from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, SlotHead, segment_bytes, slot_bytes, stands, unpack_segment, unpack_slot
+from penstock.kv.tiers.ssd.directory import Directory, open_directory
+from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, DiskIo, read_all
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, SlotHead, segment_bytes, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.segments import SegmentFiles
 
 Progress = Callable[[int, int], None]  # slots or files done, and in all
 
-_SKIP_BYTES = 16 << 10  # slots up to this size are read whole for their heads' sake
 _READ_BYTES = 8 << 20
 
 
@@ -106,65 +106,67 @@ class _Surveyor:
     """One pass over the files, over their heads alone or with all `payloads`."""
 
     def __init__(self, directory: Directory, progress: Progress, payloads: bool) -> None:
-        self._directory = directory
+        self._files = SegmentFiles(DiskIo(), directory)
         self._survey = Survey(directory.path, num_good=0 if payloads else None)
-        self._paths = directory.segment_files()
         self._progress = progress
-        self._heads: dict[tuple[bytes, bytes], SlotHead] = {}
-        self._scratch = Scratch()
+        self._heads: dict[tuple[bytes, bytes], SlotHead] = {}  # of the newest block, by space and key
         self._num_done = 0
-        self._num_total = 0
 
     def survey(self) -> Survey:
         found = self._survey
-        heads: dict[Path, SegmentHead] = {}
-        for number, path in self._paths.items():
-            found.num_segments += 1
-            head, size = self._head_and_size(path, number)
-            found.file_bytes += size
-            if head is None:
-                found.damaged.append(f"{path.name}: no head that can be read")
-                continue
-            heads[path] = head
-            found.num_slots += head.num_slots
-            self._num_total += head.num_slots
-            if size < segment_bytes(head.num_slots, head.block_bytes):
-                found.damaged.append(f"{path.name}: shorter than its head says")
-        for path, head in heads.items():
-            self._walk(path, head)
+        segments = [head for number in self._files.directory.segment_files() if (head := self._segment_head(number)) is not None]
+        found.num_slots = sum(head.num_slots for head in segments)
+        for segment in segments:
+            self._walk(segment)
         for slot_head in self._heads.values():
             found.spaces.setdefault(slot_head.envelope.space.hex(), SpaceSurvey()).add(slot_head)
         return found
 
-    def _head_and_size(self, path: Path, number: int) -> tuple[SegmentHead | None, int]:
-        room = self._scratch.room(SECTOR_BYTES)
-        with contextlib.closing(_File(self._directory, path)) as file:
-            head = unpack_segment(room[: file.read(room, 0)])
-            return head if head is not None and head.number == number else None, file.size
+    @contextlib.contextmanager
+    def _opened(self, number: int) -> Iterator[int]:
+        """Direct where the file system can, so that a check sees the disk and not a copy in memory."""
+        fd = self._files.open(number, os.O_RDONLY)
+        try:
+            yield fd
+        finally:
+            self._files.close(fd)
 
-    def _walk(self, path: Path, segment: SegmentHead) -> None:
+    def _segment_head(self, number: int) -> SegmentHead | None:
+        found, name = self._survey, self._files.path(number).name
+        with self._opened(number) as fd:
+            head, size = self._files.read_head(fd, number), self._files.io.stat(fd).st_size
+        found.num_segments += 1
+        found.file_bytes += size
+        if head is None:
+            found.damaged.append(f"{name}: no head that can be read")
+        elif size < segment_bytes(head.num_slots, head.block_bytes):
+            found.damaged.append(f"{name}: shorter than its head says")
+        return head
+
+    def _walk(self, segment: SegmentHead) -> None:
         width = slot_bytes(segment.block_bytes)
-        whole = self._survey.num_good is not None or width <= _SKIP_BYTES
+        whole = self._survey.num_good is not None or width <= READ_THROUGH_BYTES
         step = max(1, _READ_BYTES // width) if whole else 1
-        with contextlib.closing(_File(self._directory, path)) as file:
+        name = self._files.path(segment.number).name
+        with self._opened(segment.number) as fd:
             for first in range(0, segment.num_slots, step):
                 num = min(step, segment.num_slots - first)
-                room = self._scratch.room(num * width if whole else SECTOR_BYTES)
-                read = room[: file.read(room, SECTOR_BYTES + first * width)]
+                room = self._files.scratch.room(num * width if whole else SECTOR_BYTES)
+                read = room[: read_all(self._files.io, fd, [room], SECTOR_BYTES + first * width)]
                 for i in range(num):
-                    self._judge(path, segment, first + i, read[i * width : (i + 1) * width])
+                    self._judge(segment, first + i, f"{name} slot {first + i}", read[i * width : (i + 1) * width])
                 self._num_done += num
-                self._progress(self._num_done, self._num_total)
+                self._progress(self._num_done, self._survey.num_slots)
 
-    def _judge(self, path: Path, segment: SegmentHead, slot: int, image: memoryview) -> None:
+    def _judge(self, segment: SegmentHead, slot: int, where: str, image: memoryview) -> None:
         found, head = self._survey, unpack_slot(image[:SECTOR_BYTES])
         if head is None and any(image[:64]):
-            found.corrupt.append(f"{path.name} slot {slot}: damaged head")
-        if head is None or not stands(head, segment, slot):
+            found.corrupt.append(f"{where}: damaged head")
+        if head is None or not head.is_for(segment, slot):
             return
         if found.num_good is not None:
             if not head.envelope.fits(image[SECTOR_BYTES : SECTOR_BYTES + segment.block_bytes]):
-                found.torn.append(f"{path.name} slot {slot}: key {head.envelope.key.hex()}, payload does not fit its head")
+                found.torn.append(f"{where}: key {head.envelope.key.hex()}, payload does not fit its head")
                 return
             found.num_good += 1
         name = (head.envelope.space, head.envelope.key)
@@ -172,27 +174,3 @@ class _Surveyor:
         found.num_older += older is not None
         if older is None or older.envelope.sequence < head.envelope.sequence:
             self._heads[name] = head
-
-
-class _File:
-    """One file, for reading; direct where possible, so that a check sees the disk and not a copy in memory."""
-
-    def __init__(self, directory: Directory, path: Path) -> None:
-        self._io = DiskIo()
-        try:
-            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT, directory.fd)
-        except OSError:
-            self._fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW, directory.fd)
-        try:
-            found = self._io.stat(self._fd)
-            check_file(path, found)
-        except BaseException:
-            self._io.close(self._fd)
-            raise
-        self.size = found.st_size
-
-    def read(self, room: memoryview, offset: int) -> int:
-        return read_all(self._io, self._fd, [room], offset)
-
-    def close(self) -> None:
-        self._io.close(self._fd)
