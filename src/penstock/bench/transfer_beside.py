@@ -362,8 +362,11 @@ def open_client(url: str, at_once: tuple[int, int]) -> StoreClient:
 
 def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
     """GET and SET of valkey-py."""
-    import valkey
-    from valkey.cluster import ValkeyCluster
+    try:
+        import valkey
+        from valkey.cluster import ValkeyCluster
+    except ImportError:
+        raise ConfigError("bench transfer compares with valkey-py: pip install 'penstock[remote]'") from None
 
     from penstock.kv.tiers.remote.valkey import parse_address
 

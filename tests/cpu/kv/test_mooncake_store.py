@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -113,14 +112,6 @@ def intruder(mooncake: Mooncake) -> Iterator[Intruder]:
 # -------------------------------------------------------------------------------------------------------------------- blocks
 
 
-def test_what_was_written_is_read(store: MooncakeStore, slots: Slots) -> None:
-    keys = keys_of("round trip", 20)
-    assert slots.write(store, keys) == [DONE] * 20
-    assert slots.read(store, keys, first=20) == [DONE] * 20
-    assert store.find(keys) == 20
-    assert slots.write(store, keys) == [DONE] * 20
-
-
 def test_more_blocks_than_a_lane_takes(store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_of(store), "lane_values", 3)
     keys = keys_of("lanes", 8)
@@ -133,16 +124,6 @@ def test_a_value_is_the_header_and_the_bytes(store: MooncakeStore, slots: Slots,
     slots.write(store, [key])
     assert intruder.get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
     assert store._names([key]) == [f"penstock:{FORMAT}:{slots.space.digest.hex()}:{key.hex()}"]
-
-
-def test_what_is_not_there_is_missing(store: MooncakeStore, slots: Slots) -> None:
-    there, missing = keys_of("there", 2), keys_of("not there", 2)
-    slots.write(store, there)
-    assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
-    assert store.find([*there, *missing]) == 2
-    assert store.find(missing) == 0
-    assert store.find([]) == 0
-    assert slots.read(store, []) == slots.write(store, []) == []
 
 
 WRONG = {
@@ -236,44 +217,6 @@ def test_what_lies_in_the_slot_is_checked_and_not_what_was_received(
 
     monkeypatch.setattr(remote, "unpack", spoiling)
     assert slots.read(store, keys[:1]) == [CORRUPT]
-
-
-def test_two_spaces_never_meet(mooncake: Mooncake, store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
-    others = Slots(b"another model")
-    other = opened(mooncake, others)
-    keys = keys_of("spaces", 3)
-    slots.write(store, keys)
-    assert other.find(keys) == 0
-    assert others.read(other, keys) == [MISSING] * 3
-    intruder.put(other, keys[0], intruder.get(store, keys[0]))  # moved by somebody who can write into the store
-    assert others.read(other, keys[:1]) == [CORRUPT]
-    others.write(other, keys)
-    assert other.reset() == 3
-    assert (store.find(keys), other.find(keys)) == (3, 0)
-    assert other.reset() == 0
-    other.close()
-
-
-def test_several_threads_at_once(store: MooncakeStore, slots: Slots) -> None:
-    failures: list[BaseException] = []
-
-    def work(lane: int) -> None:
-        try:
-            for turn in range(4):
-                keys = keys_of(f"lane {lane % 2} turn {turn}", 4)  # two lanes write the same, the first of them wins
-                assert slots.write(store, keys, first=4 * lane) == [DONE] * 4
-                outcomes = slots.read(store, keys, first=4 * lane)
-                assert set(outcomes) <= {DONE, MISSING}  # missing: the other one is still writing it
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert slots.read(store, keys_of("lane 1 turn 3", 4)) == [DONE] * 4
 
 
 PROCESS = """

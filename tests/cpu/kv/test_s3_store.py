@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -62,28 +60,11 @@ def raw_get(store: BucketStore, key: bytes) -> bytes:
     return bytes(obstore.get(store._bucket, store._path(key)).bytes())
 
 
-def test_what_was_written_is_read(store: BucketStore, slots: Slots) -> None:
-    keys = keys_of("round trip", 20)
-    assert slots.write(store, keys) == [DONE] * 20
-    assert slots.read(store, keys, first=20) == [DONE] * 20
-    assert store.find(keys) == 20
-    assert slots.write(store, keys) == [DONE] * 20
-
-
 def test_an_object_is_the_header_and_the_bytes(store: BucketStore, slots: Slots) -> None:
     (key,) = keys_of("layout", 1)
     slots.write(store, [key])
     assert raw_get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
     assert store._path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
-
-
-def test_what_is_not_there_is_missing(store: BucketStore, slots: Slots) -> None:
-    there, missing = keys_of("there", 2), keys_of("not there", 2)
-    slots.write(store, there)
-    assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
-    assert store.find(missing) == 0
-    assert store.find([]) == 0
-    assert slots.read(store, []) == slots.write(store, []) == []
 
 
 def test_a_block_that_is_there_is_not_sent_again(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,22 +113,6 @@ def test_without_the_check_a_flipped_bit_would_be_served(store: BucketStore, slo
         slots.read(store, [key])
 
 
-def test_two_spaces_never_meet(bucket: Bucket, store: BucketStore, slots: Slots, request: pytest.FixtureRequest) -> None:
-    others = Slots(b"another model")
-    other = open_store(bucket.url(request.node.name), others.space, TIMEOUT_S)
-    assert isinstance(other, BucketStore)
-    keys = keys_of("spaces", 3)
-    slots.write(store, keys)
-    assert other.find(keys) == 0
-    assert others.read(other, keys) == [MISSING] * 3
-    raw_put(other, keys[0], raw_get(store, keys[0]))  # moved by somebody who can write into the bucket
-    assert others.read(other, keys[:1]) == [CORRUPT]
-    others.write(other, keys)
-    assert store.reset() == 3
-    assert (store.find(keys), other.find(keys)) == (0, 3)
-    other.close()
-
-
 @pytest.mark.parametrize("num", [0, 1, 2, 15, 16, 17, 31, 40])
 def test_the_number_of_leading_blocks_is_found(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     keys = keys_of("leading", 40)
@@ -182,47 +147,6 @@ def test_reset_forgets_every_block(store: BucketStore, slots: Slots, monkeypatch
     assert store.reset() == 11
     assert slots.read(store, keys) == [MISSING] * 11
     assert store.reset() == 0
-
-
-def test_several_threads_at_once(store: BucketStore, slots: Slots) -> None:
-    failures: list[BaseException] = []
-
-    def work(lane: int) -> None:
-        try:
-            for turn in range(3):
-                keys = keys_of(f"lane {lane} turn {turn}", 4)
-                assert slots.write(store, keys, first=4 * lane) == [DONE] * 4
-                assert slots.read(store, keys, first=4 * lane) == [DONE] * 4
-                assert store.find(keys) == 4
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
-READER = """
-import sys
-from remote_rig import Slots, keys_of
-from penstock.kv.tiers.remote import open_store
-slots = Slots()
-store = open_store(sys.argv[1], slots.space, 10.0)
-print([outcome.value for outcome in slots.read(store, keys_of("shared", 5))])
-print(slots.write(store, keys_of("back", 2))[0].value)
-"""
-
-
-def test_what_one_process_writes_another_reads(bucket: Bucket, store: BucketStore, slots: Slots, request: pytest.FixtureRequest) -> None:
-    slots.write(store, keys_of("shared", 4))
-    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
-    command = [sys.executable, "-c", READER, bucket.url(request.node.name)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[:2] == ["['done', 'done', 'done', 'done', 'missing']", "done"], done.stderr
-    assert slots.read(store, keys_of("back", 2)) == [DONE, DONE]
 
 
 # ------------------------------------------------------------------------------------------------------------------- trouble
