@@ -81,6 +81,7 @@ ODD: dict[str, tuple[str, dict[str, bytes], str]] = {
     "names that are none": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n$1\r\nx"}, "answered SCAN with something else"),
     "a name that it does not let go": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nx", "UNLINK": b"-NOPERM x"}, "refuses: NOPERM"),
     "it refuses to list names": ("reset", {"SCAN": b"-NOPERM secret"}, "refuses: NOPERM"),
+    "names that are numbers": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n:7"}, "answered SCAN with something else"),
     "names in too many lists": ("reset", {"SCAN": b"*1\r\n" * 6 + b":1"}, "something larger than a name"),
     "a name that is too long": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$99999999"}, "something larger than a name"),
     "a name of another length": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nsecret"}, "longer than it said"),

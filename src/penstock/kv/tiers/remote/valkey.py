@@ -260,10 +260,11 @@ class ValkeyStore:
         while cursor != b"0":
             connection.deadline = time.monotonic() + self._timeout_s
             answer = connection.query(b"SCAN", cursor or b"0", b"MATCH", self._prefix + b"*", b"COUNT", _SCAN_KEYS)
-            if not (isinstance(answer, list) and len(answer) == 2 and isinstance(answer[0], bytes) and isinstance(answer[1], list)):
-                raise StoreFailed("the shared store answered SCAN with something else")
-            cursor, names = answer
-            answers = connection.unlink(names)
+            match answer:
+                case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
+                    answers = connection.unlink(names)
+                case _:
+                    raise StoreFailed("the shared store answered SCAN with something else")
             for refusal in (answer for answer in answers if isinstance(answer, Refusal)):
                 self._connections.moved_or_fail(connection, refusal)
             num_gone += answers.count(1)
