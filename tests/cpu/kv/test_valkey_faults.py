@@ -267,7 +267,7 @@ def test_a_connection_that_cannot_be_made_is_closed_at_once(listening: str, monk
     with contextlib.closing(opened(listening)) as store:
         store._connections._slots = []
         with monkeypatch.context() as patch:
-            patch.setattr(ValkeyConnection, "greet", fails_late)
+            patch.setattr(valkey, "_greet", fails_late)
             with pytest.raises(StoreFailed, match="after it was connected"):
                 store.find(keys_of(1))
         (connection,) = made

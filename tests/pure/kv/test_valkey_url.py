@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,14 @@ def test_tls_verifies_certificate_and_name_unless_told_not_to() -> None:
     assert parse_address("valkey://host", {}).tls is None
 
 
+@pytest.mark.parametrize("rest", ["store", "joe:pw@[::1]:7000/3?ttl=60", "a:1,b:2?cluster=1"])
+def test_the_schemes_of_redis_say_the_same(rest: str) -> None:
+    assert parse_address(f"redis://{rest}", {}) == parse_address(f"valkey://{rest}", {})
+    own, theirs = parse_address(f"valkeys://{rest}", {}), parse_address(f"rediss://{rest}", {})
+    assert replace(own, tls=None) == replace(theirs, tls=None)
+    assert theirs.tls is not None and theirs.tls.verify_mode is ssl.CERT_REQUIRED and theirs.tls.check_hostname
+
+
 BAD = {
     "no host": f"valkey://joe:{SECRET}@",
     "a port that is none": f"valkey://:{SECRET}@host:99999",
@@ -85,6 +94,7 @@ BAD = {
     "a time to live that is no number": f"valkey://host?ttl={SECRET}",
     "a cluster that is maybe": f"valkey://host?cluster={SECRET}",
     "options for TLS without it": f"valkey://:{SECRET}@host?verify=none",
+    "options for TLS without it, of redis": f"redis://:{SECRET}@host?verify=none",
     "another way to verify": f"valkeys://host?verify={SECRET}",
     "an authority that is not there": f"valkeys://host?ca=/nowhere/{SECRET}",
     "a certificate that is not there": f"valkeys://host?cert=/nowhere/{SECRET}",

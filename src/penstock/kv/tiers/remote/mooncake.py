@@ -112,7 +112,7 @@ class MooncakeStore:
         self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:"
         self._value_bytes = HEADER_BYTES + space.block_bytes
         self._clients = MooncakeClients(address, self._value_bytes, timeout_s)
-        self._told_full = False
+        self._warned_full = False
 
     def __repr__(self) -> str:
         return f"<MooncakeStore {self._address.host}:{self._address.port} over {self._address.protocol}>"
@@ -132,12 +132,12 @@ class MooncakeStore:
         for some in _runs(len(keys), client.lane_values):
             with client.lane(until) as lane:
                 answer = lane.exchange("read", self._names(keys[some]), until)
-                outcomes += map(self._placed, answer, lane.values, keys[some], into[some])
+                outcomes += map(self._outcome, answer, lane.values, keys[some], into[some])
             codes += answer
-        self._settle(client, keys, _checked(codes), outcomes, until)
+        self._repair(client, keys, _checked(codes), outcomes, until)
         return _some_worked(outcomes)
 
-    def _settle(self, client: MooncakeClient, keys: Sequence[bytes], codes: Sequence[int], outcomes: list[Outcome], until: float) -> None:
+    def _repair(self, client: MooncakeClient, keys: Sequence[bytes], codes: Sequence[int], outcomes: list[Outcome], until: float) -> None:
         """What the library refuses to read may be too long; what is wrong is removed."""
         refused = [place for place, code in enumerate(codes) if code == _BAD_LENGTH]
         if refused:
@@ -149,7 +149,7 @@ class MooncakeStore:
             with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
                 client.ask("remove", self._names(bad), until)
 
-    def _placed(self, code: int, value: memoryview, key: bytes, slot: memoryview) -> Outcome:
+    def _outcome(self, code: int, value: memoryview, key: bytes, slot: memoryview) -> Outcome:
         """`code`: the length, or why there is none."""
         if code in _ABSENT:
             return Outcome.MISSING
@@ -172,9 +172,9 @@ class MooncakeStore:
 
     def _written(self, code: int) -> Outcome:
         if code in _NO_ROOM:
-            if not self._told_full:
+            if not self._warned_full:
                 log.warning("the Mooncake store has no room: no node lends it memory, or not enough")
-                self._told_full = True
+                self._warned_full = True
             return Outcome.FULL
         return Outcome.DONE if code in (0, _THERE_ALREADY) else Outcome.FAILED
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import binascii
 import contextlib
+import itertools
 import os
 import queue
 import select
@@ -19,7 +20,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -496,23 +497,6 @@ class ValkeyConnection:
             raise self.refused(answer)
         return answer
 
-    def greet(self, address: ValkeyAddress) -> None:
-        """Says who we are, and which database is meant."""
-        if address.password is not None:
-            secret = address.password.encode()
-            answer = self.ask(b"AUTH", address.user.encode(), secret) if address.user else self.ask(b"AUTH", secret)
-            if address.user and answer == Refusal("ERR"):  # a server from before there were users
-                answer = self.ask(b"AUTH", secret)
-            self._need_ok(Refusal("WRONGPASS") if answer == Refusal("ERR") else answer)
-        if address.db:
-            self._need_ok(self.ask(b"SELECT", b"%d" % address.db))
-
-    def _need_ok(self, answer: bytes | int | Refusal) -> None:
-        if isinstance(answer, Refusal):
-            raise self.refused(answer)
-        if answer != b"OK":
-            raise StoreFailed(f"the shared store at {self.node} answered with something else than OK")
-
     # ---------------------------------------------------------------------------------------------------------------- answers
 
     def read_answer(self) -> bytes | int | Refusal:
@@ -531,9 +515,7 @@ class ValkeyConnection:
         if not -1 <= size <= _MAX_VALUE_BYTES:
             raise StoreFailed("the shared store answered with something else than a value")
         if size >= 0:
-            for part in parts if size == sum(map(len, parts)) else _scratch(size):
-                self._read_into(part)
-            self._end_value()
+            self._read_bytes(parts if size == sum(map(len, parts)) else _scratch(size))
         self.num_owed -= 1
         return size if size >= 0 else None
 
@@ -549,23 +531,20 @@ class ValkeyConnection:
         if size < 0:
             return None
         text = bytearray(size)
-        self._read_into(memoryview(text))
-        self._end_value()
+        self._read_bytes([memoryview(text)])
         return bytes(text)
 
-    def _end_value(self) -> None:
+    def _read_bytes(self, parts: Iterable[memoryview]) -> None:
+        """Fill `parts`, behind which a value has to end."""
         end = bytearray(len(_END))
-        self._read_into(memoryview(end))
+        for part in itertools.chain(parts, [memoryview(end)]):
+            done = min(len(part), self._end - self._start)
+            part[:done] = self._view[self._start : self._start + done]
+            self._start += done
+            while done < len(part):
+                done += self._receive(part[done:])
         if end != _END:
             raise StoreFailed("the shared store sent a value longer than it said")
-
-    def _read_into(self, target: memoryview) -> None:
-        """Fill `target`."""
-        done = min(len(target), self._end - self._start)
-        target[:done] = self._view[self._start : self._start + done]
-        self._start += done
-        while done < len(target):
-            done += self._receive(target[done:])
 
     def _read_line(self) -> bytes:
         """Without its end."""
@@ -669,11 +648,30 @@ def connect(node: Node, address: ValkeyAddress, deadline: float) -> ValkeyConnec
     try:
         with contextlib.suppress(OSError):  # it is gone again, as the next exchange shows
             connection.near = connected.getsockname()[0] == connected.getpeername()[0]
-        connection.greet(address)
+        _greet(connection, address)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _greet(connection: ValkeyConnection, address: ValkeyAddress) -> None:
+    """Says who we are, and which database is meant."""
+    if address.password is not None:
+        secret = address.password.encode()
+        answer = connection.ask(b"AUTH", address.user.encode(), secret) if address.user else connection.ask(b"AUTH", secret)
+        if address.user and answer == Refusal("ERR"):  # a server from before there were users
+            answer = connection.ask(b"AUTH", secret)
+        _need_ok(connection, Refusal("WRONGPASS") if answer == Refusal("ERR") else answer)
+    if address.db:
+        _need_ok(connection, connection.ask(b"SELECT", b"%d" % address.db))
+
+
+def _need_ok(connection: ValkeyConnection, answer: bytes | int | Refusal) -> None:
+    if isinstance(answer, Refusal):
+        raise connection.refused(answer)
+    if answer != b"OK":
+        raise StoreFailed(f"the shared store at {connection.node} answered with something else than OK")
 
 
 def dial(node: Node, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
