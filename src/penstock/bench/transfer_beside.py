@@ -32,7 +32,7 @@ from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import SCOPE_BYTES
 from penstock.kv.build import COLD_READERS, COLD_WRITERS
 from penstock.kv.tiers.envelope import pack
-from penstock.kv.tiers.remote import open_store
+from penstock.kv.tiers.remote import KINDS, open_store
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, segment_bytes, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
@@ -354,20 +354,23 @@ class StoreClient:
 def open_client(url: str, at_once: tuple[int, int]) -> StoreClient:
     """`at_once` where the store has no number of its own. Raises ConfigError for a kind that there is no client of here."""
     scheme = urlsplit(url).scheme
-    kinds = {"valkey": _valkey, "valkeys": _valkey, "s3": _bucket, "mooncake": _mooncake}
-    if scheme not in kinds:
+    client = {"valkey": _valkey, "s3": _bucket, "mooncake": _mooncake}.get(KINDS.get(scheme, ""))
+    if client is None:
         raise ConfigError(f"bench transfer has no client of {scheme}:// to compare with")
-    return kinds[scheme](url, at_once)
+    return client(url, at_once)
 
 
 def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
     """GET and SET of valkey-py."""
-    import valkey
-    from valkey.cluster import ValkeyCluster
+    try:
+        import valkey
+        from valkey.cluster import ValkeyCluster
+    except ImportError:
+        raise ConfigError("bench transfer compares with valkey-py: pip install 'penstock[remote]'") from None
 
-    from penstock.kv.tiers.remote.valkey_url import parse
+    from penstock.kv.tiers.remote.valkey import parse_address
 
-    address = parse(url, os.environ)
+    address = parse_address(url, os.environ)
     settings: dict[str, Any] = {"username": address.user, "password": address.password, "socket_timeout": TIMEOUT_S}
     host, port = address.nodes[0]
     client: Any
@@ -395,10 +398,9 @@ def _bucket(url: str, at_once: tuple[int, int]) -> StoreClient:
     """Objects through obstore."""
     import obstore
 
-    from penstock.kv.tiers.remote.s3 import parse
-    from penstock.kv.tiers.remote.s3_bucket import connect
+    from penstock.kv.tiers.remote.s3 import connect, parse_address
 
-    bucket, store = connect(parse(url), TIMEOUT_S), obstore
+    bucket, store = connect(parse_address(url), TIMEOUT_S), obstore
 
     def read(name: str) -> memoryview | None:
         try:
@@ -412,9 +414,9 @@ def _bucket(url: str, at_once: tuple[int, int]) -> StoreClient:
 
 def _mooncake(url: str, at_once: tuple[int, int]) -> StoreClient:
     """put and get of Mooncake's library, in this process."""
-    from penstock.kv.tiers.remote.mooncake import parse
+    from penstock.kv.tiers.remote.mooncake import parse_address
 
-    address = parse(url)
+    address = parse_address(url)
     try:
         library = importlib.import_module("mooncake.store")
     except ImportError as error:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +18,11 @@ import pytest
 from remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
 
 from penstock.errors import StoreFailed
+from penstock.kv.tiers import remote
 from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
-from penstock.kv.tiers.remote import mooncake_client, mooncake_store, open_store, values
-from penstock.kv.tiers.remote.mooncake_client import MooncakeClient
-from penstock.kv.tiers.remote.mooncake_store import MooncakeStore
+from penstock.kv.tiers.remote import mooncake as mooncake_module
+from penstock.kv.tiers.remote import open_store
+from penstock.kv.tiers.remote.mooncake import MooncakeClient, MooncakeStore
 from penstock.kv.tiers.store import Outcome
 from support.servers import ServerMissing
 from support.servers_more import Mooncake, mooncake_environment
@@ -112,14 +112,6 @@ def intruder(mooncake: Mooncake) -> Iterator[Intruder]:
 # -------------------------------------------------------------------------------------------------------------------- blocks
 
 
-def test_what_was_written_is_read(store: MooncakeStore, slots: Slots) -> None:
-    keys = keys_of("round trip", 20)
-    assert slots.write(store, keys) == [DONE] * 20
-    assert slots.read(store, keys, first=20) == [DONE] * 20
-    assert store.find(keys) == 20
-    assert slots.write(store, keys) == [DONE] * 20
-
-
 def test_more_blocks_than_a_lane_takes(store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_of(store), "lane_values", 3)
     keys = keys_of("lanes", 8)
@@ -132,16 +124,6 @@ def test_a_value_is_the_header_and_the_bytes(store: MooncakeStore, slots: Slots,
     slots.write(store, [key])
     assert intruder.get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
     assert store._names([key]) == [f"penstock:{FORMAT}:{slots.space.digest.hex()}:{key.hex()}"]
-
-
-def test_what_is_not_there_is_missing(store: MooncakeStore, slots: Slots) -> None:
-    there, missing = keys_of("there", 2), keys_of("not there", 2)
-    slots.write(store, there)
-    assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
-    assert store.find([*there, *missing]) == 2
-    assert store.find(missing) == 0
-    assert store.find([]) == 0
-    assert slots.read(store, []) == slots.write(store, []) == []
 
 
 WRONG = {
@@ -188,7 +170,7 @@ def test_a_damaged_value_that_cannot_be_removed_is_corrupt_all_the_same(
 
 def test_a_question_that_the_program_does_not_know_is_told_and_the_lane_goes_on(store: MooncakeStore, slots: Slots) -> None:
     client = client_of(store)
-    for _ in range(mooncake_client._LANES + 1):  # each of them comes back
+    for _ in range(mooncake_module._LANES + 1):  # each of them comes back
         with pytest.raises(StoreFailed, match="there is no bake"):
             client.ask("bake", ["x"], time.monotonic() + LATE_S)
     assert client.alive and client.ask("exist", ["x"], time.monotonic() + LATE_S) == [0]
@@ -215,7 +197,7 @@ def test_without_the_check_a_flipped_bit_would_be_served(
     slots.write(store, [key])
     intruder.put(store, key, WRONG["a bit flipped in the bytes"](intruder.get(store, key), b""))
     blind = type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
-    monkeypatch.setattr(values, "unpack", lambda header: blind)
+    monkeypatch.setattr(remote, "unpack", lambda header: blind)
     with pytest.raises(AssertionError, match="never written"):
         slots.read(store, [key])
 
@@ -226,53 +208,15 @@ def test_what_lies_in_the_slot_is_checked_and_not_what_was_received(
     """Others may write into the shared memory at any time, also between the copy and the check."""
     keys = keys_of("late writer", 2)
     slots.write(store, keys)
-    unpack = values.unpack
+    unpack = remote.unpack
 
     def spoiling(header: bytes) -> object:
         for view in slots.views(1):
             view[100] ^= 1
         return unpack(header)
 
-    monkeypatch.setattr(values, "unpack", spoiling)
+    monkeypatch.setattr(remote, "unpack", spoiling)
     assert slots.read(store, keys[:1]) == [CORRUPT]
-
-
-def test_two_spaces_never_meet(mooncake: Mooncake, store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
-    others = Slots(b"another model")
-    other = opened(mooncake, others)
-    keys = keys_of("spaces", 3)
-    slots.write(store, keys)
-    assert other.find(keys) == 0
-    assert others.read(other, keys) == [MISSING] * 3
-    intruder.put(other, keys[0], intruder.get(store, keys[0]))  # moved by somebody who can write into the store
-    assert others.read(other, keys[:1]) == [CORRUPT]
-    others.write(other, keys)
-    assert other.reset() == 3
-    assert (store.find(keys), other.find(keys)) == (3, 0)
-    assert other.reset() == 0
-    other.close()
-
-
-def test_several_threads_at_once(store: MooncakeStore, slots: Slots) -> None:
-    failures: list[BaseException] = []
-
-    def work(lane: int) -> None:
-        try:
-            for turn in range(4):
-                keys = keys_of(f"lane {lane % 2} turn {turn}", 4)  # two lanes write the same, the first of them wins
-                assert slots.write(store, keys, first=4 * lane) == [DONE] * 4
-                outcomes = slots.read(store, keys, first=4 * lane)
-                assert set(outcomes) <= {DONE, MISSING}  # missing: the other one is still writing it
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert slots.read(store, keys_of("lane 1 turn 3", 4)) == [DONE] * 4
 
 
 PROCESS = """
@@ -422,9 +366,9 @@ def test_a_store_without_memory_is_full(mooncake: Mooncake, slots: Slots, caplog
 
 def test_one_block_whose_node_is_gone_is_one_failed_block() -> None:
     failed = Outcome.FAILED
-    assert mooncake_store._some_worked([DONE, failed, MISSING]) == [DONE, failed, MISSING]
+    assert mooncake_module._some_worked([DONE, failed, MISSING]) == [DONE, failed, MISSING]
     with pytest.raises(StoreFailed):
-        mooncake_store._some_worked([failed, failed])
+        mooncake_module._some_worked([failed, failed])
 
 
 # ------------------------------------------------------------------------------------------- processes that are none, or do not end
@@ -460,15 +404,15 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytes
         return made[-1]
 
     made: list[Any] = []
-    socketpair = mooncake_client.socket.socketpair
+    socketpair = mooncake_module.socket.socketpair
     before = num_open()
     with monkeypatch.context() as patch:
         if fails == "memfd_create":
-            patch.setattr(mooncake_client.os, "memfd_create", refuses)
+            patch.setattr(mooncake_module.os, "memfd_create", refuses)
         elif fails == "socketpair":
-            patch.setattr(mooncake_client.socket, "socketpair", later)
+            patch.setattr(mooncake_module.socket, "socketpair", later)
         else:
-            patch.setattr(mooncake_client, "_spawn", refuses)
+            patch.setattr(mooncake_module, "_spawn", refuses)
         with pytest.raises(OSError, match="Too many open files"):
             MooncakeClient((), VALUE_BYTES, {})
     assert num_open() == before
@@ -485,7 +429,7 @@ def test_a_store_says_that_its_process_cannot_be_started(mooncake: Mooncake, slo
 
 
 def test_a_process_that_has_ended_before_it_was_told_anything_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_client, "_spawn", spawned("true", wait=True))
+    monkeypatch.setattr(mooncake_module, "_spawn", spawned("true", wait=True))
     client = MooncakeClient((), VALUE_BYTES, {})
     with pytest.raises(StoreFailed, match="ended while it was connecting"):
         client.wait_ready(time.monotonic() + LATE_S)
@@ -493,8 +437,8 @@ def test_a_process_that_has_ended_before_it_was_told_anything_is_a_failure(monke
 
 
 def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_client, "_spawn", spawned("sleep", "1000"))
-    monkeypatch.setattr(mooncake_client, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(mooncake_module, "_spawn", spawned("sleep", "1000"))
+    monkeypatch.setattr(mooncake_module, "_LEAVE_S", 0.01)
     before = num_open()
     client = MooncakeClient((), VALUE_BYTES, {})
     client.close()
@@ -503,15 +447,15 @@ def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(monkeyp
 
 
 def test_more_calls_than_lanes_are_refused_until_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_client, "_spawn", spawned("sleep", "1000"))
-    monkeypatch.setattr(mooncake_client, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(mooncake_module, "_spawn", spawned("sleep", "1000"))
+    monkeypatch.setattr(mooncake_module, "_LEAVE_S", 0.01)
     client = MooncakeClient((), VALUE_BYTES, {})
     with contextlib.ExitStack() as calls:
-        for _ in range(mooncake_client._LANES):
+        for _ in range(mooncake_module._LANES):
             calls.enter_context(client.lane(time.monotonic() + LATE_S))
         with pytest.raises(StoreFailed, match="too many calls"), client.lane(time.monotonic()):
             pass
-    for _ in range(mooncake_client._LANES + 1):
+    for _ in range(mooncake_module._LANES + 1):
         with pytest.raises(MemoryError), client.lane(time.monotonic()):
             raise MemoryError  # a lane comes back however its call ends
     assert client.alive

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,10 +15,10 @@ obstore = pytest.importorskip("obstore", reason="the client library is missing: 
 from remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable  # noqa: E402
 
 from penstock.errors import ConfigError  # noqa: E402
+from penstock.kv.tiers import remote  # noqa: E402
 from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack  # noqa: E402
-from penstock.kv.tiers.remote import open_store, s3_bucket, values  # noqa: E402
-from penstock.kv.tiers.remote.s3 import parse  # noqa: E402
-from penstock.kv.tiers.remote.s3_bucket import BucketStore  # noqa: E402
+from penstock.kv.tiers.remote import open_store, s3  # noqa: E402
+from penstock.kv.tiers.remote.s3 import BucketStore, parse_address  # noqa: E402
 from penstock.kv.tiers.store import Outcome  # noqa: E402
 from support.servers import ServerMissing  # noqa: E402
 from support.servers_more import Bucket  # noqa: E402
@@ -55,43 +53,26 @@ def store(bucket: Bucket, slots: Slots, request: pytest.FixtureRequest) -> Itera
 
 
 def raw_put(store: BucketStore, key: bytes, value: bytes) -> None:
-    obstore.put(store._objects.bucket, store._objects.path(key), value)
+    obstore.put(store._bucket, store._path(key), value)
 
 
 def raw_get(store: BucketStore, key: bytes) -> bytes:
-    return bytes(obstore.get(store._objects.bucket, store._objects.path(key)).bytes())
-
-
-def test_what_was_written_is_read(store: BucketStore, slots: Slots) -> None:
-    keys = keys_of("round trip", 20)
-    assert slots.write(store, keys) == [DONE] * 20
-    assert slots.read(store, keys, first=20) == [DONE] * 20
-    assert store.find(keys) == 20
-    assert slots.write(store, keys) == [DONE] * 20
+    return bytes(obstore.get(store._bucket, store._path(key)).bytes())
 
 
 def test_an_object_is_the_header_and_the_bytes(store: BucketStore, slots: Slots) -> None:
     (key,) = keys_of("layout", 1)
     slots.write(store, [key])
     assert raw_get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
-    assert store._objects.path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
-
-
-def test_what_is_not_there_is_missing(store: BucketStore, slots: Slots) -> None:
-    there, missing = keys_of("there", 2), keys_of("not there", 2)
-    slots.write(store, there)
-    assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
-    assert store.find(missing) == 0
-    assert store.find([]) == 0
-    assert slots.read(store, []) == slots.write(store, []) == []
+    assert store._path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
 
 
 def test_a_block_that_is_there_is_not_sent_again(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of("twice", 3)
     slots.write(store, keys[:2])
     sent: list[bytes] = []
-    put = store._objects.put
-    monkeypatch.setattr(store._objects, "put", lambda named: (sent.append(named[0]), put(named)))
+    put = store._put
+    monkeypatch.setattr(store, "_put", lambda named: (sent.append(named[0]), put(named)))
     assert slots.write(store, keys) == [DONE] * 3
     assert sent == keys[2:]
 
@@ -127,32 +108,16 @@ def test_without_the_check_a_flipped_bit_would_be_served(store: BucketStore, slo
     slots.write(store, [key])
     raw_put(store, key, WRONG["a bit flipped in the bytes"](raw_get(store, key), b""))
     blind = type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
-    monkeypatch.setattr(values, "unpack", lambda header: blind)
+    monkeypatch.setattr(remote, "unpack", lambda header: blind)
     with pytest.raises(AssertionError, match="never written"):
         slots.read(store, [key])
-
-
-def test_two_spaces_never_meet(bucket: Bucket, store: BucketStore, slots: Slots, request: pytest.FixtureRequest) -> None:
-    others = Slots(b"another model")
-    other = open_store(bucket.url(request.node.name), others.space, TIMEOUT_S)
-    assert isinstance(other, BucketStore)
-    keys = keys_of("spaces", 3)
-    slots.write(store, keys)
-    assert other.find(keys) == 0
-    assert others.read(other, keys) == [MISSING] * 3
-    raw_put(other, keys[0], raw_get(store, keys[0]))  # moved by somebody who can write into the bucket
-    assert others.read(other, keys[:1]) == [CORRUPT]
-    others.write(other, keys)
-    assert store.reset() == 3
-    assert (store.find(keys), other.find(keys)) == (0, 3)
-    other.close()
 
 
 @pytest.mark.parametrize("num", [0, 1, 2, 15, 16, 17, 31, 40])
 def test_the_number_of_leading_blocks_is_found(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     keys = keys_of("leading", 40)
     there = set(keys[:num])
-    monkeypatch.setattr(store._objects, "has", lambda key: key in there)
+    monkeypatch.setattr(store, "_has", lambda key: key in there)
     assert store.find(keys) == num
 
 
@@ -161,7 +126,7 @@ def test_few_rounds_of_questions_find_a_place_among_thousands(store: BucketStore
     there = set(keys[:3210])
     rounds = []
     each = store._requests.each
-    monkeypatch.setattr(store._objects, "has", lambda key: key in there)
+    monkeypatch.setattr(store, "_has", lambda key: key in there)
     monkeypatch.setattr(store._requests, "each", lambda job, things, until: (rounds.append(len(things)), each(job, things, until))[1])
     assert store.find(keys) == 3210
     assert len(rounds) <= 4 and max(rounds) <= 16
@@ -170,59 +135,18 @@ def test_few_rounds_of_questions_find_a_place_among_thousands(store: BucketStore
 def test_a_hole_that_find_does_not_see_shows_on_reading(store: BucketStore, slots: Slots) -> None:
     keys = keys_of("hole", 40)
     slots.write(store, keys)
-    obstore.delete(store._objects.bucket, store._objects.path(keys[20]))
+    obstore.delete(store._bucket, store._path(keys[20]))
     assert store.find(keys) in (20, 40)
     assert slots.read(store, keys)[19:22] == [DONE, MISSING, DONE]
 
 
 def test_reset_forgets_every_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_bucket, "_REMOVE_AT_ONCE", 4)  # several pages
+    monkeypatch.setattr(s3, "_REMOVE_AT_ONCE", 4)  # several pages
     keys = keys_of("reset", 11)
     slots.write(store, keys)
     assert store.reset() == 11
     assert slots.read(store, keys) == [MISSING] * 11
     assert store.reset() == 0
-
-
-def test_several_threads_at_once(store: BucketStore, slots: Slots) -> None:
-    failures: list[BaseException] = []
-
-    def work(lane: int) -> None:
-        try:
-            for turn in range(3):
-                keys = keys_of(f"lane {lane} turn {turn}", 4)
-                assert slots.write(store, keys, first=4 * lane) == [DONE] * 4
-                assert slots.read(store, keys, first=4 * lane) == [DONE] * 4
-                assert store.find(keys) == 4
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
-READER = """
-import sys
-from remote_rig import Slots, keys_of
-from penstock.kv.tiers.remote import open_store
-slots = Slots()
-store = open_store(sys.argv[1], slots.space, 10.0)
-print([outcome.value for outcome in slots.read(store, keys_of("shared", 5))])
-print(slots.write(store, keys_of("back", 2))[0].value)
-"""
-
-
-def test_what_one_process_writes_another_reads(bucket: Bucket, store: BucketStore, slots: Slots, request: pytest.FixtureRequest) -> None:
-    slots.write(store, keys_of("shared", 4))
-    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
-    command = [sys.executable, "-c", READER, bucket.url(request.node.name)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[:2] == ["['done', 'done', 'done', 'done', 'missing']", "done"], done.stderr
-    assert slots.read(store, keys_of("back", 2)) == [DONE, DONE]
 
 
 # ------------------------------------------------------------------------------------------------------------------- trouble
@@ -231,15 +155,15 @@ def test_what_one_process_writes_another_reads(bucket: Bucket, store: BucketStor
 def test_one_broken_request_is_one_failed_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of("one broken", 4)
     bad = keys[2]
-    get, put, has = store._objects.get, store._objects.put, store._objects.has
+    get, put, has = store._get, store._put, store._has
 
     def broken(key: bytes) -> None:
         if key == bad:
             raise ConnectionError("with the request in it")
 
-    monkeypatch.setattr(store._objects, "has", lambda key: (broken(key), has(key))[1])
-    monkeypatch.setattr(store._objects, "put", lambda named: (broken(named[0]), put(named))[1])
-    monkeypatch.setattr(store._objects, "get", lambda key: (broken(key), get(key))[1])
+    monkeypatch.setattr(store, "_has", lambda key: (broken(key), has(key))[1])
+    monkeypatch.setattr(store, "_put", lambda named: (broken(named[0]), put(named))[1])
+    monkeypatch.setattr(store, "_get", lambda key: (broken(key), get(key))[1])
     assert slots.write(store, keys) == [DONE, DONE, Outcome.FAILED, DONE]
     assert slots.read(store, keys) == [DONE, DONE, Outcome.FAILED, DONE]
     assert store.find(keys) == 2
@@ -267,14 +191,14 @@ def test_a_late_answer_touches_no_slot(bucket: Bucket, store: BucketStore, slots
     keys = keys_of("late", NUM_SLOTS)
     slots.write(store, keys)
     late = threading.Event()
-    get = store._objects.get
+    get = store._get
 
     def slow(key: bytes) -> memoryview | None:
         value = get(key)
         assert late.wait(60)
         return value
 
-    monkeypatch.setattr(store._objects, "get", slow)
+    monkeypatch.setattr(store, "_get", slow)
     monkeypatch.setattr(store._requests, "_timeout_s", 0.2)
     views = slots.views(len(keys))
     assert_fails(lambda: store.read(keys, views))
@@ -322,8 +246,8 @@ def test_an_object_that_cannot_be_removed_ends_a_reset(store: BucketStore, slots
 
 
 def test_requests_that_have_not_begun_by_the_deadline_never_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_bucket, "_AT_ONCE", 1)
-    requests, gate, ran = s3_bucket.Requests(0.0), threading.Event(), []
+    monkeypatch.setattr(s3, "_AT_ONCE", 1)
+    requests, gate, ran = s3.Requests(0.0), threading.Event(), []
 
     def work(number: int) -> None:
         assert gate.wait(60.0)
@@ -364,6 +288,7 @@ def test_settings_that_the_library_refuses_are_told_without_repeating_them(slots
 
 def test_a_machine_without_the_library_says_how_to_get_it(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, s3.__name__)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[remote\]'"):
         open_store("s3://bucket", slots.space, TIMEOUT_S)
 
@@ -393,8 +318,9 @@ def test_a_url_that_cannot_work_is_refused_without_repeating_it(url: str, slots:
 
 
 def test_a_url_says_bucket_prefix_and_options() -> None:
-    address = parse("s3://bucket/some/where/?endpoint=https://host:1&region=eu-1")
-    assert address == ("bucket", "some/where", {"endpoint": "https://host:1", "region": "eu-1"})
+    address = parse_address("s3://bucket/some/where/?endpoint=https://host:1&region=eu-1")
+    assert (address.place, address.path) == ("bucket", "some/where")
+    assert address.options == {"endpoint": "https://host:1", "region": "eu-1"}
 
 
 def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(store: BucketStore, slots: Slots) -> None:
@@ -409,8 +335,8 @@ def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(store: B
 
 
 def test_a_bucket_that_is_closed_has_no_threads_and_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_bucket, "_AT_ONCE", 1)
-    requests, gate, ran = s3_bucket.Requests(60.0), threading.Event(), []
+    monkeypatch.setattr(s3, "_AT_ONCE", 1)
+    requests, gate, ran = s3.Requests(60.0), threading.Event(), []
     begun = threading.Event()
 
     def work(number: int) -> None:
@@ -442,9 +368,9 @@ def test_what_the_url_says_reaches_the_library(
     monkeypatch: pytest.MonkeyPatch, query: str, named: dict[str, str], allow_http: bool | None
 ) -> None:
     made: list[tuple[object, dict[str, object]]] = []
-    monkeypatch.setattr(s3_bucket, "S3Store", lambda bucket, **options: made.append((bucket, options)))
+    monkeypatch.setattr(s3, "S3Store", lambda bucket, **options: made.append((bucket, options)))
     for path, prefix in (("", None), ("/a/b/", "a/b")):
-        s3_bucket.connect(parse(f"s3://bucket{path}{query}"), 2.5)
+        s3.connect(parse_address(f"s3://bucket{path}{query}"), 2.5)
         ((bucket, options),) = made
         made.clear()
         client, again = options.pop("client_options"), options.pop("retry_config")
@@ -455,9 +381,9 @@ def test_what_the_url_says_reaches_the_library(
 
 def test_a_file_of_authorities_is_read_and_one_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[dict[str, object]] = []
-    monkeypatch.setattr(s3_bucket, "S3Store", lambda bucket, **options: made.append(options["client_options"]))
+    monkeypatch.setattr(s3, "S3Store", lambda bucket, **options: made.append(options["client_options"]))
     (tmp_path / "ca.pem").write_bytes(b"trust")
-    s3_bucket.connect(parse(f"s3://bucket?ca={tmp_path}/ca.pem"), 1.0)
+    s3.connect(parse_address(f"s3://bucket?ca={tmp_path}/ca.pem"), 1.0)
     assert made[0]["root_certificate"] == b"trust"
     with pytest.raises(ConfigError, match="file for TLS cannot be read"):
-        s3_bucket.connect(parse(f"s3://bucket?ca={tmp_path}/none.pem"), 1.0)
+        s3.connect(parse_address(f"s3://bucket?ca={tmp_path}/none.pem"), 1.0)

@@ -30,8 +30,9 @@ from valkey_rig import (
 )
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import open_store, valkey_links
-from penstock.kv.tiers.remote.valkey_url import PASSWORD_VARIABLE, Node
+from penstock.kv.tiers.remote import open_store, valkey
+from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote.valkey import PASSWORD_VARIABLE
 from store_servers import valkey_or_skip
 from support.servers import LOOPBACK, SlotRange, Valkey, free_port
 
@@ -62,20 +63,28 @@ def test_a_password_that_nobody_asked_for_is_a_failure(server: Valkey) -> None:
     assert "password" in failure_of(opened(server.url(password=SECRET)))
 
 
-def test_without_the_client_library_the_extra_is_named() -> None:
+def test_it_needs_no_client_library(server: Valkey) -> None:
     code = """
 import sys
-sys.modules["valkey"] = None
-from penstock.errors import ConfigError
+sys.modules["valkey"] = sys.modules["redis"] = None
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.store import Space
-try:
-    open_store("valkey://:hunter2swordfish@host", Space(bytes(32), 64, memoryview(b"")), 1.0)
-except ConfigError as error:
-    print(error)
+open_store(sys.argv[1], Space(bytes(32), 64, memoryview(b"")), 30.0).probe()
+print("usable")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src"}, check=True)
-    assert "penstock[remote]" in done.stdout and SECRET not in done.stdout + done.stderr
+    command = [sys.executable, "-c", code, server.url()]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src"}, check=True)
+    assert done.stdout == "usable\n"
+
+
+def test_the_schemes_of_redis_are_understood(server: Valkey, encrypted: Valkey) -> None:
+    for url in (server.url(), encrypted.url()):
+        own = url.replace("valkey", "redis", 1)
+        assert own.startswith(("redis://", "rediss://"))
+        with contextlib.closing(opened(url)) as store, contextlib.closing(opened(own)) as other:
+            assert write(other, keys_of(2)) == [DONE] * 2 and read(store, keys_of(2)) == [DONE] * 2
+            assert ("TLS" in repr(other)) == own.startswith("rediss://")
+            assert store.reset() == 2
 
 
 def test_a_bad_url_never_repeats_itself() -> None:
@@ -236,11 +245,9 @@ def test_a_cluster_of_one_with_a_password_and_tls() -> None:
 )
 def test_a_map_that_is_none_is_a_failure(answer: object) -> None:
     with pytest.raises(StoreFailed, match="map"):
-        valkey_links.slot_map(answer, Node("asked", 1))
+        valkey.slot_map(answer, Node("asked", 1))
 
 
 def test_a_node_that_does_not_know_its_address_is_where_it_was_asked() -> None:
-    slots = valkey_links.slot_map(
-        [[0, 99, [b"", 7000, b"id"]], [100, 200, [b"other", 7001, b"id", []], [b"replica", 7002]]], Node("asked", 1)
-    )
+    slots = valkey.slot_map([[0, 99, [b"", 7000, b"id"]], [100, 200, [b"other", 7001, b"id", []], [b"replica", 7002]]], Node("asked", 1))
     assert slots[0] == slots[99] == Node("asked", 7000) and slots[100] == Node("other", 7001) and slots[201] is None

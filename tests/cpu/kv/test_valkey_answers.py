@@ -13,9 +13,9 @@ import pytest
 from valkey_rig import BLOCK_BYTES, CALLS, DONE, PATIENT_S, keys_of, num_idle, opened, write
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import open_store, valkey_links
-from penstock.kv.tiers.remote.valkey_links import resolve
-from penstock.kv.tiers.remote.valkey_url import Node
+from penstock.kv.tiers.remote import open_store, valkey
+from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote.valkey import resolve
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 from support.servers import LOOPBACK
 
@@ -33,9 +33,9 @@ def words_of(file: socket.SocketIO) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def answering(**answers: bytes) -> Iterator[str]:
+def answering(**answers: bytes | Callable[[list[bytes]], bytes]) -> Iterator[str]:
     """The URL of a server that answers each command with one line or a whole answer; one that has none here with OK."""
-    said = {**FINE, **{word.encode(): answer for word, answer in answers.items()}}
+    said: dict[bytes, bytes | Callable[[list[bytes]], bytes]] = {**FINE, **{word.encode(): answer for word, answer in answers.items()}}
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         said[b"CLUSTER"] = f"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n${len(LOOPBACK)}\r\n{LOOPBACK}\r\n:{port}".encode()
@@ -43,7 +43,8 @@ def answering(**answers: bytes) -> Iterator[str]:
         def serve(peer: socket.socket) -> None:
             with contextlib.suppress(OSError, ValueError), peer, peer.makefile("rb") as file:
                 while words := words_of(file):  # type: ignore[arg-type]
-                    peer.sendall(said.get(words[0], b"+OK") + b"\r\n")
+                    answer = said.get(words[0], b"+OK")
+                    peer.sendall((answer if isinstance(answer, bytes) else answer(words)) + b"\r\n")
 
         def accept() -> None:
             with contextlib.suppress(OSError):
@@ -79,6 +80,12 @@ ODD: dict[str, tuple[str, dict[str, bytes], str]] = {
     "a cursor that is none": ("reset", {"SCAN": b"*2\r\n*0\r\n*0"}, "answered SCAN with something else"),
     "names that are none": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n$1\r\nx"}, "answered SCAN with something else"),
     "a name that it does not let go": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nx", "UNLINK": b"-NOPERM x"}, "refuses: NOPERM"),
+    "it refuses to list names": ("reset", {"SCAN": b"-NOPERM secret"}, "refuses: NOPERM"),
+    "names that are numbers": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n:7"}, "answered SCAN with something else"),
+    "names in too many lists": ("reset", {"SCAN": b"*1\r\n" * 6 + b":1"}, "something larger than a name"),
+    "a name that is too long": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$99999999"}, "something larger than a name"),
+    "a name of another length": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nsecret"}, "longer than it said"),
+    "names of another kind": ("reset", {"SCAN": b"*2\r\n%1\r\nsecret"}, "something else than a line"),
     "a refusal that spells something": ("probe", {"PING": b"-secret text"}, "refuses: ERR"),
 }
 
@@ -94,6 +101,38 @@ def test_an_answer_that_ends_a_call_is_told_in_one_word_and_its_connection_is_no
         assert num_idle(store) == 0
 
 
+GREETINGS: dict[str, tuple[str, dict[str, bytes], str]] = {
+    "a wrong password": (":pw@", {"AUTH": b"-WRONGPASS secret"}, "refuses the password, or wants one"),
+    "a password that nobody asked for": (":pw@", {"AUTH": b"-ERR AUTH <password> called without secret"}, "refuses the password"),
+    "a user that an old server does not know": ("joe:pw@", {"AUTH": b"-ERR wrong number of arguments"}, "refuses the password"),
+    "too many clients": (":pw@", {"AUTH": b"-ERR max number of clients reached secret"}, "refuses: MAXCLIENTS"),
+    "another answer to a password": (":pw@", {"AUTH": b":7"}, "something else than OK"),
+    "no such database": ("", {"SELECT": b"-ERR secret"}, "refuses: ERR"),
+    "no password for a database": ("", {"SELECT": b"-NOAUTH secret"}, "refuses the password, or wants one"),
+}
+
+
+@pytest.mark.parametrize(("credentials", "answers", "told"), GREETINGS.values(), ids=GREETINGS)
+def test_a_server_that_does_not_let_us_in_is_told_without_its_words(credentials: str, answers: dict[str, bytes], told: str) -> None:
+    with answering(**answers) as url, contextlib.closing(opened(url.replace("://", f"://{credentials}") + "/5")) as store:
+        with pytest.raises(StoreFailed, match=told) as raised:
+            store.probe()
+        assert not {"secret", "joe", "pw"} & set(str(raised.value).split())
+        assert num_idle(store) == 0
+
+
+def test_a_server_from_before_there_were_users_gets_the_password_alone() -> None:
+    asked: list[list[bytes]] = []
+
+    def answer(words: list[bytes]) -> bytes:
+        asked.append(words)
+        return b"-ERR wrong number of arguments for 'auth' command" if len(words) == 3 else b"+OK"
+
+    with answering(AUTH=answer) as url, contextlib.closing(opened(url.replace("://", "://joe:pw@"))) as store:
+        store.probe()
+    assert asked == [[b"AUTH", b"joe", b"pw"], [b"AUTH", b"pw"]]
+
+
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 def test_in_a_cluster_a_name_that_has_moved_costs_its_block_and_the_map(word: bytes) -> None:
     moved = b"-%b 1 h:1" % word
@@ -104,7 +143,7 @@ def test_in_a_cluster_a_name_that_has_moved_costs_its_block_and_the_map(word: by
             (lambda: store.find(keys_of(2)), 0),
         ):
             assert call() == outcome
-            assert store._links._slots is None, "who has what is asked anew"
+            assert store._connections._slots is None, "who has what is asked anew"
             assert num_idle(store) == 1, "the connection is in order"
 
 
@@ -141,23 +180,23 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.M
             gate.wait()
         return real(host, port, **options)
 
-    monkeypatch.setattr(valkey_links.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(valkey.socket, "getaddrinfo", slow)
     with pytest.raises(StoreFailed, match="no answer in time"):
         resolve(Node("kv.invalid", 7), 0.0)
     gate.set()
 
 
 def test_where_no_time_is_left_nobody_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(valkey_links.socket, "socket", None)
+    monkeypatch.setattr(valkey.socket, "socket", None)
     with pytest.raises(StoreFailed, match="cannot be reached"):
-        valkey_links.dial(Node(LOOPBACK, 7), None, time.monotonic() - 1.0)
+        valkey.dial(Node(LOOPBACK, 7), None, time.monotonic() - 1.0)
 
 
 def test_without_its_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url, module in (("valkey://h", "valkey"), ("s3://bucket", "obstore")):
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ConfigError, match=r"penstock\[remote\]"):
-            open_store(url, Space(b"s" * 32, BLOCK_BYTES, memoryview(b"")), 1.0)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "penstock.kv.tiers.remote.s3", raising=False)
+    with pytest.raises(ConfigError, match=r"s3:// needs its client library.*penstock\[remote\]"):
+        open_store("s3://bucket", Space(b"s" * 32, BLOCK_BYTES, memoryview(b"")), 1.0)
 
 
 def test_nobody_here_counts_what_is_in_a_shared_store() -> None:

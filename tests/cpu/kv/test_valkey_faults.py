@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Iterator
 
 import pytest
-from valkey.connection import Connection
-from valkey.exceptions import InvalidResponse
 from valkey_rig import (
     BLOCK_BYTES,
     CALLS,
@@ -20,6 +18,7 @@ from valkey_rig import (
     MISSING,
     PATIENT_S,
     SHORT_S,
+    is_closed,
     keys_of,
     no_hang,
     num_idle,
@@ -30,10 +29,9 @@ from valkey_rig import (
 )
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote import valkey_links
-from penstock.kv.tiers.remote.valkey import ValkeyStore
-from penstock.kv.tiers.remote.valkey_links import Link
-from penstock.kv.tiers.remote.valkey_url import Node
+from penstock.kv.tiers.remote import valkey
+from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote.valkey import ValkeyAddress, ValkeyConnection, ValkeyStore
 from support.servers import LOOPBACK, Valkey, free_port
 
 # --------------------------------------------------------------------------------------------------------------- gone and back
@@ -65,15 +63,15 @@ def test_a_server_that_stops_while_it_answers_ends_the_call(server: Valkey) -> N
     with contextlib.closing(opened(server.url(), of=space(block_bytes=size))) as store:
         store.write(keys_of(1), [0], [memoryview(bytes(size))])
         store._timeout_s = SHORT_S
-        real_recv = valkey_links.Wire.recv_into
+        real_recv = ValkeyConnection._receive
 
-        def stopping(self: valkey_links.Wire, target: memoryview) -> int:
+        def stopping(self: ValkeyConnection, target: memoryview) -> int:
             if len(target) < size // 2 and len(target) > BLOCK_BYTES:
                 server.pause()
             return real_recv(self, target)
 
         with pytest.MonkeyPatch.context() as patch, no_hang():
-            patch.setattr(valkey_links.Wire, "recv_into", stopping)
+            patch.setattr(ValkeyConnection, "_receive", stopping)
             with pytest.raises(StoreFailed, match="time"):
                 store.read(keys_of(1), [memoryview(bytearray(size))])
         server.resume()
@@ -192,7 +190,7 @@ def test_a_resolver_that_does_not_answer_ends_with_the_deadline(monkeypatch: pyt
         release.wait(HANG_S)
         raise socket.gaierror
 
-    monkeypatch.setattr(valkey_links, "_addresses", stuck)
+    monkeypatch.setattr(valkey, "_addresses", stuck)
     with contextlib.closing(opened("valkey://somewhere", 0.05)) as store, no_hang(), pytest.raises(StoreFailed, match="in time"):
         store.probe()
     release.set()
@@ -204,24 +202,34 @@ def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(server: Valk
     def two(node: Node, flags: int) -> object:
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (LOOPBACK, port)) for port in (dead, server.port)]
 
-    monkeypatch.setattr(valkey_links, "_addresses", two)
+    monkeypatch.setattr(valkey, "_addresses", two)
     with contextlib.closing(opened("valkey://somewhere")) as store:
         store.probe()
         assert store.find([bytes(16)]) == 0, "the living one has answered"
 
 
-@pytest.mark.parametrize(
-    "error", [InvalidResponse("of user hunter2"), ConnectionResetError("of user hunter2")], ids=lambda e: type(e).__name__
-)
-def test_what_the_library_raises_is_told_by_its_kind_alone(server: Valkey, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """An answer to a question of its own that it cannot read, or a connection that ends there."""
+@pytest.mark.parametrize("error", [OSError("of user hunter2"), ConnectionResetError("of user hunter2")], ids=lambda e: type(e).__name__)
+def test_what_the_system_raises_is_told_by_its_kind_alone(server: Valkey, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A connection that ends while a list of names is on its way."""
 
-    def refuses(*args: object, **more: object) -> None:
-        raise error
+    class Broken:
+        """A socket that sends and does not receive."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self.settimeout, self.sendmsg, self.close = real.settimeout, real.sendmsg, real.close
+
+        def recv_into(self, target: memoryview) -> int:
+            raise error
 
     with contextlib.closing(opened(server.url())) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(Connection, "read_response", refuses)
+            query = ValkeyConnection.query
+
+            def broken(connection: ValkeyConnection, *words: bytes) -> object:
+                connection._socket = Broken(connection._socket)  # type: ignore[assignment]
+                return query(connection, *words)
+
+            patch.setattr(ValkeyConnection, "query", broken)
             with pytest.raises(StoreFailed, match=type(error).__name__) as raised:
                 store.reset()
             assert "hunter2" not in str(raised.value)
@@ -236,36 +244,34 @@ def listening() -> Iterator[str]:
         yield f"valkey://{LOOPBACK}:{listener.getsockname()[1]}"
 
 
-def test_a_link_whose_call_failed_is_closed_at_once_and_so_are_its_siblings(listening: str) -> None:
+def test_a_connection_whose_call_failed_is_closed_at_once_and_so_are_its_siblings(listening: str) -> None:
     with contextlib.closing(opened(listening)) as store:
-        links, node, until = store._links, store._address.nodes[0], time.monotonic() + PATIENT_S
-        with links.link(node, until) as one, links.link(node, until) as other:
+        kept, node, until = store._connections, store._address.nodes[0], time.monotonic() + PATIENT_S
+        with kept.borrowed(node, until) as one, kept.borrowed(node, until) as other:
             pass
         assert num_idle(store) == 2
-        links._slots = []
-        with pytest.raises(MemoryError), links.link(node, until):
+        kept._slots = []
+        with pytest.raises(MemoryError), kept.borrowed(node, until):
             raise MemoryError
-        assert num_idle(store) == 0 and one._sock is None and other._sock is None
-        assert links._slots is None, "others may have taken over"
+        assert num_idle(store) == 0 and is_closed(one) and is_closed(other)
+        assert kept._slots is None, "others may have taken over"
 
 
-def test_a_link_that_cannot_be_made_is_closed_at_once(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Link] = []
-    connect = Link.connect
+def test_a_connection_that_cannot_be_made_is_closed_at_once(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ValkeyConnection] = []
 
-    def fails_late(link: Link) -> None:
-        connect(link)
-        made.append(link)
-        raise OSError("after it was connected")
+    def fails_late(connection: ValkeyConnection, address: ValkeyAddress) -> None:
+        made.append(connection)
+        raise StoreFailed("after it was connected")
 
     with contextlib.closing(opened(listening)) as store:
-        store._links._slots = []
+        store._connections._slots = []
         with monkeypatch.context() as patch:
-            patch.setattr(Link, "connect", fails_late)
-            with pytest.raises(StoreFailed, match="OSError"):
-                store.probe()
-        (link,) = made
-        assert link._sock is None and store._links._slots is None
+            patch.setattr(valkey, "_greet", fails_late)
+            with pytest.raises(StoreFailed, match="after it was connected"):
+                store.find(keys_of(1))
+        (connection,) = made
+        assert is_closed(connection) and store._connections._slots is None
 
 
 def test_a_socket_that_reaches_nobody_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +283,7 @@ def test_a_socket_that_reaches_nobody_is_closed_at_once(monkeypatch: pytest.Monk
             made.append(self)
 
     node = Node(LOOPBACK, free_port())
-    monkeypatch.setattr(valkey_links.socket, "socket", Seen)
+    monkeypatch.setattr(valkey.socket, "socket", Seen)
     with pytest.raises(StoreFailed, match="cannot be reached"):
-        valkey_links.dial(node, None, time.monotonic() + PATIENT_S)
+        valkey.dial(node, None, time.monotonic() + PATIENT_S)
     assert made and all(one.fileno() == -1 for one in made)

@@ -25,7 +25,7 @@ from valkey_rig import (
 
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.tiers import envelope
-from penstock.kv.tiers.remote import valkey_links
+from penstock.kv.tiers.remote import valkey
 from penstock.kv.tiers.remote.valkey import ValkeyStore
 from penstock.kv.tiers.store import Outcome
 from store_servers import valkey_or_skip
@@ -77,9 +77,9 @@ def test_large_blocks_are_read_into_the_given_memory_and_nowhere_else(server: Va
 def test_blocks_are_asked_for_ahead_without_mixing_them_up(
     store: ValkeyStore, server: Valkey, monkeypatch: pytest.MonkeyPatch, near: bool
 ) -> None:
-    monkeypatch.setattr(valkey_links, "_NEAR_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(valkey_links, "_FAR_BYTES", 5 * BLOCK_BYTES)
-    monkeypatch.setattr(valkey_links.Link, "near", property(lambda link: near, lambda link, found: None), raising=False)
+    monkeypatch.setattr(valkey, "_NEAR_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(valkey, "_FAR_BYTES", 5 * BLOCK_BYTES)
+    monkeypatch.setattr(valkey.ValkeyConnection, "near", property(lambda _: near, lambda _, found: None), raising=False)
     owed = watched_debts(monkeypatch)
     keys = keys_of(13)
     assert write(store, keys) == [DONE] * 13
@@ -93,14 +93,14 @@ def test_blocks_are_asked_for_ahead_without_mixing_them_up(
 def watched_debts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many answers with values, or to values, were owed at each moment."""
     owed: list[int] = []
-    send = valkey_links.Wire.send
+    send = valkey.ValkeyConnection.send
 
-    def watched(self: valkey_links.Wire, parts: Sequence[bytes], num_answers: int) -> None:
+    def watched(self: valkey.ValkeyConnection, parts: Sequence[bytes], num_answers: int) -> None:
         send(self, parts, num_answers)
         if b"GET" in bytes(parts[0]) or len(parts) > 1:
             owed.append(self.num_owed)
 
-    monkeypatch.setattr(valkey_links.Wire, "send", watched)
+    monkeypatch.setattr(valkey.ValkeyConnection, "send", watched)
     return owed
 
 
@@ -233,7 +233,7 @@ def test_without_the_key_in_the_header_another_block_would_be_served(
     damages(server, key)["another block"]()
     honest = envelope.unpack
     credulous = lambda header: (found := honest(header)) and found._replace(key=key)  # noqa: E731
-    monkeypatch.setattr("penstock.kv.tiers.remote.valkey_exchange.unpack", credulous)
+    monkeypatch.setattr("penstock.kv.tiers.remote.unpack", credulous)
     with pytest.raises(AssertionError, match="wrong bytes"):
         read(store, [key])
 

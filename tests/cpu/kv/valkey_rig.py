@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import envelope
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.remote.valkey import ValkeyStore
+from penstock.kv.tiers.remote.valkey import ValkeyConnection, ValkeyStore
 from penstock.kv.tiers.store import BlockStore, Outcome, Space
 
 BLOCK_BYTES = 4096
@@ -68,7 +68,11 @@ CALLS: dict[str, Callable[[ValkeyStore], object]] = {
 
 
 def num_idle(store: ValkeyStore) -> int:
-    return sum(map(len, store._links._idle.values()))
+    return sum(map(len, store._connections._idle.values()))
+
+
+def is_closed(connection: ValkeyConnection) -> bool:
+    return connection._socket.fileno() == -1
 
 
 def failure_of(store: ValkeyStore) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.kv.tiers.remote.mooncake import parse
-from penstock.kv.tiers.remote.mooncake_store import MooncakeStore
+from penstock.kv.tiers.remote.mooncake import MooncakeStore, parse_address
 from penstock.kv.tiers.store import Outcome, Space
 
 
@@ -21,7 +20,7 @@ from penstock.kv.tiers.store import Outcome, Space
     ],
 )
 def test_each_code_of_a_write_has_its_outcome(code: int, outcome: Outcome) -> None:
-    store = MooncakeStore(parse("mooncake://127.0.0.1:1"), Space(b"s" * 32, 4096, memoryview(b"")), 1.0)  # connects when it is used
+    store = MooncakeStore(parse_address("mooncake://127.0.0.1:1"), Space(b"s" * 32, 4096, memoryview(b"")), 1.0)  # connects when it is used
     try:
         assert store._written(code) is outcome
     finally:

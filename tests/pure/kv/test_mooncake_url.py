@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.remote.mooncake import parse
+from penstock.kv.tiers.remote.mooncake import parse_address
 from penstock.kv.tiers.store import Space
 
 SPACE = Space(bytes(32), 64, memoryview(bytearray(64)))
@@ -34,9 +34,9 @@ def test_a_url_that_cannot_work_is_refused_without_repeating_it(url: str) -> Non
 
 
 def test_a_url_says_master_and_options() -> None:
-    address = parse("mooncake://host:7?metadata=http://meta:1/x&protocol=rdma&device=mlx5_0&local=me&segment_gib=1.5&buffer_gib=1")
+    address = parse_address("mooncake://host:7?metadata=http://meta:1/x&protocol=rdma&device=mlx5_0&local=me&segment_gib=1.5&buffer_gib=1")
     assert address == ("host", 7, "http://meta:1/x", "rdma", "mlx5_0", "me", 3 << 29, 1 << 30)
-    assert parse("mooncake://host") == ("host", 50051, "P2PHANDSHAKE", "tcp", "", "", 0, 16 << 20)
+    assert parse_address("mooncake://host") == ("host", 50051, "P2PHANDSHAKE", "tcp", "", "", 0, 16 << 20)
 
 
 def test_a_missing_library_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

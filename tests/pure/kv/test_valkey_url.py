@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,56 +12,65 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.remote.valkey_url import PASSWORD_VARIABLE, Node, ValkeyAddress, parse
+from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote.valkey import PASSWORD_VARIABLE, ValkeyAddress, parse_address
 
 SECRET = "hunter2swordfish"
 
 
 def test_a_plain_address() -> None:
-    assert parse("valkey://store.example:7000/3?ttl=60", {}) == ValkeyAddress((Node("store.example", 7000),), db=3, ttl_s=60)
+    assert parse_address("valkey://store.example:7000/3?ttl=60", {}) == ValkeyAddress((Node("store.example", 7000),), db=3, ttl_s=60)
 
 
 def test_what_is_left_out_has_a_default() -> None:
-    assert parse("valkey://store", {}) == ValkeyAddress((Node("store", 6379),))
-    assert parse("valkey://[::1]", {}).nodes == (Node("::1", 6379),)
-    assert parse("valkey://[fe80::1]:7000", {}).nodes == (Node("fe80::1", 7000),)
+    assert parse_address("valkey://store", {}) == ValkeyAddress((Node("store", 6379),))
+    assert parse_address("valkey://[::1]", {}).nodes == (Node("::1", 6379),)
+    assert parse_address("valkey://[fe80::1]:7000", {}).nodes == (Node("fe80::1", 7000),)
 
 
 def test_a_cluster_may_name_several_nodes() -> None:
-    address = parse("valkey://a:1,b:2,c?cluster=1", {})
+    address = parse_address("valkey://a:1,b:2,c?cluster=1", {})
     assert address.cluster and address.nodes == (Node("a", 1), Node("b", 2), Node("c", 6379))
 
 
 def test_credentials_are_decoded_and_may_hold_anything() -> None:
-    address = parse("valkey://joe:p%40ss%2Fw%3Frd%23@host", {})
+    address = parse_address("valkey://joe:p%40ss%2Fw%3Frd%23@host", {})
     assert (address.user, address.password) == ("joe", "p@ss/w?rd#")
-    assert parse("valkey://:a:b@c@host", {}).password == "a:b@c"
+    assert parse_address("valkey://:a:b@c@host", {}).password == "a:b@c"
 
 
 def test_the_password_may_come_from_the_environment_and_the_url_goes_first() -> None:
     environment = {PASSWORD_VARIABLE: "from outside"}
-    assert parse("valkey://host", environment).password == "from outside"
-    assert parse("valkey://joe@host", environment).user == "joe"
-    assert parse("valkey://:mine@host", environment).password == "mine"
+    assert parse_address("valkey://host", environment).password == "from outside"
+    assert parse_address("valkey://joe@host", environment).user == "joe"
+    assert parse_address("valkey://:mine@host", environment).password == "mine"
 
 
 def test_a_password_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="UTF-8"):
-        parse("valkey://host", {PASSWORD_VARIABLE: "\udcff"})
+        parse_address("valkey://host", {PASSWORD_VARIABLE: "\udcff"})
 
 
 def test_a_repr_shows_no_credentials() -> None:
-    address = parse(f"valkeys://joe:{SECRET}@host", {})
+    address = parse_address(f"valkeys://joe:{SECRET}@host", {})
     assert SECRET not in repr(address) and "joe" not in repr(address) and "host" in repr(address)
 
 
 def test_tls_verifies_certificate_and_name_unless_told_not_to() -> None:
-    context = parse("valkeys://host", {}).tls
+    context = parse_address("valkeys://host", {}).tls
     assert context is not None and context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
-    careless = parse("valkeys://host?verify=none", {}).tls
+    careless = parse_address("valkeys://host?verify=none", {}).tls
     assert careless is not None and careless.verify_mode is ssl.CERT_NONE
-    assert parse("valkey://host", {}).tls is None
+    assert parse_address("valkey://host", {}).tls is None
+
+
+@pytest.mark.parametrize("rest", ["store", "joe:pw@[::1]:7000/3?ttl=60", "a:1,b:2?cluster=1"])
+def test_the_schemes_of_redis_say_the_same(rest: str) -> None:
+    assert parse_address(f"redis://{rest}", {}) == parse_address(f"valkey://{rest}", {})
+    own, theirs = parse_address(f"valkeys://{rest}", {}), parse_address(f"rediss://{rest}", {})
+    assert replace(own, tls=None) == replace(theirs, tls=None)
+    assert theirs.tls is not None and theirs.tls.verify_mode is ssl.CERT_REQUIRED and theirs.tls.check_hostname
 
 
 BAD = {
@@ -84,6 +94,7 @@ BAD = {
     "a time to live that is no number": f"valkey://host?ttl={SECRET}",
     "a cluster that is maybe": f"valkey://host?cluster={SECRET}",
     "options for TLS without it": f"valkey://:{SECRET}@host?verify=none",
+    "options for TLS without it, of redis": f"redis://:{SECRET}@host?verify=none",
     "another way to verify": f"valkeys://host?verify={SECRET}",
     "an authority that is not there": f"valkeys://host?ca=/nowhere/{SECRET}",
     "a certificate that is not there": f"valkeys://host?cert=/nowhere/{SECRET}",
@@ -94,7 +105,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_url_is_refused_without_being_repeated(case: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse(BAD[case], {})
+        parse_address(BAD[case], {})
     assert "--kv-offload-remote" in str(refused.value)
     assert SECRET not in "".join(traceback.format_exception(refused.value, chain=True))
 
@@ -102,7 +113,7 @@ def test_a_bad_url_is_refused_without_being_repeated(case: str) -> None:
 def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("not a certificate")
     with pytest.raises(ConfigError, match="TLS"):
-        parse(f"valkeys://host?ca={tmp_path}/ca.pem", {})
+        parse_address(f"valkeys://host?ca={tmp_path}/ca.pem", {})
 
 
 @given(st.text(max_size=60))
@@ -114,12 +125,12 @@ def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
 def test_any_text_is_understood_or_refused_as_a_mistake(text: str) -> None:
     for url in (f"valkey://{text}", f"valkey://:{text}@host", f"valkey://host?{text}"):
         try:
-            address = parse(url, {})
+            address = parse_address(url, {})
         except ConfigError:
             continue
         assert address.nodes and all(node.host and 0 < node.port < 65536 for node in address.nodes)
 
 
 def test_marks_that_are_escaped_in_user_and_password_are_not_when_they_are_sent() -> None:
-    address = parse("valkey://team%3Aa%40b:pass%2Fword%23@host", {})
+    address = parse_address("valkey://team%3Aa%40b:pass%2Fword%23@host", {})
     assert (address.user, address.password) == ("team:a@b", "pass/word#")

@@ -1,23 +1,71 @@
-"""The address of a Mooncake store's master: what its URL may say, and the mistakes in one. Owns no connection; what is in the store is
-`mooncake_store`'s business.
+"""A `BlockStore` in a Mooncake store, by its master. Owns names, deadlines, what the library's codes mean, and the processes in which the
+library runs (`mooncake_program`) with the memory shared with them.
 
 `mooncake://host[:port][?metadata=URL&protocol=tcp|rdma&device=NAME&local=HOST&segment_gib=N&buffer_gib=N]`
+
+One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`, in the memory of whichever nodes lend some to the
+store. The master forgets blocks when that is full, and those of a node that is gone.
+
+Values pass through memory shared with that process: one copy more than into the host slot itself, for which host slots are never in the
+library's hands. It lets every machine that can reach its port read and write what is registered with it, and may touch a buffer after the
+call that named it has failed; so a block is checked where it lies in its slot, after that copy. A call that is overdue ends with the
+process: when it has raised, nothing writes into the shared memory any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import logging
+import math
+import mmap
+import os
+import queue
 import re
+import socket
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
 
-from penstock.errors import ConfigError
-from penstock.kv.tiers.store import BlockStore, Space
+import numpy as np
 
-_FLAG = "--kv-offload-remote"
-_OPTIONS = ("metadata", "protocol", "device", "local", "segment_gib", "buffer_gib")
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
+from penstock.kv.tiers.remote import copy_checked, mooncake_program
+from penstock.kv.tiers.remote.url import FLAG, need, parse_url
+from penstock.kv.tiers.store import BlockStore, Outcome, Space, StoreUsage
+
+log = logging.getLogger(__name__)
+
 _PORT = 50051
+_RESET_S = 60.0  # the master looks at every name it knows
+_LOG_VARIABLE = "MC_LOG_LEVEL"  # whoever sets it wants to see what the library says
+_LANE_BYTES = 8 << 20  # of values that one call moves at most, as far as one value is not more
+_LANES = 8  # calls at once
+_LEAVE_S = 5.0  # for the process to end by itself, longer than it allows the library
+_SEND_S = 1  # for the process to take a message
+_START_S = 60.0  # for the process to connect; then it is ended, and another one tries
+_AGAIN_S = 5.0  # between two tries to lend memory
+
+# The library's codes, as far as they mean something special to us. Those of the master as a whole are a range.
+_NO_ROOM = (-200, -1700)  # no memory to be had; the tenant's share is used up
+_BAD_LENGTH = -600  # or another argument that it did not like
+_ABSENT = (-703, -704, -707)  # being written; not there; forgotten while it was read
+_THERE_ALREADY = -705
+_MASTER = range(-1099, -899)  # it does not answer, or not yet
+
+
+def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
+    """Connects lazily. Raises ConfigError for what can never work."""
+    address = parse_address(url)
+    need(sys.platform == "linux", "mooncake:// works on Linux only")
+    if importlib.util.find_spec("mooncake") is None:  # the library is never imported here
+        raise ConfigError(f"{FLAG} mooncake:// needs its client library: pip install 'penstock[mooncake]'; it needs libibverbs1, too")
+    return MooncakeStore(address, space, timeout_s)
 
 
 class MooncakeAddress(NamedTuple):
@@ -33,40 +81,377 @@ class MooncakeAddress(NamedTuple):
     buffer_bytes: int = 16 << 20  # for the library's own use
 
 
-def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
-    """Connects lazily. Raises ConfigError for what can never work."""
-    address = parse(url)
-    _need(sys.platform == "linux", "mooncake:// works on Linux only")
-    if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(f"{_FLAG} mooncake:// needs its client library: pip install 'penstock[mooncake]'; it needs libibverbs1, too")
-    from penstock.kv.tiers.remote.mooncake_store import MooncakeStore
-
-    return MooncakeStore(address, space, timeout_s)
-
-
-def parse(url: str) -> MooncakeAddress:
-    """Raises ConfigError."""
+def parse_address(url: str) -> MooncakeAddress:
+    """Raises ConfigError. An option without a value has its default."""
     form = "mooncake://host[:port][?option=value&...]"
-    try:
-        parts = urlsplit(url)
-        pairs = parse_qsl(parts.query, strict_parsing=True) if parts.query else []
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise ConfigError(f"{_FLAG} must look like {form}") from None
-    options = dict(pairs)
-    _need(bool(host) and "@" not in parts.netloc and parts.path in ("", "/") and not parts.fragment, f"must look like {form}")
-    _need(len(options) == len(pairs) and set(options) <= set(_OPTIONS), f"knows the options {', '.join(_OPTIONS)}, each at most once")
-    _need(options.get("protocol", "tcp") in ("tcp", "rdma"), "has a protocol= that is neither tcp nor rdma")
+    parts = parse_url(url, form, ("metadata", "protocol", "device", "local", "segment_gib", "buffer_gib"))
+    master, *others = parts.nodes(_PORT)
+    need(parts.user is None and not others and not parts.path, f"must look like {form}")
+    options = {name: value for name, value in parts.options.items() if value}
+    need(options.get("protocol", "tcp") in ("tcp", "rdma"), "has a protocol= that is neither tcp nor rdma")
     texts = {name: options[name] for name in ("metadata", "protocol", "device", "local") if name in options}
     sizes = {f"{name}_bytes": _gib(options[f"{name}_gib"]) for name in ("segment", "buffer") if f"{name}_gib" in options}
-    return MooncakeAddress(host or "", port or _PORT)._replace(**texts, **sizes)  # type: ignore[arg-type]
+    return MooncakeAddress(*master)._replace(**texts, **sizes)  # type: ignore[arg-type]
 
 
 def _gib(text: str) -> int:
-    _need(re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) is not None, "has a size that is not a number of GiB")
+    need(re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) is not None, "has a size that is not a number of GiB")
     return int(float(text) * (1 << 30)) // 4096 * 4096
 
 
-def _need(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(f"{_FLAG} {message}")
+class MooncakeStore:
+    """Every call ends within `timeout_s`; `reset` alone may take as long as the master needs."""
+
+    name = "remote"
+    local = False
+
+    def __init__(self, address: MooncakeAddress, space: Space, timeout_s: float) -> None:
+        self._address = address
+        self._space = space
+        self._timeout_s = timeout_s
+        self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:"
+        self._value_bytes = HEADER_BYTES + space.block_bytes
+        self._clients = MooncakeClients(address, self._value_bytes, timeout_s)
+        self._warned_full = False
+
+    def __repr__(self) -> str:
+        return f"<MooncakeStore {self._address.host}:{self._address.port} over {self._address.protocol}>"
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        if not keys:
+            return 0
+        until = self._until()
+        codes = _checked(self._clients.connected(until).ask("exist", self._names(keys), until))
+        return next((place for place, code in enumerate(codes) if code != 1), len(keys))
+
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+        until = self._until()
+        client = self._clients.connected(until)
+        codes: list[int] = []
+        outcomes: list[Outcome] = []
+        for some in _runs(len(keys), client.lane_values):
+            with client.lane(until) as lane:
+                answer = lane.exchange("read", self._names(keys[some]), until)
+                outcomes += map(self._outcome, answer, lane.values, keys[some], into[some])
+            codes += answer
+        self._repair(client, keys, _checked(codes), outcomes, until)
+        return _some_worked(outcomes)
+
+    def _repair(self, client: MooncakeClient, keys: Sequence[bytes], codes: Sequence[int], outcomes: list[Outcome], until: float) -> None:
+        """What the library refuses to read may be too long; what is wrong is removed."""
+        refused = [place for place, code in enumerate(codes) if code == _BAD_LENGTH]
+        if refused:
+            lengths = client.ask("size", self._names([keys[place] for place in refused]), until)
+            for place, length in zip(refused, _checked(lengths), strict=True):
+                outcomes[place] = Outcome.CORRUPT if length > self._value_bytes else Outcome.FAILED
+        bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        if bad:
+            with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
+                client.ask("remove", self._names(bad), until)
+
+    def _outcome(self, code: int, value: memoryview, key: bytes, slot: memoryview) -> Outcome:
+        """`code`: the length, or why there is none."""
+        if code in _ABSENT:
+            return Outcome.MISSING
+        if code < 0:
+            return Outcome.FAILED
+        return copy_checked(value[:code], key, self._space.digest, slot)
+
+    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        """What is there already is left as it is."""
+        until = self._until()
+        client = self._clients.connected(until)
+        codes: list[int] = []
+        for some in _runs(len(keys), client.lane_values):
+            with client.lane(until) as lane:
+                for value, key, block in zip(lane.values, keys[some], blocks[some], strict=False):
+                    value[:HEADER_BYTES] = pack(key, self._space.digest, block)
+                    np.copyto(np.frombuffer(value, np.uint8, offset=HEADER_BYTES), np.frombuffer(block, np.uint8))  # without the GIL
+                codes += lane.exchange("write", self._names(keys[some]), until)
+        return _some_worked([self._written(code) for code in _checked(codes)])
+
+    def _written(self, code: int) -> Outcome:
+        if code in _NO_ROOM:
+            if not self._warned_full:
+                log.warning("the Mooncake store has no room: no node lends it memory, or not enough")
+                self._warned_full = True
+            return Outcome.FULL
+        return Outcome.DONE if code in (0, _THERE_ALREADY) else Outcome.FAILED
+
+    def persist(self) -> None:
+        """It outlives this engine in the memory of others; more is not to be had."""
+
+    def probe(self) -> None:
+        """The master must answer; which nodes do is seen when blocks of theirs are asked for."""
+        until = self._until()
+        _checked(self._clients.connected(until).ask("exist", [f"{self._prefix}probe"], until))
+
+    def reset(self) -> int:
+        client = self._clients.connected(self._until())
+        return _checked(client.ask("clear", [f"^{self._prefix}.*"], time.monotonic() + _RESET_S))[0]
+
+    def usage(self) -> StoreUsage:
+        """Others write there, too, and the master forgets: nobody counts but it."""
+        return StoreUsage(0)
+
+    def close(self) -> None:
+        self._clients.close()
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [self._prefix + key.hex() for key in keys]
+
+    def _until(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+
+def _checked(codes: Sequence[int]) -> list[int]:
+    """Raises StoreFailed where the master, and not something about one block, is the trouble."""
+    for code in codes:
+        if code in _MASTER:
+            raise StoreFailed(f"Mooncake's master did not answer ({code})")
+    return list(codes)
+
+
+def _some_worked(outcomes: list[Outcome]) -> list[Outcome]:
+    """Where every single block failed it is the store that did."""
+    if outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
+        raise StoreFailed("Mooncake could not move any of the blocks: their nodes do not answer")
+    return outcomes
+
+
+def _runs(num: int, at_once: int) -> Iterator[slice]:
+    for first in range(0, num, at_once):
+        yield slice(first, min(num, first + at_once))
+
+
+# ------------------------------------------------------------------------------------------------------------ its processes
+
+
+class MooncakeLane:
+    """Room for values in memory that two processes have, and a way to ask the other one about them. For one call at a time."""
+
+    def __init__(self, link: socket.socket, values: Sequence[tuple[int, memoryview]]) -> None:
+        self.values = [view for _, view in values]
+        self.owed = False  # an answer that did not come: the lane is of no use any more
+        self._offsets = [offset for offset, _ in values]
+        self._link = link
+
+    def exchange(self, what: str, names: Sequence[str], until: float) -> list[int]:
+        """The library's codes, one for each name; the first values are those of the names, where it is about values. Raises OSError where
+        no answer comes."""
+        self.owed = True
+        _send(self._link, [what, names, self._offsets[: len(names)]], until)
+        codes, why = _receive(self._link, until)
+        self.owed = False
+        if why or len(codes) != len(names):
+            raise StoreFailed(f"Mooncake's client: {why or f'{len(codes)} answers to {len(names)} questions'}")
+        return codes
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class MooncakeClient:
+    """One process with the library in it. `setup` are the arguments of the library's call of that name."""
+
+    def __init__(self, setup: Sequence[object], value_bytes: int, environment: Mapping[str, str]) -> None:
+        self.began_s = time.monotonic()
+        self.lane_values = max(1, _LANE_BYTES // value_bytes)
+        self._lanes: queue.LifoQueue[MooncakeLane] = queue.LifoQueue()  # the one last used is still in the CPU's caches
+        self._ready = False
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
+            descriptor = os.memfd_create("penstock-mooncake")
+            given.callback(os.close, descriptor)  # the mapping stays
+            pairs = []
+            for _ in range(_LANES + 1):
+                ours, theirs = socket.socketpair()
+                given.callback(theirs.close)
+                undo.callback(ours.close)
+                pairs.append((ours, theirs))
+            views = _views(descriptor, self.lane_values, value_bytes)
+            self._process = _spawn([descriptor, *(theirs.fileno() for _, theirs in pairs)], environment)
+            undo.pop_all()
+        self._link, *links = [ours for ours, _ in pairs]
+        for first, link in zip(range(0, len(views), self.lane_values), links, strict=True):
+            self._lanes.put(MooncakeLane(link, views[first : first + self.lane_values]))
+        with contextlib.suppress(OSError):  # it has ended already, as the next one to look finds out
+            _send(self._link, {"setup": list(setup), "value_bytes": value_bytes}, self.began_s + _SEND_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def ready(self) -> bool:
+        return self._ready and self.alive
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, until: float) -> None:
+        """The library is connected. Raises StoreFailed where it is not by then; it goes on connecting. One caller at a time."""
+        if self._ready:
+            return
+        try:
+            _, why = _receive(self._link, until)
+        except TimeoutError:
+            raise StoreFailed("Mooncake's client is still connecting") from None
+        except OSError:
+            why = "it ended while it was connecting"
+        if why:
+            raise StoreFailed(f"Mooncake's client: {why}")
+        self._ready = True
+
+    @contextlib.contextmanager
+    def lane(self, until: float) -> Iterator[MooncakeLane]:
+        """A lane for one call. When that ends, however it does, nothing touches the lane's values any more."""
+        try:
+            lane = self._lanes.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise StoreFailed("too many calls to Mooncake are under way") from None
+        try:
+            yield lane
+        except TimeoutError:
+            raise StoreFailed("Mooncake did not answer in time; its client was ended") from None
+        except OSError:
+            raise StoreFailed("Mooncake's client has ended") from None
+        finally:
+            if lane.owed:
+                self.kill()
+            self._lanes.put(lane)
+
+    def ask(self, what: str, names: Sequence[str], until: float) -> list[int]:
+        """The library's codes for a question that is not about values."""
+        with self.lane(until) as lane:
+            return lane.exchange(what, names, until)
+
+    def kill(self) -> None:
+        """Idempotent. Over when this returns."""
+        self._process.kill()
+        self._process.wait()
+
+    def leave(self) -> None:
+        """The process takes leave of the master and ends. Does not wait for it; idempotent."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Idempotent. No call is under way."""
+        self.leave()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_S)
+        self.kill()
+        self._link.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._lanes.get_nowait().close()
+
+
+def _views(descriptor: int, lane_values: int, value_bytes: int) -> list[tuple[int, memoryview]]:
+    """Offsets of all values, and the values."""
+    stride = -(-value_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # values do not share pages
+    os.ftruncate(descriptor, _LANES * lane_values * stride)  # takes memory where it is used
+    memory = memoryview(mmap.mmap(descriptor, 0))
+    return [(offset, memory[offset : offset + value_bytes]) for offset in range(0, len(memory), stride)]
+
+
+def _spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        # -P: beside the program lies a module with the library's name.
+        [sys.executable, "-P", mooncake_program.__file__, *map(str, descriptors)],
+        env={**environment, **os.environ},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=None if _LOG_VARIABLE in os.environ else subprocess.DEVNULL,  # it tells everything twice, and every failure at length
+        pass_fds=descriptors,
+        start_new_session=True,  # an interrupt from the terminal is for the engine, which then closes it
+    )
+
+
+def _send(link: socket.socket, message: object, until: float) -> None:
+    link.settimeout(max(0.001, until - time.monotonic()))
+    mooncake_program.send(link, message)
+
+
+def _receive(link: socket.socket, until: float) -> tuple[list[int], str]:
+    """One answer; nothing else is on its way. Where time runs out it can be waited for again."""
+    data = b""
+    while not data.endswith(b"\n"):
+        link.settimeout(max(0.001, until - time.monotonic()))
+        some = link.recv(1 << 16)
+        if not some:
+            raise ConnectionResetError
+        data += some
+    codes, why = json.loads(data)
+    return codes, why
+
+
+class MooncakeClients:
+    """The client of a store, started when it is needed and again after it has ended; and where the engine lends memory to the store another
+    one that does nothing else, so that it outlives calls that are overdue."""
+
+    def __init__(self, address: MooncakeAddress, value_bytes: int, timeout_s: float) -> None:
+        self._address = address
+        self._value_bytes = value_bytes
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # of the three below
+        self._client: MooncakeClient | None = None
+        self._lender: MooncakeClient | None = None
+        self._closed = False
+
+    def connected(self, until: float) -> MooncakeClient:
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise StoreFailed("Mooncake's client is still being started")
+        try:
+            if self._closed:
+                raise StoreFailed("the store was closed")
+            client = self._client = self._living(self._client, until, 0)
+            again = self._lender is None or self._lender.alive or time.monotonic() - self._lender.began_s > _AGAIN_S
+            if self._address.segment_bytes and again:
+                self._lender = self._living(self._lender, until, self._address.segment_bytes)
+            client.wait_ready(until)  # nobody could do anything before that
+            return client
+        finally:
+            self._lock.release()
+
+    def _living(self, client: MooncakeClient | None, until: float, segment_bytes: int) -> MooncakeClient:
+        """This one, or another where it has ended or does not get anywhere."""
+        if client is not None and client.alive and (client.ready or time.monotonic() - client.began_s < _START_S):
+            return client
+        if client is not None:
+            client.kill()
+        address = self._address
+        own = _own_address(address.host, address.port, max(0.01, until - time.monotonic()))
+        sizes = (segment_bytes, address.buffer_bytes)
+        setup = (address.local or own, address.metadata, *sizes, address.protocol, address.device, f"{address.host}:{address.port}")
+        try:
+            return MooncakeClient(setup, self._value_bytes, _limits(self._timeout_s))
+        except OSError as error:
+            raise StoreFailed(f"Mooncake's client cannot be started: {error.strerror or type(error).__name__}") from None
+
+    def close(self) -> None:
+        """Idempotent. No call is under way."""
+        with self._lock:
+            self._closed = True
+            clients = [client for client in (self._client, self._lender) if client is not None]
+        for client in clients:
+            client.leave()
+        for client in clients:
+            client.close()
+
+
+def _limits(timeout_s: float) -> dict[str, str]:
+    """What the library takes from its environment: how long it waits by itself."""
+    milliseconds, seconds = str(math.ceil(timeout_s * 1000)), str(math.ceil(timeout_s))
+    waits = {"MC_RPC_TIMEOUT_MS": milliseconds, "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds, "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+    return {**waits, "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds, "MC_TCP_STATUS_TIMEOUT_SEC": seconds}
+
+
+def _own_address(host: str, port: int, patience_s: float) -> str:
+    """From where the master is reached. A master that is not there is found out here, without starting a process for it."""
+    try:
+        with socket.create_connection((host, port), timeout=patience_s) as link:
+            return str(link.getsockname()[0])
+    except OSError as error:
+        raise StoreFailed(f"Mooncake's master cannot be reached: {error.strerror or type(error).__name__}") from None

@@ -1,61 +1,249 @@
-"""The address of a bucket of S3, or of an object store that speaks like it: what its URL may say, and the mistakes in one. Owns no
-connection; what is in the bucket is `s3_bucket`'s business.
+"""A `BlockStore` in a bucket of S3, or of an object store that speaks like it. Owns the names of objects, the requests that run at once and
+their deadline; connections and signatures are obstore's.
 
 `s3://bucket[/prefix][?endpoint=http(s)://host:port&region=NAME&ca=FILE]`. Credentials come from the environment (AWS_*) or from the
-machine, never from the URL. No message repeats any part of it: somebody may have put a key there all the same.
+machine, never from the URL.
+
+One block is one object, its header before its bytes: `PREFIX/FORMAT/SPACE/KEY`.
+
+A host slot is touched by the calling thread only: what comes back lies in memory of its own until it is copied and checked, and what is
+sent was copied before. So a request that outlasts its deadline can harm nobody.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
-from penstock.errors import ConfigError
-from penstock.kv.tiers.store import BlockStore, Space
+import obstore
+from obstore.store import S3Store
 
-_FLAG = "--kv-offload-remote"
-_OPTIONS = ("endpoint", "region", "ca")
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
+from penstock.kv.tiers.remote import copy_checked
+from penstock.kv.tiers.remote.url import FLAG, StoreUrl, need, parse_url
+from penstock.kv.tiers.store import BlockStore, Outcome, Space, StoreUsage
 
+if TYPE_CHECKING:
+    from obstore.store import BackoffConfig, ClientConfig, RetryConfig
 
-class BucketAddress(NamedTuple):
-    """What the URL says."""
+T = TypeVar("T")
+U = TypeVar("U")
 
-    bucket: str
-    prefix: str
-    options: dict[str, str]
+_AT_ONCE = 16  # requests of this store that run at once
+_REMOVE_AT_ONCE = 500  # objects that one request of a reset removes
 
 
 def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     """Connects lazily. Raises ConfigError for what can never work."""
-    address = parse(url)
-    try:
-        importlib.import_module("obstore")
-    except ImportError:
-        raise ConfigError(f"{_FLAG} s3:// needs its client library: pip install 'penstock[remote]'") from None
-    from penstock.kv.tiers.remote.s3_bucket import BucketStore, connect
-
+    address = parse_address(url)
     return BucketStore(connect(address, timeout_s), address, space, timeout_s)
 
 
-def parse(url: str) -> BucketAddress:
-    """Raises ConfigError."""
+def parse_address(url: str) -> StoreUrl:
+    """Its place is the bucket, its path the prefix. Raises ConfigError."""
+    address = parse_url(url, "s3://bucket/prefix?endpoint=...&region=...", ("endpoint", "region", "ca"))
+    hint = "give them in the environment, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    need(address.user is None, f"has credentials in its URL: {hint}")
+    need(bool(address.place) and ":" not in address.place, "must name a bucket: s3://bucket/prefix; a host is an option, ?endpoint=...")
+    need(all(address.options.values()), "has an empty option")
     try:
-        parts = urlsplit(url)
-        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
-        endpoint = urlsplit(dict(pairs).get("endpoint", "https://default"))
+        endpoint = urlsplit(address.options.get("endpoint", "https://default"))
     except ValueError:
-        raise ConfigError(f"{_FLAG} must look like s3://bucket/prefix?endpoint=...&region=...") from None
-    options = dict(pairs)
-    _need("@" not in parts.netloc, "has credentials in its URL: give them in the environment, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-    _need(bool(parts.netloc) and ":" not in parts.netloc, "must name a bucket: s3://bucket/prefix; a host is an option, ?endpoint=...")
-    _need(len(options) == len(pairs) and set(options) <= set(_OPTIONS), f"knows the options {', '.join(_OPTIONS)}, each at most once")
-    _need(all(options.values()) and not parts.fragment, "has an empty option, or a # in it")
-    _need(endpoint.scheme in ("http", "https") and bool(endpoint.hostname), "has an endpoint= that is not http://host or https://host")
-    _need("@" not in endpoint.netloc, "has credentials in its endpoint=: give them in the environment")
-    return BucketAddress(parts.netloc, parts.path.strip("/"), options)
+        endpoint = urlsplit("")
+    need(endpoint.scheme in ("http", "https") and bool(endpoint.hostname), "has an endpoint= that is not http://host or https://host")
+    need("@" not in endpoint.netloc, f"has credentials in its endpoint=: {hint}")
+    return address
 
 
-def _need(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(f"{_FLAG} {message}")
+def connect(address: StoreUrl, timeout_s: float) -> S3Store:
+    limit = timedelta(seconds=timeout_s)
+    client: ClientConfig = {"timeout": limit, "connect_timeout": limit}
+    endpoint = address.options.get("endpoint")
+    if endpoint is not None:
+        client["allow_http"] = endpoint.startswith("http://")
+    try:
+        if "ca" in address.options:
+            client["root_certificate"] = Path(address.options["ca"]).read_bytes()
+        named = {name: address.options[name] for name in ("endpoint", "region") if name in address.options}
+        # A connection that the server has just given up is met now and then; anything that lasts is the breaker's business.
+        pause: BackoffConfig = {"init_backoff": limit / 50, "max_backoff": limit / 10}
+        again: RetryConfig = {"max_retries": 2, "retry_timeout": limit, "backoff": pause}
+        return S3Store(address.place, prefix=address.path or None, client_options=client, retry_config=again, **named)  # type: ignore[arg-type]
+    except OSError as error:
+        raise ConfigError(f"{FLAG}: the file for TLS cannot be read: {error.strerror or type(error).__name__}") from None
+    except Exception as error:  # of obstore: its messages repeat settings
+        raise ConfigError(f"{FLAG}: these settings, or the AWS_* variables, cannot be used ({type(error).__name__})") from None
+
+
+class BucketStore:
+    """Every call ends within `timeout_s`; `reset` alone has that for each exchange."""
+
+    name = "remote"
+    local = False
+
+    def __init__(self, bucket: S3Store, address: StoreUrl, space: Space, timeout_s: float) -> None:
+        self._address = address
+        self._bucket = bucket
+        self._digest = space.digest
+        self._folder = f"{FORMAT}/{space.digest.hex()}"
+        self._value_bytes = HEADER_BYTES + space.block_bytes
+        self._requests = Requests(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<BucketStore {self._address.place}/{self._address.path}>"
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Asks for a few places at once, and again between the last that is there and the first that is not. A hole further ahead is not
+        seen: reading shows it."""
+        until = self._requests.until()
+        there, missing = 0, len(keys)  # all before `there` count as there; `missing` is not, or does not exist
+        while there < missing:
+            places = _spread(there, missing)
+            found = self._requests.each(self._has, [keys[place] for place in places], until)
+            first = next((i for i, has in enumerate(found) if has is not True), None)
+            if first is None:
+                there = places[-1] + 1
+            else:
+                missing = places[first]
+                there = places[first - 1] + 1 if first else there
+        return there
+
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+        until = self._requests.until()
+        outcomes = [Outcome.FAILED] * len(keys)
+        for i, value in self._requests.together(self._get, keys, until):
+            if not isinstance(value, Exception):
+                outcomes[i] = Outcome.MISSING if value is None else copy_checked(value, keys[i], self._digest, into[i])
+        bad = [self._path(key) for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
+            self._requests.each(partial(obstore.delete, self._bucket), bad, until)
+        return outcomes
+
+    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        """What is there already is not sent again."""
+        until = self._requests.until()
+        there = self._requests.each(self._has, keys, until)
+        new = [i for i, has in enumerate(there) if has is not True]
+        values = [(keys[i], b"".join((pack(keys[i], self._digest, blocks[i]), blocks[i]))) for i in new]
+        outcomes = [Outcome.DONE] * len(keys)
+        for i, answer in zip(new, self._requests.each(self._put, values, until), strict=True):
+            if isinstance(answer, Exception):
+                outcomes[i] = Outcome.FAILED
+        return outcomes
+
+    def persist(self) -> None:
+        """An object store has answered a write when it keeps it."""
+
+    def probe(self) -> None:
+        """A list of nothing: it needs the bucket, and the right to look into it."""
+        self._requests.one(self._some_paths, f"{self._folder}/probe")
+
+    def reset(self) -> int:
+        removed = 0
+        before: list[str] = []
+        while paths := self._requests.one(self._some_paths, self._folder):
+            if paths == before:
+                raise StoreFailed("the bucket does not let go of its objects")
+            self._requests.one(partial(obstore.delete, self._bucket), paths)
+            removed, before = removed + len(paths), paths
+        return removed
+
+    def usage(self) -> StoreUsage:
+        """Others write and remove there, too: nobody counts."""
+        return StoreUsage(0)
+
+    def close(self) -> None:
+        self._requests.close()
+
+    # ------------------------------------------------------------------------ one request each; they raise what the library raises
+
+    def _path(self, key: bytes) -> str:
+        return f"{self._folder}/{key.hex()}"
+
+    def _has(self, key: bytes) -> bool:
+        try:
+            return obstore.head(self._bucket, self._path(key))["size"] == self._value_bytes
+        except FileNotFoundError:
+            return False
+
+    def _get(self, key: bytes) -> memoryview | None:
+        """Nothing is received of an object whose length is not that of a block."""
+        try:
+            answer = obstore.get(self._bucket, self._path(key))
+            right = answer.meta["size"] == self._value_bytes
+            return memoryview(answer.bytes() if right else b"")
+        except FileNotFoundError:
+            return None
+
+    def _put(self, named: tuple[bytes, bytes]) -> None:
+        key, value = named
+        obstore.put(self._bucket, self._path(key), value, use_multipart=False)  # in parts, a broken upload would stay and cost money
+
+    def _some_paths(self, folder: str) -> list[str]:
+        chunk = next(iter(obstore.list(self._bucket, folder, chunk_size=_REMOVE_AT_ONCE)), [])
+        return [entry["path"] for entry in chunk]
+
+
+class Requests:
+    """Requests that run at once, on threads of their own, under a deadline. One that is overdue is left to itself."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._threads = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "s3")
+
+    def until(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def each(self, job: Callable[[U], T], things: Sequence[U], until: float) -> list[T | Exception]:
+        done = dict(self.together(job, things, until))
+        return [done[place] for place in range(len(things))]
+
+    def one(self, job: Callable[[U], T], thing: U) -> T:
+        (answer,) = self.each(job, [thing], self.until())
+        if isinstance(answer, Exception):
+            raise _failure(answer)
+        return answer
+
+    def together(self, job: Callable[[U], T], things: Sequence[U], until: float) -> Iterator[tuple[int, T | Exception]]:
+        """Answers or errors with their places, as they come. Raises StoreFailed where all are errors, or not all came by the deadline."""
+        running = {self._threads.submit(job, thing): place for place, thing in enumerate(things)}
+        broken: list[Exception] = []
+        try:
+            for future in concurrent.futures.as_completed(running, max(0.0, until - time.monotonic())):
+                error = future.exception()
+                if isinstance(error, Exception):
+                    broken.append(error)
+                    yield running[future], error
+                else:
+                    yield running[future], future.result()
+        except TimeoutError:
+            raise StoreFailed(f"the bucket did not answer within {self._timeout_s:g} s") from None
+        finally:
+            for future in running:
+                future.cancel()
+        if broken and len(broken) == len(things):
+            raise _failure(broken[0])
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _failure(error: Exception) -> StoreFailed:
+    """Of an error only the kind is told: the message has the request in it."""
+    if isinstance(error, FileNotFoundError):
+        return StoreFailed("the bucket does not exist, or not any more")
+    return StoreFailed(f"the bucket refused or broke off a request ({type(error).__name__})")
+
+
+def _spread(first: int, stop: int) -> list[int]:
+    """At most `_AT_ONCE` places of a range, evenly, the first and the last among them: most questions end with one of those."""
+    num = min(_AT_ONCE, stop - first)
+    return sorted({first + i * (stop - 1 - first) // max(1, num - 1) for i in range(num)})

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from valkey_rig import PATIENT_S, num_idle, opened
+from valkey_rig import PATIENT_S, is_closed, num_idle, opened
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote import valkey_exchange, valkey_links
-from penstock.kv.tiers.remote.valkey_url import Node
+from penstock.kv.tiers.remote import valkey
+from penstock.kv.tiers.remote.url import Node
 from support.servers import LOOPBACK
 
 
@@ -43,27 +43,29 @@ def answering() -> Iterator[str]:
 def test_a_probe_asks_anew_who_has_what(answering: str) -> None:
     """While a node takes over from another, maps with holes are handed out: blocks in a hole fail, and no connection does."""
     with contextlib.closing(opened(answering)) as store:
-        store._links._slots = [None] * 16384
-        assert store._links.locator(time.monotonic() + PATIENT_S)(b"name") is None
+        store._connections._slots = [None] * 16384
+        with store._connections.holding([b"name"], time.monotonic() + PATIENT_S) as holders:
+            assert holders == []
         store.probe()
-        assert store._links.locator(time.monotonic() + PATIENT_S)(b"name") == store._address.nodes[0]
+        with store._connections.holding([b"name"], time.monotonic() + PATIENT_S) as holders:
+            assert [(connection.node, places) for connection, places in holders] == [(store._address.nodes[0], [0])]
 
 
-def test_a_link_that_is_used_again_has_the_deadline_of_its_new_call(answering: str) -> None:
+def test_a_connection_that_is_used_again_has_the_deadline_of_its_new_call(answering: str) -> None:
     with contextlib.closing(opened(answering)) as store:
-        links, node, until = store._links, store._address.nodes[0], time.monotonic() + PATIENT_S
-        with links.link(node, until) as one:
-            assert one.wire.deadline == until
-        with links.link(node, until + 1.0) as again:
-            assert again is one and again.wire.deadline == until + 1.0
+        kept, node, until = store._connections, store._address.nodes[0], time.monotonic() + PATIENT_S
+        with kept.borrowed(node, until) as one:
+            assert one.deadline == until
+        with kept.borrowed(node, until + 1.0) as again:
+            assert again is one and again.deadline == until + 1.0
 
 
-def test_a_link_that_is_in_use_when_its_store_is_closed_is_not_kept(answering: str) -> None:
+def test_a_connection_that_is_in_use_when_its_store_is_closed_is_not_kept(answering: str) -> None:
     store = opened(answering)
-    with store._links.link(store._address.nodes[0], time.monotonic() + PATIENT_S) as link:
+    with store._connections.borrowed(store._address.nodes[0], time.monotonic() + PATIENT_S) as connection:
         store.close()
-        assert link._sock is not None, "whoever has it may go on"
-    assert link._sock is None and num_idle(store) == 0
+        assert not is_closed(connection), "whoever has it may go on"
+    assert is_closed(connection) and num_idle(store) == 0
 
 
 def test_each_node_that_may_know_the_others_has_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,16 +73,16 @@ def test_each_node_that_may_know_the_others_has_its_share_of_the_time(monkeypatc
     asked: list[tuple[int, float]] = []
 
     @contextlib.contextmanager
-    def link(node: Node, deadline: float) -> Iterator[None]:
+    def borrowed(node: Node, deadline: float) -> Iterator[None]:
         asked.append((node.port, deadline))
         raise StoreFailed("no answer in time")
         yield
 
     with contextlib.closing(opened(f"valkey://{LOOPBACK}:1,{LOOPBACK}:2,{LOOPBACK}:3?cluster=1")) as store:
-        monkeypatch.setattr(valkey_links, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-        monkeypatch.setattr(store._links, "link", link)
+        monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+        monkeypatch.setattr(store._connections, "borrowed", borrowed)
         with pytest.raises(StoreFailed):
-            store._links.nodes(1006.0)
+            store._connections.nodes(1006.0)
     assert asked == [(1, 1002.0), (2, 1003.0), (3, 1006.0)]
 
 
@@ -94,28 +96,31 @@ def test_each_exchange_of_a_reset_has_its_own_time(monkeypatch: pytest.MonkeyPat
 
         def __init__(self) -> None:
             self.pages = [[b"7", [b"a", b"b"]], [b"9", []], [b"0", [b"c"]]]
-            self.wire = SimpleNamespace(deadline=now_s + 4.0, send=lambda parts, num: None, read_answer=lambda: 1)
+            self.deadline = now_s + 4.0
 
-        def ask(self, *words: bytes) -> object:
+        def unlink(self, names: list[bytes]) -> list[int]:
+            return [1] * len(names)
+
+        def query(self, *words: bytes) -> object:
             nonlocal now_s
-            deadlines.append(self.wire.deadline - now_s)
+            deadlines.append(self.deadline - now_s)
             now_s += 3.0
             return self.pages[len(deadlines) - 1]
 
-    monkeypatch.setattr(valkey_exchange, "time", SimpleNamespace(monotonic=lambda: now_s))
-    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1")) as store:
-        assert store._exchange._reset_over(Slow(), 4.0) == 3  # type: ignore[arg-type]
+    monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1", 4.0)) as store:
+        assert store._clear(Slow()) == 3  # type: ignore[arg-type]
     assert deadlines == [4.0] * 3
 
 
 def test_a_store_that_is_closed_leaves_no_connection_open_and_makes_none(answering: str) -> None:
     store = opened(answering)
     node, until = store._address.nodes[0], time.monotonic() + PATIENT_S
-    with store._links.link(node, until) as one, store._links.link(node, until) as other:
+    with store._connections.borrowed(node, until) as one, store._connections.borrowed(node, until) as other:
         assert one is not other
-    assert num_idle(store) == 2 and one._sock is not None and other._sock is not None
+    assert num_idle(store) == 2 and not is_closed(one) and not is_closed(other)
     store.close()
-    assert num_idle(store) == 0 and one._sock is None and other._sock is None
+    assert num_idle(store) == 0 and is_closed(one) and is_closed(other)
     with pytest.raises(StoreFailed, match="was closed"):
         store.probe()
     store.close()
@@ -124,23 +129,23 @@ def test_a_store_that_is_closed_leaves_no_connection_open_and_makes_none(answeri
 def test_whoever_forgets_a_node_closes_its_idle_connections_and_those_alone(answering: str) -> None:
     with contextlib.closing(opened(answering)) as store:
         node, until = store._address.nodes[0], time.monotonic() + PATIENT_S
-        with store._links.link(node, until) as link:
+        with store._connections.borrowed(node, until) as connection:
             pass
-        store._links._slots = [node] * 16384
-        store._links.forget(Node("other", 1))
-        assert store._links._slots is None and num_idle(store) == 1 and link._sock is not None
-        store._links._slots = [node] * 16384
-        store._links.forget(node)
-        assert store._links._slots is None and num_idle(store) == 0 and link._sock is None
+        store._connections._slots = [node] * 16384
+        store._connections.forget(Node("other", 1))
+        assert store._connections._slots is None and num_idle(store) == 1 and not is_closed(connection)
+        store._connections._slots = [node] * 16384
+        store._connections.forget(node)
+        assert store._connections._slots is None and num_idle(store) == 0 and is_closed(connection)
 
 
 @pytest.mark.parametrize("wrong", [(-1, 5), (5, 4), (0, 16384)])
 def test_a_map_with_slots_that_are_none_is_no_map(wrong: tuple[int, int]) -> None:
     with pytest.raises(StoreFailed, match="map of its slots"):
-        valkey_links.slot_map([[*wrong, [b"h", 7, b"id"]]], Node("asked", 1))
+        valkey.slot_map([[*wrong, [b"h", 7, b"id"]]], Node("asked", 1))
     for port in (0, 65536):
         with pytest.raises(StoreFailed, match="map of its slots"):
-            valkey_links.slot_map([[0, 5, [b"h", port, b"id"]]], Node("asked", 1))
+            valkey.slot_map([[0, 5, [b"h", port, b"id"]]], Node("asked", 1))
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2])
@@ -148,14 +153,16 @@ def test_a_probe_asks_every_node_and_one_that_is_silent_fails_it(monkeypatch: py
     nodes = [Node("h", port) for port in range(3)]
     asked: list[Node] = []
 
-    def ping(node: Node, deadline: float) -> None:
+    @contextlib.contextmanager
+    def borrowed(node: Node, deadline: float) -> Iterator[SimpleNamespace]:
         asked.append(node)
         if node.port == silent:
             raise StoreFailed("no answer in time")
+        yield SimpleNamespace(ask=lambda word: b"PONG")
 
     with contextlib.closing(opened(f"valkey://{LOOPBACK}:1?cluster=1")) as store:
-        monkeypatch.setattr(store._links, "nodes", lambda deadline: nodes)
-        monkeypatch.setattr(store._exchange, "ping", ping)
+        monkeypatch.setattr(store._connections, "nodes", lambda deadline: nodes)
+        monkeypatch.setattr(store._connections, "borrowed", borrowed)
         with pytest.raises(StoreFailed):
             store.probe()
         assert asked == nodes[: silent + 1]
@@ -164,8 +171,8 @@ def test_a_probe_asks_every_node_and_one_that_is_silent_fails_it(monkeypatch: py
         assert asked[-3:] == nodes
 
 
-def test_a_link_that_is_left_with_answers_owed_is_not_kept(answering: str) -> None:
+def test_a_connection_that_is_left_with_answers_owed_is_not_kept(answering: str) -> None:
     with contextlib.closing(opened(answering)) as store:
-        with store._links.link(store._address.nodes[0], time.monotonic() + PATIENT_S) as link:
-            link.wire.num_owed = 1
-        assert num_idle(store) == 0 and link._sock is None
+        with store._connections.borrowed(store._address.nodes[0], time.monotonic() + PATIENT_S) as connection:
+            connection.num_owed = 1
+        assert num_idle(store) == 0 and is_closed(connection)

@@ -1,0 +1,189 @@
+"""What every shared store does, each against a real server. A new kind is one entry in `SERVERS`; what it alone does has its own file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
+
+from penstock.kv.tiers.envelope import pack
+from penstock.kv.tiers.remote import KINDS, open_store
+from penstock.kv.tiers.store import BlockStore, Outcome
+from store_servers import valkey_or_skip
+from support.servers import ServerMissing
+from support.servers_more import Bucket, Mooncake, mooncake_environment
+
+DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
+TIMEOUT_S = 10.0  # a busy machine may take a second for a request
+
+
+@contextmanager
+def valkey() -> Iterator[str]:
+    with valkey_or_skip() as server:
+        yield server.url()
+
+
+@contextmanager
+def s3() -> Iterator[str]:
+    pytest.importorskip("obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError)
+    with Bucket() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server.url("every-store")
+
+
+@contextmanager
+def mooncake() -> Iterator[str]:
+    environment = mooncake_environment()
+    with Mooncake() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield server.url()
+
+
+# A real server while the context lasts, and the URL of its store.
+SERVERS: dict[str, Callable[[], AbstractContextManager[str]]] = {"valkey": valkey, "s3": s3, "mooncake": mooncake}
+
+
+def test_every_kind_is_tried() -> None:
+    assert set(KINDS.values()) == set(SERVERS)
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    with contextlib.ExitStack() as stack:
+        try:
+            yield stack.enter_context(SERVERS[request.param]())
+        except ServerMissing as error:
+            pytest.skip(f"no server: {error}")
+
+
+@pytest.fixture
+def slots(request: pytest.FixtureRequest) -> Slots:
+    """Every test has a space of its own."""
+    return Slots(request.node.name.encode())
+
+
+@contextmanager
+def opened(url: str, slots: Slots) -> Iterator[BlockStore]:
+    with contextlib.closing(open_store(url, slots.space, TIMEOUT_S)) as store:
+        wait_usable(store)
+        yield store
+
+
+@pytest.fixture
+def store(url: str, slots: Slots) -> Iterator[BlockStore]:
+    with opened(url, slots) as store:
+        yield store
+
+
+def test_what_was_written_is_found_and_read(store: BlockStore, slots: Slots) -> None:
+    keys = keys_of("round trip", 20)
+    assert slots.write(store, keys) == [DONE] * 20
+    assert slots.read(store, keys, first=20) == [DONE] * 20
+    assert store.find(keys) == 20
+    assert slots.write(store, keys) == [DONE] * 20, "one that is there already counts as written"
+
+
+def test_what_is_not_there_is_missing(store: BlockStore, slots: Slots) -> None:
+    there, missing = keys_of("there", 2), keys_of("not there", 2)
+    slots.write(store, there)
+    assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
+    assert (store.find([*there, *missing]), store.find(missing), store.find([])) == (2, 0, 0)
+    assert slots.read(store, []) == slots.write(store, []) == []
+
+
+WRONG: dict[str, Callable[[bytes, bytes, memoryview], bytes]] = {
+    "of another key": lambda key, space, block: pack(bytes(16), space, block),
+    "of another space": lambda key, space, block: pack(key, bytes(32), block),
+    "of other bytes": lambda key, space, block: pack(key, space, bytes(BLOCK_BYTES)),
+    "that is none": lambda key, space, block: bytes(len(pack(key, space, block))),
+}
+
+
+@pytest.mark.parametrize("header", WRONG)
+def test_a_block_behind_a_header_that_is_wrong_is_corrupt_and_is_removed(
+    store: BlockStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, header: str
+) -> None:
+    good, bad = keys_of("wrong", 2)
+    slots.write(store, [good])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[type(store).__module__], "pack", WRONG[header])
+        assert slots.write(store, [bad]) == [DONE]
+    assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
+    assert slots.read(store, [good, bad]) == [DONE, MISSING]
+    assert slots.write(store, [bad]) == [DONE]
+    assert slots.read(store, [good, bad]) == [DONE, DONE]
+
+
+def test_a_reset_forgets_the_blocks_of_its_space_and_no_others(url: str, store: BlockStore, slots: Slots) -> None:
+    others, keys = Slots(b"another model"), keys_of("spaces", 5)
+    with opened(url, others) as other:
+        slots.write(store, keys)
+        assert (other.find(keys), others.read(other, keys)) == (0, [MISSING] * 5)
+        others.write(other, keys[:3])
+        assert store.reset() == 5
+        assert (store.find(keys), slots.read(store, keys)) == (0, [MISSING] * 5)
+        assert (other.find(keys), others.read(other, keys)) == (3, [DONE] * 3 + [MISSING] * 2)
+        assert store.reset() == 0
+
+
+def test_several_threads_at_once(store: BlockStore, slots: Slots) -> None:
+    failures: list[BaseException] = []
+
+    def work(lane: int) -> None:
+        try:
+            for turn in range(3):
+                own, common = keys_of(f"lane {lane} turn {turn}", 4), keys_of(f"turn {turn}", 4)
+                assert slots.write(store, own, first=8 * lane) == slots.write(store, common, first=8 * lane + 4) == [DONE] * 4
+                assert slots.read(store, own, first=8 * lane) == [DONE] * 4 and store.find(own) == 4
+                assert set(slots.read(store, common, first=8 * lane + 4)) <= {DONE, MISSING}  # missing: another one is still writing it
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert slots.read(store, keys_of("turn 2", 4)) == [DONE] * 4
+
+
+READER = """
+import sys
+from remote_rig import Slots, keys_of, wait_usable
+from penstock.kv.tiers.remote import open_store
+slots = Slots(sys.argv[2].encode())
+store = open_store(sys.argv[1], slots.space, 10.0)
+wait_usable(store)
+print([outcome.value for outcome in slots.read(store, keys_of("shared", 5))])
+print(slots.write(store, keys_of("back", 2))[0].value)
+store.close()
+"""
+
+
+def test_what_one_process_writes_another_reads(url: str, store: BlockStore, slots: Slots, request: pytest.FixtureRequest) -> None:
+    slots.write(store, keys_of("shared", 4))
+    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
+    command = [sys.executable, "-c", READER, url, request.node.name]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["['done', 'done', 'done', 'done', 'missing']", "done"], done.stderr
+    assert slots.read(store, keys_of("back", 2)) == [DONE, DONE]
+
+
+def test_it_says_what_it_is_and_can_be_closed_twice(url: str, slots: Slots) -> None:
+    store = open_store(url, slots.space, TIMEOUT_S)
+    assert (store.name, store.local) == ("remote", False)
+    store.persist()
+    assert store.usage().num_slots is None, "others write there, too"
+    store.close()
+    store.close()
