@@ -486,9 +486,12 @@ class KvLedger(Protocol):
     def claim(self, lease: Lease, first: int, num_blocks: int) -> bool:
         """What `lease` has of these blocks stays from now on. False: some of it has gone since the last match."""
 
-    def make_room(self, num_blocks: int, floor: int, num_more: int = 0, num_free: int = 0) -> bool:
-        """Whether so many slots can be drawn without losing what only the device has; then up to `num_free` of them are free. Where not,
-        it is on its way to a colder tier, with `num_more` that would be next, and `floor` slots stay available meanwhile."""
+    def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
+        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to a colder tier, with
+        `num_more` that would be next, and `floor` slots stay available meanwhile."""
+
+    def free_up(self, num_blocks: int) -> None:
+        """Up to so many slots are free from now on: what colder tiers have is forgotten for it, and nothing else."""
 
     def is_pending(self, keys: Sequence[bytes], want: Want | None = None) -> bool:
         """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""

@@ -237,18 +237,19 @@ class KvCache:
         """What `lease` has of these blocks stays from now on. False: some of it has gone since the last match."""
         return self.ladder is not None and isinstance(lease, HostLease) and self.ladder.host.claim(lease, first, num_blocks)
 
-    def make_room(self, num_blocks: int, floor: int, num_more: int = 0, num_free: int = 0) -> bool:
-        """Whether so many slots can be drawn without losing what only the device has; then up to `num_free` of them are free, so that they
-        can be drawn later, too. Where not, it is on its way to host memory, with `num_more` that would be next, and `floor` slots stay
-        available meanwhile."""
+    def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
+        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to host memory, with
+        `num_more` that would be next, and `floor` slots stay available meanwhile."""
         if self.ladder is None or not self._prefix_cache:
             return True
-        if not self.ladder.make_room(num_blocks, floor, self._tables, num_more):
-            return False
-        num_short = min(num_free, num_blocks) - self._pool.num_free
-        if num_short > 0:
+        return self.ladder.make_room(num_blocks, floor, self._tables, num_more)
+
+    def free_up(self, num_blocks: int) -> None:
+        """Up to so many slots are free from now on, as far as host memory has what is forgotten for it: what can be drawn now without
+        losing anything can be drawn later, too."""
+        num_short = num_blocks - self._pool.num_free
+        if self.ladder is not None and self._prefix_cache and num_short > 0:
             self._pool.evict(self.ladder.num_safe(num_short))
-        return True
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Whether the first of `keys` that the device does not have is on its way there: `match` would say so. Costs no more for a long

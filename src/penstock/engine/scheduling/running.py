@@ -4,7 +4,6 @@ promise of the blocks that it may still draw. Who enters and who has to leave is
 from __future__ import annotations
 
 import heapq
-import math
 
 from penstock.contract import Fence, KvLedger, Match
 from penstock.engine.scheduling.budget import Budget, blocks_for
@@ -18,6 +17,7 @@ _SPARE_SHARE = 64
 # left, more are made free.
 _ANSWER_BLOCKS = 32
 _ANSWER_SHARE = 32
+_NEXT_RANK = -1e12  # below all others: times of arrival, and what stands for priorities
 _SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, for the rate of the link
 
 
@@ -31,6 +31,7 @@ class Running:
         self._ledger = ledger
         self._budget = budget
         self._num_promised = 0  # blocks
+        self._next_rank = _NEXT_RANK  # of what the request wants that is next: below that of whoever was next before
         self._free_rows = list(range(budget.max_batch))  # heap: low rows first
 
     def __len__(self) -> int:
@@ -58,15 +59,14 @@ class Running:
         """Whether, moreover, nothing at all has to be forgotten for it or for those that run."""
         return self._num_promised + self._needs(track, match) <= self._ledger.num_free and self.fits(track, match)
 
-    def has_room(self, track: Track, match: Match, enters: bool = True) -> bool:
+    def has_room(self, track: Track, match: Match) -> bool:
         """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what others were promised can be
-        drawn meanwhile. It is next: no room is made for it out of what it has on the device itself. `enters`: it does so now."""
+        drawn meanwhile. It is next: no room is made for it out of what it has on the device itself."""
         if track.prefix is not None and track.want is not None:
-            track.want = self._ledger.want(track.prefix.keys, -math.inf, track.want)
-        num_needed = self._num_promised + self._needs(track, match)
-        num_now = blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks + self._num_for_answers
-        num_now = min(num_now, self._ledger.num_available - match.num_idle)
-        return self._ledger.make_room(num_needed, self._num_promised + match.num_idle, 0, num_now if enters else 0)
+            self._next_rank -= 1.0
+            track.want = self._ledger.want(track.prefix.keys, self._next_rank, track.want)
+        floor = self._num_promised + match.num_idle
+        return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
 
     def num_spare(self, match: Match) -> int:
         """Free slots that can be filled ahead for a request which does not fit: what others were promised can be drawn all the same, its
@@ -82,6 +82,9 @@ class Running:
         """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading where some of it has to come;
         where not, whoever called sets it off."""
         track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
+        num_now = blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks
+        num_promised = self._num_promised + self._needs(track, match)
+        self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))  # what it draws now leaves answers theirs
         track.row = heapq.heappop(self._free_rows)
         track.begin(match, self._ledger.block_tokens)
         self.tracks[track.request.id] = track
@@ -127,8 +130,8 @@ class Running:
         """Answers draw block by block, and wait for nothing. What they would take that only the device has is saved before: a block that is
         lost in the middle of a prefix costs all behind it."""
         num_blocks = min(self._num_promised, self._num_for_answers)
-        if num_blocks > 2 * self._ledger.num_free:
-            self._ledger.make_room(num_blocks, self._num_promised, _SAVED_TOGETHER, num_blocks)
+        if num_blocks > 2 * self._ledger.num_free and self._ledger.make_room(num_blocks, self._num_promised, _SAVED_TOGETHER):
+            self._ledger.free_up(num_blocks)
 
     def youngest(self) -> Track:
         return max(self.tracks.values(), key=arrival)

@@ -245,7 +245,7 @@ class Scheduler:
         """It is next, and waits for others to end: until then there is time to save what would be lost for it. Looked at now and then."""
         self._num_looks += 1
         if self._num_looks % _LOOK_FOR_ROOM == 0:
-            self._running.has_room(track, match, enters=False)
+            self._running.has_room(track, match)
 
     def _claim(self, track: Track, match: Match) -> bool:
         """What it was matched with in colder tiers stays; False where some of it has gone since."""

@@ -15,7 +15,7 @@ from scheduler_tiers import Cold, land_in_parts
 from scheduler_walks import STEMS
 from scheduler_world import World
 
-from penstock.contract import Match
+from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling import running as running_module
 
 D = [3, 1, 3, 1, 2, 2, 2, 2, 4, 4, 4, 4, 1, 1, 1, 1]
@@ -209,6 +209,25 @@ def test_slots_for_answers_stay_free_when_somebody_enters_and_when_blocks_come_a
     assert len(world.admitted) == 4 and world.cache.num_free >= 2
     running, waiting = world.scheduler._running, Match(0, 0, False)
     assert running.num_spare(waiting) == world.cache.num_free - 2
+    world.close()
+
+
+def test_who_is_next_keeps_more_than_who_was_next_before() -> None:
+    world = full(num_host=24)
+    world.submit(D, 1, ignore_eos=True)
+    world.finish()  # the device has B and D, and is full
+    running, ledger = world.scheduler._running, world.cache
+    tracks = []
+    for prompt in (B, D):
+        world.scheduler.add(Request(f"x{len(tracks)}", prompt, SamplingParams(max_tokens=1), ledger.prefix_of(prompt)))
+        tracks.append(world.scheduler._tracks[f"x{len(tracks)}"])
+    for track in (tracks[0], tracks[1], tracks[1], tracks[0]):  # each was next once, the first one is so now
+        assert track.prefix is not None
+        track.want = ledger.want(track.prefix.keys, 0.0, track.want)
+        running.has_room(track, Match(4, 4, False))
+    assert ledger.pool.evict(4) == 4 and len(ledger.pool.find(tracks[0].prefix.keys)) == 4  # type: ignore[union-attr]
+    for track in tracks:
+        world.scheduler.cancel(track.request.id)
     world.close()
 
 
