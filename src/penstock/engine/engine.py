@@ -331,7 +331,7 @@ class Engine:
         self._outbox.end_all(why)
 
     def _launch(self, plan: StepPlan) -> RunningStep:
-        running = self._parts.executor.launch(plan)
+        running = self._parts.executor.launch(plan, self._parts.scheduler.waits)
         self._pace.launched(plan)
         self._parts.scheduler.launched(running.fence)
         self._outbox.note_starts(plan.starts)
@@ -352,8 +352,6 @@ class Engine:
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)
             self._settle()
-        if result.error is not None:
-            log.error("step %d failed", result.number, exc_info=result.error)
         self._outbox.publish(self._parts.scheduler.commit(result))
         started = time.monotonic()
         self._parts.cache.submit_saves()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Fence, Request, SamplingParams
+from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Fence, FenceId, Request, SamplingParams
 from penstock.engine.scheduling.steps import Draft, Share, Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
@@ -28,6 +28,13 @@ class Table:
     def take_after(self) -> tuple[Fence, ...]:
         fences, self.fences = self.fences, ()
         return fences
+
+
+class Named(NamedTuple):
+    """A fence, as far as its name goes."""
+
+    lane: str
+    number: int
 
 
 @dataclass
@@ -76,12 +83,12 @@ def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(set
 
 
 def test_earlier_users_are_waited_for_once_each() -> None:
-    draft, shared, own = Draft(), object(), object()
+    draft, shared, own = Draft(), Named("load", 2), Named("save", 2)
     for row, fences in enumerate([(shared,), (shared, own), ()]):
         track = track_of(str(row), 4, row=row)
         track.table.fences = fences  # type: ignore[union-attr]
         draft.add(track, 4)
-    assert list(draft.after.values()) == [shared, own]
+    assert list(draft.after.items()) == [(FenceId("load", 2), shared), (FenceId("save", 2), own)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +105,7 @@ def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int
     assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == ("r", 3, start, num, adapter)
     assert list(chunk.tokens) == [0, 1, 2, 3, 4, TOKEN_IN_FLIGHT][start : start + num]
     assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
-    assert (chunk.samples, chunk.writes) == (samples, start >= 4)
+    assert (chunk.num_logits, chunk.writes) == (samples, start >= 4)
     assert (track.num_planned, track.num_in_flight) == (start + num, in_flight + samples)
 
 
@@ -108,7 +115,7 @@ def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None
     draft.set_up(track)
     track.tokens.append(9)
     (start,) = draft.starts
-    assert (start.row, start.request, tuple(start.output)) == (2, track.request, (7, 8))
+    assert (start.row, start.request_id, start.sampling, start.output) == (2, "r", track.request.sampling, (7, 8))
 
 
 def steps_of(*planned: list[Track]) -> tuple[Steps, list[int]]:
@@ -149,7 +156,7 @@ def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
     track.epoch = 3
     steps, (number,) = steps_of([track])
     track.epoch = 4
-    assert steps.take(number).shares == (Share(track, 3, 0, 2, False),)
+    assert steps.take(number).shares == (Share(track, 3, 0, 2, 0),)
 
 
 def test_results_come_in_the_order_of_their_steps() -> None:
