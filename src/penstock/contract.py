@@ -194,7 +194,8 @@ def _same(one: tuple[object, ...], other: object) -> bool:
     """Equality of named tuples that hold arrays, which do not say by themselves whether they are equal."""
     if type(one) is not type(other) or not isinstance(other, tuple):
         return False
-    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in zip(one, other, strict=True))
+    pairs = zip(one, other, strict=True)
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b for a, b in pairs)  # type: ignore[arg-type]
 
 
 class TokenScores(NamedTuple):

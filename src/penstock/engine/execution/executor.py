@@ -88,7 +88,7 @@ class Executor:
         self._sampler = sampler
         self._uploads = uploads
         self._lane = lane
-        self._limits = limits
+        self.limits = limits
         self._device = device
         self._rows = Rows(limits.max_batch)
         self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch)
@@ -109,7 +109,7 @@ class Executor:
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
-        limits, model = self._limits, self._forward.model
+        limits, model = self.limits, self._forward.model
         sizes = warm.Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
         self._forward.attention.warm(sizes.prefill_chunk, max_tokens, progress)
         kinds = warm.all_kinds(sizes, self._replays.buckets) if self._device.type == "cuda" else warm.few_kinds(sizes)
@@ -167,14 +167,14 @@ class Executor:
 
     def _spoil(self, guard: ByteGuard, chain: _Chain, plan: StepPlan) -> None:
         """Blocks that the step is the first to write hold nothing that anybody could use."""
-        arena, block = self._limits.arena, self._limits.block_tokens
+        arena, block = self.limits.arena, self.limits.block_tokens
         slots = [int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) :]]
         if slots:
             access = Access(arena, slots, (0, self._forward.model.config.num_layers), Mode.WRITE)
             chain.submit(lambda: guard.poison(arena, slots), "poison", [access])
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
-        arena = self._limits.arena
+        arena = self.limits.arena
         return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
 
     def _embed_access(self, packed: Packed) -> Access:

@@ -39,6 +39,21 @@ def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
     assert set(packed.write_slots.tolist()) == {11, PADDING_SLOT, 30, 31}
 
 
+def test_a_chunk_has_the_logits_of_as_many_of_its_last_tokens_as_it_wants() -> None:
+    chunks = (chunk(1, 5, [3]), chunk(2, 0, [8], num_logits=0), chunk(3, 2, [4, 5, 6], num_logits=2), chunk(4, 0, [7, 7], num_logits=2))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 2, None, np.full(200, -7, np.int32))
+    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    assert x.q_starts.tolist() == [0, 1, 2, 5, 7] and packed.shape.num_samples == 5
+    assert x.sample_at.tolist() == [0, 3, 4, 5, 6] and x.sample_rows.tolist() == [1, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(("sizes", "num_decodes"), [((1, 1, 3), 1), ((1, 1, 3), 3), ((1, 3, 1), 2), ((3, 1), 1), ((2,), 1), ((1,), 0)])
+def test_a_step_whose_first_chunks_are_not_its_decodes_is_refused(sizes: tuple[int, ...], num_decodes: int) -> None:
+    chunks = tuple(chunk(row, 0, [5] * size) for row, size in enumerate(sizes))
+    with pytest.raises(InvariantBroken, match="have one token"):
+        Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, None, np.zeros(200, np.int32))
+
+
 def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() -> None:
     """A prompt's earlier chunks are sampled all the same, but into the padding row; and what must not be written is not, in any chunk."""
     chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9], num_logits=0), chunk(3, 2, [4, 5, 6], writes=False))

@@ -247,6 +247,8 @@ class World:
         self.admitted: list[str] = []  # in order; those that were admitted again again
         self.in_flight: deque[StepPlan] = deque()
         self.waits: dict[int, Waits] = {}  # by step: what the ids of its plan stand for
+        self.plans: list[StepPlan] = []  # all that were made,
+        self.results: list[StepResult] = []  # and all that came of them
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
         self.device = Device(num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.behind))
@@ -318,6 +320,7 @@ class World:
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
             self.waits[plan.number] = self.scheduler.waits
+            self.plans.append(plan)
             check_time(self, plan)
             check_plan(self, plan)
             self.in_flight.append(plan)
@@ -334,6 +337,7 @@ class World:
             written = chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else []
             assert not any(map(self.cache.key_of, written)), f"a step of {chunk.request_id} writes what others may read"
         result = self._run(plan, error)
+        self.results.append(result)
         still_open = {
             c.request_id for c in plan.chunks if self.asked[c.request_id].ended is None and (plan.number, c.request_id) not in self.void
         }

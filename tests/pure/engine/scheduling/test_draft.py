@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Fence, FenceId, Request, SamplingParams
+from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Echo, Fence, FenceId, Request, SamplingParams, Start
 from penstock.engine.scheduling.steps import Draft, Share, Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
@@ -107,6 +108,31 @@ def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int
     assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
     assert (chunk.num_logits, chunk.writes) == (samples, start >= 4)
     assert (track.num_planned, track.num_in_flight) == (start + num, in_flight + samples)
+
+
+@pytest.mark.parametrize(
+    ("num_top", "start", "num", "scored"),
+    [(None, 0, 5, None), (2, 0, 3, (1, 2, 3)), (2, 3, 2, (4,)), (0, 0, 5, (1, 2, 3, 4)), (2, 4, 1, None), (2, 3, 1, (4,))],
+    ids=["nobody asks", "the first of them", "up to the prompt's end", "all of it", "behind the prompt", "a single token"],
+)
+def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
+    num_top: int | None, start: int, num: int, scored: tuple[int, ...] | None
+) -> None:
+    """Each position says how likely the token behind it was."""
+    track = track_of("r", 5, num_planned=start)
+    sampling = dataclasses.replace(track.request.sampling, prompt_logprobs=num_top)
+    track.request = dataclasses.replace(track.request, sampling=sampling)
+    draft = Draft()
+    draft.add(track, num)
+    (chunk,) = draft.decodes if num == 1 else draft.prefills
+    assert chunk.echo == (None if scored is None else Echo(scored, num_top or 0))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_a_start_has_the_prompt_only_where_a_penalty_looks_at_it(penalty: float) -> None:
+    start = Start.of(3, Request("r", [5, 2, 5], SamplingParams(max_tokens=1, repetition_penalty=penalty)), [7, 7])
+    assert (start.row, start.request_id, start.output) == (3, "r", (7, 7))
+    assert (None if start.prompt_tokens is None else start.prompt_tokens.tolist()) == (None if penalty == 1.0 else [2, 5])
 
 
 def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None:
