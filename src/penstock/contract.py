@@ -208,6 +208,7 @@ class TokenScores(NamedTuple):
     top_logprobs: NDArray[np.float32]  # [N, n]
 
     def from_number(self, first: int) -> TokenScores:
+        """Without the first `first` of them."""
         tops = self.top_tokens[first:], self.top_logprobs[first:]
         return TokenScores(self.tokens[first:], self.logprobs[first:], self.ranks[first:], *tops)
 
@@ -434,6 +435,7 @@ class Start(NamedTuple):
 
     @classmethod
     def of(cls, row: int, request: Request, output: Sequence[int] = ()) -> Start:
+        """What the device has to know of `request`."""
         penalised = request.sampling.repetition_penalty != 1.0  # the only penalty that looks at the prompt
         return cls(row, request.id, request.sampling, tuple(output), request.distinct() if penalised else None)
 

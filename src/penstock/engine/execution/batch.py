@@ -132,6 +132,8 @@ class Packer:
         if (lens[:num_decodes] != 1).any() or (lens[num_decodes:] == 1).any():
             raise InvariantBroken(f"not the first {num_decodes} chunks have one token, and the others several")
         num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
+        if (num_logits > lens).any():
+            raise InvariantBroken("a chunk wants more logits than it has tokens")
         shape = bucket or Shape(int(lens.sum()), num, int(num_logits.sum()))
         ints = into[: shape.fixed_ints + 1 + int(table_lens.sum())]
         parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints)))]

@@ -29,18 +29,20 @@ class Draft:
         """The next `num_tokens` of it are computed; there are slots for them."""
         start, end = track.num_planned, track.num_planned + num_tokens
         table, request = track.held_table(), track.request
-        known = track.tokens[start:end]
-        tokens = (*known, *(TOKEN_IN_FLIGHT,) * (num_tokens - len(known)))
-        num_logits = int(end == track.num_expected and request.sampling.max_tokens > 0)
+        sampling = request.sampling
+        tokens = tuple(track.tokens[start:end])
+        if len(tokens) < num_tokens:
+            tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
+        num_logits = 1 if end == track.num_expected and sampling.max_tokens > 0 else 0
         track.num_planned = end
         track.num_in_flight += num_logits
         if track.load is not None:
             if not track.load.settled:
-                self.loads[track.request.id] = track.load
+                self.loads[request.id] = track.load
             track.load = None
         for fence in table.take_after():
             self.after[FenceId(fence.lane, fence.number)] = fence
-        echo = None if request.sampling.prompt_logprobs is None else _echo(request, start, end)
+        echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
         writes = start >= track.num_cached
         chunk = Chunk(request.id, track.row, start, tokens, table.slots(end), writes, num_logits, request.adapter, echo)
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)

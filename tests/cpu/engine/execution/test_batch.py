@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,15 @@ def test_a_step_whose_first_chunks_are_not_its_decodes_is_refused(sizes: tuple[i
     chunks = tuple(chunk(row, 0, [5] * size) for row, size in enumerate(sizes))
     with pytest.raises(InvariantBroken, match="have one token"):
         Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, None, np.zeros(200, np.int32))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_chunk_that_wants_more_logits_than_it_has_tokens_is_refused(num_tokens: int) -> None:
+    packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
+    for num_logits in (num_tokens, num_tokens + 1):
+        chunks = (chunk(1, 5, [3] * num_tokens, num_logits=num_logits),)
+        with pytest.raises(InvariantBroken, match="more logits") if num_logits > num_tokens else contextlib.nullcontext():
+            packer.pack(chunks, int(num_tokens == 1), None, np.zeros(200, np.int32))
 
 
 def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() -> None:
