@@ -57,18 +57,15 @@ class RunningStep:
         try:
             if (error := self.wait_error()) is None:
                 return self._result()
-        except Exception as failed:  # what came of it cannot be read
+        except Exception as failed:  # a device that failed says so here
             error = failed
         log.error("step %d failed", self.number, exc_info=error)
         return StepResult(self.number, (), error=StepFailure.of(error))
 
     def wait_error(self) -> BaseException | None:
-        """Block until the step is over, and say why it failed, if it did."""
-        try:
-            self.fence.wait_passed()
-            return self.last.error()
-        except Exception as error:  # a device that failed says so here
-            return error
+        """Block until the step is over, and say why one of its ops failed, if one did. Raises where the device itself failed."""
+        self.fence.wait_passed()
+        return self.last.error()
 
     def _result(self) -> StepResult:
         self.outputs.lane.touch((self.outputs.access,), label="read results")
