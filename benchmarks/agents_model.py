@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import sys
 import time
@@ -61,6 +62,7 @@ class ModelFence:
     lane: str
     end_s: float
     clock: Clock
+    number: int = field(default_factory=itertools.count().__next__)
 
     def passed(self) -> bool:
         return self.clock.now_s >= self.end_s
@@ -199,9 +201,10 @@ class Model:
     def _launch(self, plan: StepPlan) -> None:
         lane = self.compute
         lane.busy_s = max(lane.busy_s, self.clock.now_s)
-        for fence in plan.after:
-            lane.wait(fence)
-        for load in plan.loads:
+        waits = self.scheduler.waits
+        for earlier in waits.fences.values():
+            lane.wait(earlier)
+        for load in waits.loads.values():
             for arrival in load.arrivals or ():
                 lane.wait(arrival.fence)
         context = sum(chunk.start + chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens == 1)
@@ -223,7 +226,7 @@ class Model:
         self.cache.settle()
         if seen is not None:
             self.cache.prefill.add(*seen)
-        sampled = tuple(Sampled(chunk.request_id, (1,)) for chunk in plan.chunks if chunk.samples)
+        sampled = tuple(Sampled(chunk.request_id, (1,)) for chunk in plan.chunks if chunk.num_logits)
         for event in self.scheduler.commit(StepResult(plan.number, sampled)):
             self._hear(event)
 

@@ -106,10 +106,10 @@ class Rig:
         for row, span in enumerate(spans):
             length = -(-span.kv_len // BLOCK)
             slots = self.order[used : used + length]
-            chunks.append(Chunk(str(row), row, span.prefix_len, [0] * span.q_len, slots, writes=True, samples=False))
+            chunks.append(Chunk(str(row), row, span.prefix_len, (0,) * span.q_len, slots, writes=True, num_logits=0))
             used += length
         room = np.empty(4 * sum(span.q_len for span in spans) + 8 * len(spans) + used + 8, np.int32)
-        packed = Packer(BLOCK, NUM_SLOTS, len(spans)).pack(tuple(chunks), None, room)
+        packed = Packer(BLOCK, NUM_SLOTS, len(spans)).pack(tuple(chunks), sum(span.q_len == 1 for span in spans), None, room)
         ints = torch.from_numpy(packed.ints).to(self.device)
         return packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
 

@@ -59,7 +59,7 @@ LOGPROBS = 20
 class PassedFence:
     """Behind a step that is over."""
 
-    lane = "compute"
+    lane, number = "compute", 0
 
     def passed(self) -> bool:
         return True
@@ -137,10 +137,10 @@ class Rig:
         num_ints = 4 * (plan.num_tokens + len(plan.chunks)) + 8 * len(plan.chunks) + 8 + sum(len(c.slots) for c in plan.chunks)
         if num_ints > len(self.staging):
             self.staging = np.empty(2 * num_ints, np.int32)
-        self.packer.pack(plan.chunks, None, self.staging)
+        self.packer.pack(plan.chunks, plan.num_decodes, None, self.staging)
 
     def commit(self, plan: StepPlan) -> None:
-        sampled = [Sampled(c.request_id, (7,)) for c in plan.chunks if c.samples]
+        sampled = tuple(Sampled(c.request_id, (7,)) for c in plan.chunks if c.num_logits)
         self.events += self.scheduler.commit(StepResult(plan.number, sampled))
         self.cache.submit_saves()
 
@@ -338,7 +338,7 @@ def retracting(num_tokens: int, num_requests: int) -> Times:
     for _ in range(3):
         rig = Rig(blocks(num_tokens) + 32, 1, num_host=2 * blocks(num_tokens) + 64)
         rig.submit(prompt(num_tokens))
-        while not rig.step().chunks[0].samples:
+        while not rig.step().chunks[0].num_logits:
             rig.flow()
         rig.flow()
         track = next(iter(rig.scheduler._tracks.values()))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, InvariantBroken, TransferFailed
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -44,6 +45,10 @@ class Fence(Protocol):
 
     @property
     def lane(self) -> str: ...
+
+    @property
+    def number(self) -> int:
+        """How much was submitted to the lane before it: two fences of one lane with the same number are the same point."""
 
     def passed(self) -> bool:
         """Poll; never blocks."""
@@ -185,7 +190,39 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-LogprobPart = tuple[int, Callable[[], Sequence["TokenLogprob | None"]]]  # how many, and what makes them
+def _same(one: tuple[object, ...], other: object) -> bool:
+    """Equality of named tuples that hold arrays, which do not say by themselves whether they are equal."""
+    if type(one) is not type(other) or not isinstance(other, tuple):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b for a, b in pairs)  # type: ignore[arg-type]
+
+
+class TokenScores(NamedTuple):
+    """Logprobs of N consecutive tokens, with n alternatives to each, as arrays: what a step gives. Whoever reads them makes the entries."""
+
+    tokens: NDArray[np.int32]  # [N]
+    logprobs: NDArray[np.float32]  # [N]
+    ranks: NDArray[np.int32]  # [N]; 1: the likeliest
+    top_tokens: NDArray[np.int32]  # [N, n], likeliest first
+    top_logprobs: NDArray[np.float32]  # [N, n]
+
+    def from_number(self, first: int) -> TokenScores:
+        """Without the first `first` of them."""
+        tops = self.top_tokens[first:], self.top_logprobs[first:]
+        return TokenScores(self.tokens[first:], self.logprobs[first:], self.ranks[first:], *tops)
+
+    def entries(self) -> list[TokenLogprob]:
+        ids, values = self.top_tokens.tolist(), self.top_logprobs.tolist()
+        tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+        rows = zip(self.tokens.tolist(), self.logprobs.tolist(), self.ranks.tolist(), tops, strict=True)
+        return [TokenLogprob(*row) for row in rows]
+
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _same(self, other)
 
 
 class PromptLogprobs(Sequence["TokenLogprob | None"]):
@@ -194,14 +231,15 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
 
     __slots__ = ("_made", "_num", "_parts")
 
-    def __init__(self, parts: Sequence[LogprobPart]) -> None:
+    def __init__(self, parts: Sequence[TokenScores | None]) -> None:
+        """None is one token of which nothing is known."""
         self._parts = parts
-        self._num = sum(num for num, _ in parts)
+        self._num = sum(1 if part is None else len(part.tokens) for part in parts)
         self._made: tuple[TokenLogprob | None, ...] | None = None
 
-    def followed_by(self, other: PromptLogprobs, first: int = 0) -> PromptLogprobs:
-        """These and then those of `other` from number `first` on."""
-        return PromptLogprobs((*self._parts, (max(0, len(other) - first), lambda: other._all()[first:])))
+    def followed_by(self, scores: TokenScores, first: int = 0) -> PromptLogprobs:
+        """These and then `scores` from number `first` on."""
+        return PromptLogprobs((*self._parts, scores.from_number(first)))
 
     def __len__(self) -> int:
         return self._num
@@ -226,8 +264,7 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
 
     def _all(self) -> tuple[TokenLogprob | None, ...]:
         if self._made is None:
-            self._made = made = tuple(chain.from_iterable(make() for _, make in self._parts))
-            self._parts = ((len(made), lambda: made),)  # what they were made from can go
+            self._made = tuple(chain.from_iterable((None,) if part is None else part.entries() for part in self._parts))
         return self._made
 
 
@@ -345,17 +382,32 @@ class Lease(Protocol):
 TOKEN_IN_FLIGHT = -1  # in a plan: the token that the previous step samples, not yet known to the host
 
 
+class FenceId(NamedTuple):
+    """The name of a fence: its lane, and its number there."""
+
+    lane: str
+    number: int
+
+
+class Echo(NamedTuple):
+    """Prompt tokens whose logprobs a chunk gives: its first position that of `tokens[0]`, and so on."""
+
+    tokens: tuple[int, ...]
+    num_top: int  # alternatives to report beside each
+
+
 class Chunk(NamedTuple):
     """One request's share of a step: `num_tokens` tokens from position `start` on."""
 
     request_id: str
     row: int  # fixed while the request runs; device state of the request lives under it
     start: int
-    tokens: Sequence[int]  # len(tokens) == num_tokens; may hold TOKEN_IN_FLIGHT where it is a decode
+    tokens: tuple[int, ...]  # len(tokens) == num_tokens; TOKEN_IN_FLIGHT only where it is the one token of a decode
     slots: NDArray[np.int32]  # exactly ceil((start + num_tokens) / block_tokens) slots, in token order
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
-    samples: bool  # True: the last token's logits are wanted
-    adapter: Adapter | None = None
+    num_logits: int  # of its last tokens so many have their logits computed, and a token sampled from each
+    adapter: Adapter | None = None  # whose weights it is computed with; looked up by its digest where the step is launched
+    echo: Echo | None = None  # None: no logprobs of its prompt are wanted
 
     @property
     def num_tokens(self) -> int:
@@ -365,33 +417,78 @@ class Chunk(NamedTuple):
     def kv_len(self) -> int:
         return self.start + len(self.tokens)
 
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _same(self, other)
+
 
 class Start(NamedTuple):
     """A request takes a row: its device state is set up before the step's own work."""
 
     row: int
-    request: Request
-    output: Sequence[int]  # generated before a retraction, empty otherwise
+    request_id: str
+    sampling: SamplingParams
+    output: tuple[int, ...] = ()  # generated before a retraction
+    prompt_tokens: NDArray[np.int32] | None = None  # the prompt's, each once, where a penalty looks at them
+
+    @classmethod
+    def of(cls, row: int, request: Request, output: Sequence[int] = ()) -> Start:
+        """What the device has to know of `request`."""
+        penalised = request.sampling.repetition_penalty != 1.0  # the only penalty that looks at the prompt
+        return cls(row, request.id, request.sampling, tuple(output), request.distinct() if penalised else None)
+
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _same(self, other)
+
+
+_ECHO_OF = attrgetter("echo")
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one forward pass shall do. Chunks of one token come first."""
+    """What one forward pass shall do. Plain data: it can be compared, printed, written down and sent to another process. What its ids stand
+    for is in `Waits`, and adapters are known by their digests."""
 
     number: int
     chunks: tuple[Chunk, ...]
+    num_decodes: int  # the first so many chunks have one token each, the others several
     starts: tuple[Start, ...] = ()
-    after: tuple[Fence, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
-    loads: tuple[Load, ...] = ()  # what is still on its way into slots of this step: each layer waits for its share of it
+    after: tuple[FenceId, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
+    loads: tuple[str, ...] = ()  # requests whose KV is still on its way into slots of this step: each layer waits for its share of it
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(c.tokens) for c in self.chunks)
+        return self.num_decodes + sum(len(c.tokens) for c in self.chunks[self.num_decodes :])
 
     @property
     def is_decode(self) -> bool:
         """One token per request: the shape that captured replays serve."""
-        return all(len(c.tokens) == 1 for c in self.chunks)
+        return self.num_decodes == len(self.chunks)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether logprobs of prompts are wanted: they take the logits of every position."""
+        return any(map(_ECHO_OF, self.chunks))  # hundreds of chunks in a step: at the speed of C
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What the ids of one plan stand for where it is launched. It goes beside the plan, never inside it."""
+
+    fences: Mapping[FenceId, Fence] = field(default_factory=dict)
+    loads: Mapping[str, Load] = field(default_factory=dict)  # by request
+
+    def of(self, plan: StepPlan) -> tuple[tuple[Fence, ...], tuple[Load, ...]]:
+        """What `plan` is to wait for; raises InvariantBroken where some of it is not here."""
+        try:
+            return tuple(self.fences[one] for one in plan.after), tuple(self.loads[one] for one in plan.loads)
+        except KeyError as error:
+            raise InvariantBroken(f"step {plan.number} is to wait for {error.args[0]}, and nothing here has that name") from None
 
 
 class Sampled(NamedTuple):
@@ -402,14 +499,29 @@ class Sampled(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+class StepFailure(NamedTuple):
+    """Why a step failed."""
+
+    kind: str  # the exception's class
+    message: str
+    lacked_kv: bool = False  # what it was to wait for did not arrive: it has computed nothing, and its requests are none the worse
+
+    @classmethod
+    def of(cls, error: BaseException) -> StepFailure:
+        return cls(type(error).__name__, str(error), isinstance(error, TransferFailed))
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one forward pass did."""
+    """What one forward pass did. Plain data, as its plan is."""
 
     number: int
-    sampled: Sequence[Sampled]
-    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)  # by request, this chunk's share
-    error: BaseException | None = None
+    sampled: tuple[Sampled, ...]
+    prompt_logprobs: tuple[tuple[str, TokenScores], ...] = ()  # by request, this chunk's share
+    error: StepFailure | None = None
 
 
 # ------------------------------------------------------------------------------------------------- scheduler <-> kv

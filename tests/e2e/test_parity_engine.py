@@ -85,7 +85,7 @@ def test_a_fault_in_the_paged_path_is_seen(engine: Engine, reference_smollm2: An
         elif fault == "table" and len(packed.read_slots) > 2:
             packed.read_slots[0] = packed.read_slots[1]
         elif fault == "last write":
-            packed.ints[ends[1] : ends[2]][-1] = engine._parts.executor._limits.padding_slot * 16
+            packed.ints[ends[1] : ends[2]][-1] = engine._parts.executor.limits.padding_slot * 16
         return packed
 
     monkeypatch.setattr(packer, "pack", pack)

@@ -23,6 +23,7 @@ from penstock.contract import (
     SamplingParams,
     StepPlan,
     TokenLogprob,
+    TokenScores,
 )
 from penstock.errors import InvalidRequest, UserError
 
@@ -138,25 +139,30 @@ def test_only_a_request_that_can_use_cached_kv_may_match(prefix: Prefix | None, 
 
 
 def test_a_plan_counts_its_tokens_and_knows_a_decode_step() -> None:
-    def chunk(name: str, start: int, tokens: list[int]) -> Chunk:
-        return Chunk(name, 0, start, tokens, np.arange(1, dtype=np.int32), True, True)
+    def chunk(name: str, start: int, *tokens: int) -> Chunk:
+        return Chunk(name, 0, start, tokens, np.arange(1, dtype=np.int32), True, 1)
 
-    decode, prompt = chunk("a", 5, [TOKEN_IN_FLIGHT]), chunk("b", 3, [7, 8])
+    decode, prompt = chunk("a", 5, TOKEN_IN_FLIGHT), chunk("b", 3, 7, 8)
     assert (decode.num_tokens, decode.kv_len) == (1, 6) and (prompt.num_tokens, prompt.kv_len) == (2, 5)
-    assert StepPlan(1, (decode, decode)).is_decode and not StepPlan(1, (decode, prompt)).is_decode
-    assert StepPlan(1, (decode, prompt)).num_tokens == 3
+    assert StepPlan(1, (decode, decode), 2).is_decode and not StepPlan(1, (decode, prompt), 1).is_decode
+    assert StepPlan(1, (decode, prompt), 1).num_tokens == 3
 
 
-def scores(*tokens: int) -> PromptLogprobs:
-    return PromptLogprobs([(1, lambda token=token: (TokenLogprob(token, -1.0, 1, ()),)) for token in tokens])  # type: ignore[misc]
+def scores(*tokens: int) -> TokenScores:
+    ints, num = np.array(tokens, np.int32), len(tokens)
+    return TokenScores(ints, np.full(num, -1.0, np.float32), np.ones(num, np.int32), ints[:, None], np.full((num, 1), -0.5, np.float32))
 
 
-def test_prompt_logprobs_are_put_together_without_making_them() -> None:
+def test_prompt_logprobs_are_put_together_without_making_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later life of a request computes again what an earlier one had: of that only what is new is wanted, and it may be nothing."""
     made: list[int] = []
-    late = PromptLogprobs([(2, lambda: made.append(1) or (None, None))])  # type: ignore[func-returns-value]
-    both = scores(1, 2).followed_by(scores(2, 3), 1).followed_by(scores(1, 2), 2).followed_by(scores(1), 5).followed_by(late)
-    assert len(both) == 5 and not made
-    assert [None if entry is None else entry.token for entry in both] == [1, 2, 3, None, None]
-    assert both[2] == scores(3)[0] and both[3:] == (None, None) and both == tuple(both) and made == [1]
-    assert len(both.followed_by(scores(4))) == 6 and both.followed_by(scores(4))[5] == scores(4)[0]
+    entries = TokenScores.entries
+    monkeypatch.setattr(TokenScores, "entries", lambda one: made.append(len(one.tokens)) or entries(one))  # type: ignore[func-returns-value]
+    both = PromptLogprobs([None]).followed_by(scores(1, 2)).followed_by(scores(2, 3), 1).followed_by(scores(1, 2), 2)
+    both = both.followed_by(scores(1), 5).followed_by(scores(8, 9))
+    assert len(both) == 6 and not made
+    assert [None if entry is None else entry.token for entry in both] == [None, 1, 2, 3, 8, 9] and made == [2, 1, 0, 0, 2]
+    assert both[3] == TokenLogprob(3, -1.0, 1, ((3, -0.5),)) and both[:2] == (None, both[1]) and both == tuple(both)
+    assert len(made) == 5, "made once"
+    longer = both.followed_by(scores(4))
+    assert len(longer) == 7 and longer[6] == TokenLogprob(4, -1.0, 1, ((4, -0.5),))

@@ -22,6 +22,7 @@ from penstock.contract import Adapter, CacheHint, Lease, Listener, Prefix, Reque
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.outcome import RunningStep
+from penstock.engine.execution.recording import Recorder
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
@@ -66,6 +67,7 @@ class EngineParts:
     max_open: int  # requests known to the engine at once; one more is refused as overload
     seed: int
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
+    recorder: Recorder | None = None  # told of every step, where somebody wants the run again
 
 
 class Engine:
@@ -329,7 +331,9 @@ class Engine:
         self._outbox.end_all(why)
 
     def _launch(self, plan: StepPlan) -> RunningStep:
-        running = self._parts.executor.launch(plan)
+        if self._parts.recorder is not None:
+            self._parts.recorder.add_plan(plan, self._parts.cache.stats().promoted_total)
+        running = self._parts.executor.launch(plan, self._parts.scheduler.waits)
         self._pace.launched(plan)
         self._parts.scheduler.launched(running.fence)
         self._outbox.note_starts(plan.starts)
@@ -343,6 +347,8 @@ class Engine:
                 time.sleep(self._parts.cache.look_again_s)
         with self._watch.may_wait("result"):
             result = step.wait_result()
+        if self._parts.recorder is not None:
+            self._parts.recorder.add_result(result)
         self._blocked_s["result"] += time.monotonic() - started
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
@@ -350,8 +356,6 @@ class Engine:
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)
             self._settle()
-        if result.error is not None:
-            log.error("step %d failed", result.number, exc_info=result.error)
         self._outbox.publish(self._parts.scheduler.commit(result))
         started = time.monotonic()
         self._parts.cache.submit_saves()

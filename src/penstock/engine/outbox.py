@@ -49,7 +49,7 @@ class Outbox:
         """A step that these take part in has been launched. A request that was retracted has started before."""
         now = time.monotonic()
         for start in starts:
-            entry = self._open.get(start.request.id)
+            entry = self._open.get(start.request_id)
             if entry is not None and not entry.started_s:
                 entry.started_s = now
 

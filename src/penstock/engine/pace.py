@@ -31,7 +31,7 @@ class Pace:
         self._last_end_s = 0.0
 
     def launched(self, plan: StepPlan) -> None:
-        chunks = [chunk for chunk in plan.chunks if chunk.num_tokens > 1]
+        chunks = plan.chunks[plan.num_decodes :]
         num = sum(chunk.num_tokens for chunk in chunks)
         prefill = None
         if num >= _MIN_TOKENS and not plan.loads:

@@ -85,9 +85,9 @@ def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
     right = [generate(alone, prompts(n, seed=n), adapter=adapter(alone, which)).tokens for n, which in work]
     mixtures, launch = set(), together._parts.executor.launch
 
-    def watched(plan: Any) -> Any:
+    def watched(plan: Any, waits: Any) -> Any:
         mixtures.add(frozenset(chunk.adapter for chunk in plan.chunks))
-        return launch(plan)
+        return launch(plan, waits)
 
     monkeypatch.setattr(together._parts.executor, "launch", watched)
     found = [submit(together, prompts(n, seed=n), adapter=adapter(together, which)) for n, which in work]

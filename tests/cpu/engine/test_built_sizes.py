@@ -71,7 +71,7 @@ def test_device_memory_for_less_than_two_blocks_is_refused() -> None:
 def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
     engine = build(replace(tiny_config(), kv=KvConfig(block_tokens=32, device_gib=10 * BLOCK_BYTES / GIB)))
     assert (engine.cache.block_tokens, engine.cache.num_blocks, engine._parts.arena.layout.block_tokens) == (32, 5, 32)
-    assert engine._parts.executor._limits.block_tokens == 32 and engine._parts.executor._limits.max_table == 5
+    assert engine._parts.executor.limits.block_tokens == 32 and engine._parts.executor.limits.max_table == 5
     engine.close(timeout_s=20.0)
 
 

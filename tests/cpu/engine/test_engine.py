@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, TokenLogprob
+from penstock import contract
+from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, TokenLogprob, Waits
 from penstock.engine import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution import outcome
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from support.driving import generate, run_all, submit
@@ -61,10 +61,10 @@ def test_chunks_sized_by_time_do_not_change_the_tokens(make_engine: MakeEngine, 
     sizes: dict[str, list[int]] = {}
     launch = engine._parts.executor.launch
 
-    def see(plan: StepPlan) -> Any:
+    def see(plan: StepPlan, waits: Waits) -> Any:
         for chunk in plan.chunks:
             sizes.setdefault(chunk.request_id, []).append(chunk.num_tokens)
-        return launch(plan)
+        return launch(plan, waits)
 
     monkeypatch.setattr(engine._parts.executor, "launch", see)
     first = submit(engine, prompts(200, 200), max_tokens=20)
@@ -428,7 +428,7 @@ def test_logprobs_of_a_prompt_are_made_by_whoever_reads_them(
             num_made += 1
             return super().__new__(cls, *fields)
 
-    monkeypatch.setattr(outcome, "TokenLogprob", Counted)
+    monkeypatch.setattr(contract, "TokenLogprob", Counted)
     engine = make_engine(prefill_chunk=64)
     echoed = generate(engine, prompts(200), prompt_logprobs=5, max_tokens=1)
     assert echoed.finish is FinishReason.LENGTH and echoed.prompt_logprobs is not None

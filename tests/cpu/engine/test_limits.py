@@ -152,9 +152,9 @@ def test_the_largest_step_of_all_fits_its_staging_buffer(max_batch: int) -> None
     limits = StepLimits(max_batch, chunk, table, block_tokens=16, padding_slot=99, arena="device")
     slots = np.arange(table, dtype=np.int32)
     end = 16 * table
-    decodes = [Chunk(str(n), n, end - 1, [1], slots, True, True) for n in range(max_batch - 1)]
-    last = Chunk("last", max_batch - 1, end - chunk, [1] * chunk, slots, True, True)
-    packed = Packer(16, 99, max_batch).pack((*decodes, last), None, np.zeros(limits.staging_ints, np.int32))
+    decodes = [Chunk(str(n), n, end - 1, (1,), slots, True, 1) for n in range(max_batch - 1)]
+    last = Chunk("last", max_batch - 1, end - chunk, (1,) * chunk, slots, True, 1)
+    packed = Packer(16, 99, max_batch).pack((*decodes, last), len(decodes), None, np.zeros(limits.staging_ints, np.int32))
     assert packed.shape.num_tokens == chunk + max_batch - 1
     assert len(packed.ints) == packed.shape.fixed_ints + 1 + max_batch * table, "nothing is cut off"
     assert len(packed.ints) + NUM_PARAMS * max_batch <= limits.staging_ints

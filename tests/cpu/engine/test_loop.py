@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent, Waits
 from penstock.engine import loop as loop_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.outcome import RunningStep
@@ -146,9 +146,9 @@ def test_a_loop_that_has_started_is_warm(engine: Engine, monkeypatch: pytest.Mon
     threads: list[str] = []
     launch = engine._parts.executor.launch
 
-    def noted(plan: StepPlan) -> RunningStep:
+    def noted(plan: StepPlan, *waits: Waits) -> RunningStep:
         threads.append(threading.current_thread().name)
-        return launch(plan)
+        return launch(plan, *waits)
 
     monkeypatch.setattr(engine._parts.executor, "launch", noted)
     loop = EngineLoop(engine)

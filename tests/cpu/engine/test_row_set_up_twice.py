@@ -26,7 +26,7 @@ def test_the_request_that_came_last_counts(
         made = plan()
         if made is None:
             return None
-        return dataclasses.replace(made, starts=tuple(start for own in made.starts for start in (Start(own.row, gone, (5, 5)), own)))
+        return dataclasses.replace(made, starts=tuple(start for own in made.starts for start in (Start.of(own.row, gone, (5, 5)), own)))
 
     monkeypatch.setattr(engine._parts.scheduler, "plan", planned)
     found = generate(engine, prompts(20), **sampling)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.config import SanitizeConfig
-from penstock.contract import FinishReason, StepPlan
+from penstock.contract import FinishReason, StepPlan, Waits
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
@@ -63,12 +63,12 @@ def lose_the_table(engine: Engine, request_id: str, monkeypatch: pytest.MonkeyPa
     executor, scheduler, cache = engine._parts.executor, engine._parts.scheduler, engine._parts.cache
     whole = executor.launch
 
-    def launch(plan: StepPlan) -> Any:
+    def launch(plan: StepPlan, waits: Waits) -> Any:
         cache.release(scheduler._tracks[request_id].held_table(), None)
         monkeypatch.setattr(cache, "release", lambda *_: None)
         monkeypatch.setattr(cache, "seal", lambda *_: None)
         monkeypatch.setattr(executor, "launch", whole)
-        return whole(plan)
+        return whole(plan, waits)
 
     monkeypatch.setattr(executor, "launch", launch)
 

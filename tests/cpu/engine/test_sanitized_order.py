@@ -12,7 +12,7 @@ import pytest
 
 from cpu.engine.test_engine import check_at_rest
 from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
-from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan
+from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan, Waits
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.kv.transfer.checked import ByteChecks
@@ -27,16 +27,16 @@ Prompts = Callable[..., list[int]]
 SLOW_S = 0.05  # what is held back is let go after that; whoever waits for it waits longer than a busy machine explains
 
 
-def launched_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch, load: GatedCopier) -> list[StepPlan]:
-    """Every plan from now on. One that waits for a load lets it go, so that nobody waits for ever."""
-    plans: list[StepPlan] = []
+def launched_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch, load: GatedCopier) -> list[tuple[StepPlan, Waits]]:
+    """Every plan from now on, and what its ids stand for. One that waits for a load lets it go, so that nobody waits for ever."""
+    plans: list[tuple[StepPlan, Waits]] = []
     launch = engine._parts.executor.launch
 
-    def noted(plan: StepPlan) -> Any:
-        plans.append(plan)
+    def noted(plan: StepPlan, waits: Waits) -> Any:
+        plans.append((plan, waits))
         if plan.loads:
             load.let()
-        return launch(plan)
+        return launch(plan, waits)
 
     monkeypatch.setattr(engine._parts.executor, "launch", noted)
     return plans
@@ -68,7 +68,7 @@ def test_a_short_step_waits_for_all_of_its_load_and_a_long_one_begins_with_its_f
     plans = launched_plans(engine, monkeypatch, load)
     submit(engine, [*prompts(80), *prompts(num_more, seed=1)], max_tokens=1)
     until(engine, lambda: bool(plans))
-    assert [one.layered for one in plans[0].loads] == [layered]
+    assert [one.layered for one in plans[0][1].loads.values()] == [layered]
     run_all(engine)
 
 
@@ -198,7 +198,7 @@ def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, pr
     load.let(1)
     until(engine, lambda: first.finish is not None)
     assert second.tokens == [] and engine.stats().requests["loading"] == 1
-    assert len(plans) > 3 and all(plan.loads == () for plan in plans)
+    assert len(plans) > 3 and all(plan.loads == () for plan, _ in plans)
     load.let()
     run_all(engine)
     assert [first.tokens, second.tokens] == expected

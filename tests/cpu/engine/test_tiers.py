@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cpu.engine.test_engine import check_at_rest
-from penstock.contract import CacheHint, FinishReason, KvSource, SamplingParams, StepPlan
+from penstock.contract import CacheHint, FinishReason, KvSource, SamplingParams, StepPlan, Waits
 from penstock.engine.engine import Engine
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packer
@@ -216,9 +216,9 @@ def test_a_retracted_request_resumes_from_host_memory_with_no_token_computed_aga
     planned: list[int] = []
     launch = engine._parts.executor.launch
 
-    def launched(plan: StepPlan) -> Any:
+    def launched(plan: StepPlan, waits: Waits) -> Any:
         planned.append(plan.num_tokens)
-        return launch(plan)
+        return launch(plan, waits)
 
     monkeypatch.setattr(engine._parts.executor, "launch", launched)
     found = crowd(engine, prompts)
@@ -543,8 +543,8 @@ def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
     expected = generate(engine, prompts(30), logprobs=1)
     pack = Packer._pack_tokens
 
-    def misplaced(self: Packer, chunks: Any, starts: Any, last_slots: Any, out: Any) -> None:
-        pack(self, chunks, starts, last_slots, out)
+    def misplaced(self: Packer, chunks: Any, num_decodes: int, starts: Any, last_slots: Any, out: Any) -> None:
+        pack(self, chunks, num_decodes, starts, last_slots, out)
         out[2][: len(chunks)] = self._padding_slot * self._block_tokens  # the newest token's KV goes nowhere
 
     monkeypatch.setattr(Packer, "_pack_tokens", misplaced)

@@ -161,7 +161,7 @@ def test_each_run_changes_its_own_tokens_and_no_others(tmp_path: Path, llama: Mo
 
 
 def chunk(num_tokens: int, adapter: Adapter | None) -> Chunk:
-    return Chunk("r", 0, 0, [1] * num_tokens, np.zeros(1, np.int32), True, True, adapter)
+    return Chunk("r", 0, 0, (1,) * num_tokens, np.zeros(1, np.int32), True, 1, adapter)
 
 
 def test_neighbours_with_the_same_content_are_one_run() -> None:

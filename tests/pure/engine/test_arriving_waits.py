@@ -14,7 +14,7 @@ from support.stepped import SteppedFence, SteppedLane, SteppedLanes
 
 
 @dataclass
-class Waits:
+class WaitingLane:
     """A lane as far as it is made to wait."""
 
     name: str = "compute"
@@ -40,7 +40,7 @@ def waits_by_layer(arriving: Arriving, num_layers: int) -> list[list[int]]:
     """Fences that are waited for before each layer."""
     found = []
     for layer in range(num_layers):
-        lane = Waits()
+        lane = WaitingLane()
         arriving.wait_on(lane, layer + 1)  # type: ignore[arg-type]
         found.append(lane.on)
     return found
@@ -65,13 +65,13 @@ def test_two_loads_of_one_step_are_both_waited_for(lane: SteppedLane) -> None:
 
 # Holds invariant 3: a replay has no wait inside.
 def test_a_replay_waits_for_all_parts_before_it(lane: SteppedLane) -> None:
-    waits = Waits()
+    waits = WaitingLane()
     assert Arriving([load(lane, (0, 3), (3, 6))]).wait_on(waits, 6)  # type: ignore[arg-type]
     assert waits.on == [1, 2]
 
 
 def test_a_step_without_loads_waits_for_nothing() -> None:
-    waits = Waits()
+    waits = WaitingLane()
     assert not Arriving([]).wait_on(waits, 6)  # type: ignore[arg-type]
     assert waits.on == []
 

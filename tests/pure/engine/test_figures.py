@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.contract import Arrival, Chunk, FinishReason, KvSource, Load, Request, SamplingParams, Start, StepPlan, TokenEvent
+from penstock.contract import Chunk, FinishReason, KvSource, Request, SamplingParams, Start, StepPlan, TokenEvent
 from penstock.engine import outbox as outbox_module
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace
@@ -103,7 +103,7 @@ def test_the_first_event_says_how_long_the_request_waited_for_its_first_step(clo
     request = Request("r", [1], SamplingParams(max_tokens=1))
     for now, other in ((100.0, "gone"), (101.5, "r"), (103.0, "r")):  # it was retracted before its first token, and began again
         clock.now = now
-        outbox.note_starts([Start(0, dataclasses.replace(request, id=other), ())])
+        outbox.note_starts([Start.of(0, dataclasses.replace(request, id=other))])
     outbox.publish([TokenEvent("r", (1,), source=KvSource(computed=1)), TokenEvent("r", (2,))])
     assert [event.waited_s for event in heard] == [3.5, None]
 
@@ -120,27 +120,15 @@ def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) 
 # ------------------------------------------------------------------------------------------------------------------------ pace
 
 
-class NoLoad:
-    """A load that is over; it only has to be there."""
-
-    arrivals: tuple[Arrival, ...] = ()
-    settled, overdue, layered, num_landed = True, False, False, 0
-
-    def error(self) -> None:
-        return None
-
-    def nearly_landed(self) -> bool:
-        return True
-
-
-def plan(*chunks: tuple[int, int], loads: tuple[Load, ...] = ()) -> StepPlan:
+def plan(*chunks: tuple[int, int], loads: tuple[str, ...] = ()) -> StepPlan:
     """Of (start, tokens) each."""
     no_slots = np.empty(0, np.int32)
-    made = tuple(Chunk(str(n), n, start, [1] * num, no_slots, True, True) for n, (start, num) in enumerate(chunks))
-    return StepPlan(1, made, loads=loads)
+    ordered = sorted(chunks, key=lambda chunk: chunk[1] > 1)
+    made = tuple(Chunk(str(n), n, start, (1,) * num, no_slots, True, 1) for n, (start, num) in enumerate(ordered))
+    return StepPlan(1, made, sum(num == 1 for _, num in chunks), loads=loads)
 
 
-def paced(*chunks: tuple[int, int], loads: tuple[Load, ...] = ()) -> tuple[int, float] | tuple[int, float, str] | None:
+def paced(*chunks: tuple[int, int], loads: tuple[str, ...] = ()) -> tuple[int, float] | tuple[int, float, str] | None:
     """What a step of these chunks says about prefills: tokens, and depth, and whether that is what they take at most."""
     pace = Pace(Clock())
     pace.launched(plan(*chunks, loads=loads))
@@ -163,7 +151,7 @@ def test_a_step_counts_where_it_is_mostly_prefill() -> None:
 
 
 def test_a_step_that_waits_for_a_load_does_not_count() -> None:
-    assert paced((0, 100), loads=(NoLoad(),)) is None
+    assert paced((0, 100), loads=("r",)) is None
 
 
 def test_the_depth_is_what_lies_before_a_token_on_average() -> None:

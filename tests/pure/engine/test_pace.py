@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from penstock.contract import Chunk, StepPlan
@@ -20,12 +18,13 @@ class Clock:
         return self.now_s
 
 
-def plan(*chunks: tuple[int, int], loads: tuple[Any, ...] = ()) -> StepPlan:
+def plan(*chunks: tuple[int, int], loads: tuple[str, ...] = ()) -> StepPlan:
     """A step of chunks that are (start, tokens)."""
+    ordered = sorted(chunks, key=lambda chunk: chunk[1] > 1)
     made = tuple(
-        Chunk(f"r{i}", i, start, [0] * num, np.zeros(1, np.int32), writes=True, samples=True) for i, (start, num) in enumerate(chunks)
+        Chunk(f"r{i}", i, start, (0,) * num, np.zeros(1, np.int32), writes=True, num_logits=1) for i, (start, num) in enumerate(ordered)
     )
-    return StepPlan(1, made, loads=loads)
+    return StepPlan(1, made, sum(num == 1 for _, num in chunks), loads=loads)
 
 
 def taken(pace: Pace, clock: Clock, step: StepPlan, seconds: float) -> Prefill | None:
@@ -60,7 +59,7 @@ def test_a_step_that_was_launched_late_runs_from_its_launch() -> None:
 def test_a_step_that_waits_for_a_load_says_nothing_about_prefills() -> None:
     clock = Clock()
     pace = Pace(clock)
-    assert taken(pace, clock, plan((0, 64), loads=(object(),)), 1.0) is None
+    assert taken(pace, clock, plan((0, 64), loads=("r",)), 1.0) is None
     assert taken(pace, clock, plan((0, 64)), 1.0) is not None, "the next one does"
 
 

@@ -116,12 +116,12 @@ class Packer:
         self._padding_slot = padding_slot
         self._padding_row = padding_row
 
-    def pack(self, chunks: tuple[Chunk, ...], bucket: Shape | None, into: NDArray[np.int32]) -> Packed:
-        """Write the step into `into`, padded to `bucket` where there is one.
+    def pack(self, chunks: tuple[Chunk, ...], num_decodes: int, bucket: Shape | None, into: NDArray[np.int32]) -> Packed:
+        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token each.
 
         Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. In a decode bucket each is
         a chunk of its own, so that every program has work; in any other they belong to no chunk, and padding chunks have no tokens.
-        Every chunk of a bucket is sampled; those that did not ask are sampled into the padding row.
+        Every chunk of a bucket is sampled once; those that did not ask are sampled into the padding row.
         """
         num = len(chunks)
         lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
@@ -129,8 +129,12 @@ class Packer:
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
         if (table_lens != -(-(starts + lens) // self._block_tokens)).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
-        sampled = np.fromiter((c.samples for c in chunks), bool, num)
-        shape = bucket or Shape(int(lens.sum()), num, int(sampled.sum()))
+        if (lens[:num_decodes] != 1).any() or (lens[num_decodes:] == 1).any():
+            raise InvariantBroken(f"not the first {num_decodes} chunks have one token, and the others several")
+        num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
+        if (num_logits > lens).any():
+            raise InvariantBroken("a chunk wants more logits than it has tokens")
+        shape = bucket or Shape(int(lens.sum()), num, int(num_logits.sum()))
         ints = into[: shape.fixed_ints + 1 + int(table_lens.sum())]
         parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints)))]
         tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows, tables = parts
@@ -147,27 +151,30 @@ class Packer:
         q_starts[0] = 0
         np.cumsum(lens, out=q_starts[1 : num + 1])
         q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1) if shape.is_decode else q_starts[num]
-        self._pack_tokens(chunks, starts, tables[table_ends], (tokens, positions, write_at))
+        self._pack_tokens(chunks, num_decodes, starts, tables[table_ends], (tokens, positions, write_at))
         if bucket:
             sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
-            sample_rows[:num] = np.where(sampled, rows[:num], self._padding_row)
+            sample_rows[:num] = np.where(num_logits > 0, rows[:num], self._padding_row)
             sample_rows[num:] = self._padding_row
         else:
-            sample_at[:] = (q_starts[1:] - 1)[sampled]
-            sample_rows[:] = rows[sampled]
-        num_decodes = shape.num_chunks if shape.is_decode else int((lens == 1).sum())
+            sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(num_logits), num_logits) + np.arange(shape.num_samples)
+            sample_rows[:] = np.repeat(rows, num_logits)
+        num_decodes = shape.num_chunks if shape.is_decode else num_decodes
         write_slots = write_at[: int(lens.sum())] // self._block_tokens
         return Packed(shape, ints, num_decodes, int(lens.max(initial=0)), int(kv_lens.max()), tables[1:], write_slots)
 
     def _pack_tokens(
-        self, chunks: tuple[Chunk, ...], starts: NDArray[np.int32], last_slots: NDArray[np.int32], out: tuple[NDArray[np.int32], ...]
+        self,
+        chunks: tuple[Chunk, ...],
+        num: int,
+        starts: NDArray[np.int32],
+        last_slots: NDArray[np.int32],
+        out: tuple[NDArray[np.int32], ...],
     ) -> None:
+        """The first `num` are decodes, of which a step has hundreds: filled at once."""
         tokens, positions, write_at = out
         block = self._block_tokens
         padding_at = self._padding_slot * block
-        num = 0  # leading chunks of one token, which a decode step has by the hundred: filled at once
-        while num < len(chunks) and len(chunks[num].tokens) == 1:
-            num += 1
         tokens[:num] = [c.tokens[0] for c in chunks[:num]]
         positions[:num] = starts[:num]
         writes = np.fromiter((c.writes for c in chunks[:num]), bool, num)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import MAX_LOGPROBS, Access, Adapter, Mode, StepPlan
+from penstock.contract import MAX_LOGPROBS, Access, Adapter, Mode, StepPlan, Waits
 from penstock.engine.execution import warm
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packed, Packer, Shape
@@ -19,6 +19,7 @@ from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_counts
 from penstock.engine.execution.sampler import Sampler, packed_width, token_logprobs
 from penstock.engine.execution.staging import StagingRing, Uploads, move
+from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.models.lora import AdapterWeights, LoraRuns, blank_weights, lora_runs
 from penstock.observe import ByteGuard
@@ -31,6 +32,7 @@ _SAMPLER, _LAST, _ROW_STATE = "sampler rows", (0, 1), (0, 2)
 _INPUTS = "replay inputs"
 _GRAPHS = "memory of replays"
 _ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
+_NO_WAITS = Waits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Executor:
         self._sampler = sampler
         self._uploads = uploads
         self._lane = lane
-        self._limits = limits
+        self.limits = limits
         self._device = device
         self._rows = Rows(limits.max_batch)
         self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch)
@@ -107,7 +109,7 @@ class Executor:
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
-        limits, model = self._limits, self._forward.model
+        limits, model = self.limits, self._forward.model
         sizes = warm.Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
         self._forward.attention.warm(sizes.prefill_chunk, max_tokens, progress)
         kinds = warm.all_kinds(sizes, self._replays.buckets) if self._device.type == "cuda" else warm.few_kinds(sizes)
@@ -116,29 +118,33 @@ class Executor:
         try:
             for done, plan in enumerate(warm.plans(kinds, slot, limits.block_tokens)):
                 progress("warming up", done, len(kinds))
-                if (error := self.launch(plan).wait_result().error) is not None:
+                if (error := self.launch(plan).wait_error()) is not None:
                     raise error
         finally:
             self._weights_of = weights_of
         progress("warming up", len(kinds), len(kinds))
 
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Put the step on the compute lane and return; the step before may still be running there."""
-        for fence in plan.after:
+    def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
+        """Put the step on the compute lane and return; the step before may still be running there. `waits`: what the plan's ids stand
+        for."""
+        after, loads = waits.of(plan)
+        if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
+            raise InvariantBroken(f"step {plan.number} wants several tokens for one request: a row has but one last token")
+        for fence in after:
             self._lane.wait(fence)
         chain = _Chain(self._lane)
         if self.guard is not None:
             self._spoil(self.guard, chain, plan)
         for start in plan.starts:
             self._rows.start(start)
-            if needs_counts(start.request.sampling):
+            if needs_counts(start.sampling):
                 access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
-        arriving = Arriving(plan.loads)
+        arriving = Arriving(loads)
         lora = lora_runs(plan.chunks, self._weights_of)
-        bucket = None if arriving.overlaps or lora is not None else self._bucket_for(plan)
+        bucket = None if arriving.overlaps or lora is not None else self._replays.bucket_for(plan)
         host, array = self._staging.next()
-        packed = self._packer.pack(plan.chunks, bucket, array)
+        packed = self._packer.pack(plan.chunks, plan.num_decodes, bucket, array)
         sample_plan, num_ints = self._plan_sampling(packed, array)
         outputs = Outputs(self._lane, self._results.next()[0], self._results.access(Mode.READ), lora)
         if bucket is not None:
@@ -154,26 +160,21 @@ class Executor:
         fence = self._lane.record()
         self._staging.used_until(fence)
         self._results.used_until(fence)
-        chunks = plan.chunks if bucket is not None else [c for c in plan.chunks if c.samples]
-        return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence, plan.loads)
+        chunks = plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
+        return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence, loads)
 
     # --------------------------------------------------------------------------------------------------------- forward
 
-    def _bucket_for(self, plan: StepPlan) -> Shape | None:
-        if any(self._rows.echo_targets(chunk)[0] for chunk in plan.chunks):
-            return None  # needs the logits of every position, which a replay does not compute
-        return self._replays.bucket_for(plan)
-
     def _spoil(self, guard: ByteGuard, chain: _Chain, plan: StepPlan) -> None:
         """Blocks that the step is the first to write hold nothing that anybody could use."""
-        arena, block = self._limits.arena, self._limits.block_tokens
+        arena, block = self.limits.arena, self.limits.block_tokens
         slots = [int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) :]]
         if slots:
             access = Access(arena, slots, (0, self._forward.model.config.num_layers), Mode.WRITE)
             chain.submit(lambda: guard.poison(arena, slots), "poison", [access])
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
-        arena = self._limits.arena
+        arena = self.limits.arena
         return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
 
     def _embed_access(self, packed: Packed) -> Access:
@@ -246,10 +247,12 @@ class Executor:
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
+        if not plan.echoes:
+            return
         at = 0
         for chunk in plan.chunks:
-            targets, num_top = self._rows.echo_targets(chunk)
-            if targets:
+            if chunk.echo is not None:
+                targets, num_top = chunk.echo
                 room = outputs.room_for(len(targets), num_top)
                 outputs.prompts.append((chunk.request_id, room))
                 for first in range(0, len(targets), _LOGPROB_ROWS):

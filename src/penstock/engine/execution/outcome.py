@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import Access, Chunk, Fence, Load, PromptLogprobs, Sampled, StepResult, TokenLogprob
+from penstock.contract import Access, Chunk, Fence, Load, Sampled, StepFailure, StepResult, TokenScores
 from penstock.engine.execution.sampler import packed_width
 from penstock.lanes.lane import Lane, Ticket
 from penstock.models.lora import LoraRuns
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -51,38 +53,44 @@ class RunningStep:
     loads: Sequence[Load] = ()  # what it waits for on the device
 
     def wait_result(self) -> StepResult:
-        """Block until the step is over. A failure is part of the result, not raised."""
+        """Block until the step is over. A failure is logged and part of the result, not raised."""
         try:
-            self.fence.wait_passed()
-            if (error := self.last.error()) is not None:
-                return StepResult(self.number, (), error=error)
-            self.outputs.lane.touch((self.outputs.access,), label="read results")
-            # A copy, since who reads them does so later, on another thread, and the buffer comes round.
-            prompts = {
-                request_id: PromptLogprobs([(len(room), partial(_rows, room.numpy().copy()))]) for request_id, room in self.outputs.prompts
-            }
-            return StepResult(self.number, self._sampled(), prompts)
-        except Exception as error:  # a device that failed says so here
-            return StepResult(self.number, (), error=error)
+            if (error := self.wait_error()) is None:
+                return self._result()
+        except Exception as failed:  # a device that failed says so here
+            error = failed
+        log.error("step %d failed", self.number, exc_info=error)
+        return StepResult(self.number, (), error=StepFailure.of(error))
+
+    def wait_error(self) -> BaseException | None:
+        """Block until the step is over, and say why one of its ops failed, if one did. Raises where the device itself failed."""
+        self.fence.wait_passed()
+        return self.last.error()
+
+    def _result(self) -> StepResult:
+        self.outputs.lane.touch((self.outputs.access,), label="read results")
+        # A copy, since who reads them does so later, on another thread, and the buffer comes round.
+        prompts = ((request_id, _scores(room.numpy().copy())) for request_id, room in self.outputs.prompts)
+        return StepResult(self.number, tuple(self._sampled()), tuple(prompts))
 
     def _sampled(self) -> list[Sampled]:
+        """In a replay every chunk has an entry, whether it wants one or not."""
         if self.outputs.sampled is None:
             return []
         output = self.outputs.sampled.numpy()
         if output.ndim == 1:
             tokens = output.tolist()
-            return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, tokens, strict=False) if c.samples]
-        found = zip(self.chunks, _rows(output), self.num_logprobs, strict=False)
+            return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, tokens, strict=False) if c.num_logits]
+        found = zip(self.chunks, _scores(output).entries(), self.num_logprobs, strict=False)
         return [
             Sampled(c.request_id, (row.token,), None if num < 0 else (row._replace(top=row.top[:num]),))
             for c, row, num in found
-            if c.samples
+            if c.num_logits
         ]
 
 
-def _rows(words: NDArray[np.int32]) -> list[TokenLogprob]:
+def _scores(words: NDArray[np.int32]) -> TokenScores:
+    """Packed rows, taken apart."""
     num_top = (words.shape[1] - packed_width(0)) // 2
-    tokens, logprobs, ranks = words[:, 0].tolist(), words[:, 1].view(np.float32).tolist(), words[:, 2].tolist()
-    ids, values = words[:, 3 : 3 + num_top].tolist(), words[:, 3 + num_top :].view(np.float32).tolist()
-    tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-    return [TokenLogprob(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]
+    top_logprobs = words[:, 3 + num_top :].view(np.float32)
+    return TokenScores(words[:, 0], words[:, 1].view(np.float32), words[:, 2], words[:, 3 : 3 + num_top], top_logprobs)

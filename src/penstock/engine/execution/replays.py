@@ -62,12 +62,15 @@ class Replays:
     def bucket_for(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds the step; None where it has to run eagerly."""
         num_tokens, num_chunks, longest = plan.num_tokens, len(plan.chunks), max(c.kv_len for c in plan.chunks)
-        if not plan.is_decode and num_chunks > 1 and longest > MIXED_KV_TOKENS:
+        is_decode = plan.is_decode
+        if plan.echoes:
+            return None  # needs the logits of every position, which a replay does not compute
+        if not is_decode and num_chunks > 1 and longest > MIXED_KV_TOKENS:
             return None
         for shape in self.buckets:
             if shape.deep and longest <= DEEP_TOKENS:
                 continue
-            if shape.num_tokens >= num_tokens and shape.num_chunks >= num_chunks and shape.is_decode == plan.is_decode:
+            if shape.num_tokens >= num_tokens and shape.num_chunks >= num_chunks and shape.is_decode == is_decode:
                 return shape
         return None
 
@@ -87,7 +90,7 @@ class Replays:
     def _capture(self, bucket: Shape) -> Captured:
         """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
         host = np.empty(bucket.fixed_ints + 1, np.int32)
-        packed = self._packer.pack((), bucket, host)
+        packed = self._packer.pack((), 0, bucket, host)
         num_decodes, max_kv_len = bucket.num_chunks if bucket.is_decode else 0, DEEP_TOKENS + 1 if bucket.deep else 0
         flow = Flow(packed.shape.views(self.inputs, num_decodes, max_q_len=0, max_kv_len=max_kv_len))
         ops = self._forward.ops(flow)

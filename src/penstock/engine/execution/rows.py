@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract import Chunk, Request, SamplingParams, Start
+from penstock.contract import SamplingParams, Start
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 NUM_FLOATS = len(_FLOATS)
@@ -37,30 +36,14 @@ class Rows:
         self._seeds = np.zeros(max_batch + 1, np.uint64)
         self._num_logprobs = np.full(max_batch + 1, -1, np.int32)
         self._flags = np.zeros((3, max_batch + 1), bool)  # random, penalties, filters
-        self._requests: list[Request | None] = [None] * (max_batch + 1)
-        self._echoing: set[int] = set()  # rows whose request wants logprobs of its prompt
 
     def start(self, start: Start) -> None:
-        row, sampling = start.row, start.request.sampling
-        self._requests[row] = start.request
-        (self._echoing.discard if sampling.prompt_logprobs is None else self._echoing.add)(row)
+        row, sampling = start.row, start.sampling
         self._floats[:, row] = [getattr(sampling, name) for name in _FLOATS]
         self._top_k[row] = max(sampling.top_k, 0)
         self._seeds[row] = np.uint64((sampling.seed or 0) & (2**64 - 1))
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._flags[:, row] = (not sampling.greedy, needs_counts(sampling), sampling.top_k > 0 or sampling.top_p < 1.0)
-
-    def request(self, row: int) -> Request:
-        request = self._requests[row]
-        assert request is not None, f"row {row} was never started"
-        return request
-
-    def echo_targets(self, chunk: Chunk) -> tuple[Sequence[int], int]:
-        """The prompt tokens whose logprobs this chunk's positions give, and how many alternatives are wanted; none for most requests."""
-        if chunk.row not in self._echoing:
-            return (), 0
-        request = self.request(chunk.row)
-        return request.prompt[chunk.start + 1 : chunk.start + 1 + chunk.num_tokens], request.sampling.prompt_logprobs or 0
 
     def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> SamplePlan:
         """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch."""

@@ -86,8 +86,8 @@ class Sampler:
         self._require_lane()
         self._counts[start.row].zero_()
         self._in_prompt[start.row].zero_()
-        if start.request.sampling.repetition_penalty != 1.0:  # the only one that looks at the prompt
-            self._in_prompt[start.row].index_fill_(0, self._uploads.send(start.request.distinct()), True)
+        if start.prompt_tokens is not None:
+            self._in_prompt[start.row].index_fill_(0, self._uploads.send(start.prompt_tokens), True)
         if start.output:
             output = self._uploads.send(start.output)
             self._counts[start.row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.contract import Adapter, Chunk, Request, SamplingParams, Start, StepPlan
+from penstock.contract import Adapter, Chunk, Echo, Request, SamplingParams, Start, StepPlan
 from penstock.engine.execution.batch import DEEP_TOKENS, Shape
 
 BLANK = Adapter("blank", "")  # of steps that are to be run with adapters
@@ -106,9 +106,9 @@ def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[S
         for row, work in enumerate(kind.chunks):
             length = work.prefix + work.num_tokens
             request = Request(f"warm-up {row}", [0] * (length + 1), kind.sampling, adapter=kind.adapter)
-            starts.append(Start(row, request, kind.output))
+            starts.append(Start.of(row, request, kind.output))
             slots = np.full(-(-length // block_tokens), slot, np.int32)
-            chunks.append(
-                Chunk(request.id, row, work.prefix, [0] * work.num_tokens, slots, writes=True, samples=True, adapter=kind.adapter)
-            )
-        yield StepPlan(number, tuple(chunks), tuple(starts))
+            tokens, num_top = (0,) * work.num_tokens, kind.sampling.prompt_logprobs
+            echo = None if num_top is None else Echo(tokens, num_top)
+            chunks.append(Chunk(request.id, row, work.prefix, tokens, slots, writes=True, num_logits=1, adapter=kind.adapter, echo=echo))
+        yield StepPlan(number, tuple(chunks), sum(work.num_tokens == 1 for work in kind.chunks), tuple(starts))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from penstock.contract import FinishReason, KvSource, PromptLogprobs, Sampled, TokenEvent
+from penstock.contract import FinishReason, KvSource, PromptLogprobs, Sampled, StepFailure, TokenEvent
 from penstock.engine.scheduling.track import Track
 
 
@@ -52,8 +52,8 @@ class Events:
         prompt_logprobs, source = (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
         return TokenEvent(track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source)
 
-    def of_failure(self, track: Track, error: BaseException) -> TokenEvent:
-        return self.of_end(track, FinishReason.ERROR)._replace(error=f"{type(error).__name__}: {error}")
+    def of_failure(self, track: Track, error: StepFailure) -> TokenEvent:
+        return self.of_end(track, FinishReason.ERROR)._replace(error=str(error))
 
     def _first_news(self, track: Track) -> tuple[PromptLogprobs | None, KvSource]:
         """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's KV came from."""

@@ -19,6 +19,8 @@ from penstock.contract import (
     StepPlan,
     StepResult,
     TokenEvent,
+    TokenScores,
+    Waits,
     Want,
 )
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
@@ -28,7 +30,7 @@ from penstock.engine.scheduling.matching import find_match, found_share, is_arri
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
-from penstock.errors import InvariantBroken, TransferFailed
+from penstock.errors import InvariantBroken
 
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
 _LOOK_AGAIN = 4  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
@@ -43,7 +45,7 @@ _KEPT_PLANS = 16
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
-_FIRST_LOGPROB = PromptLogprobs([(1, lambda: (None,))])  # nothing says how likely the first token of a prompt is
+_FIRST_LOGPROB = PromptLogprobs([None])  # nothing says how likely the first token of a prompt is
 
 
 class Scheduler:
@@ -61,6 +63,7 @@ class Scheduler:
         self._running = Running(ledger, budget)
         self._draft = Draft()
         self._steps = Steps()
+        self.waits = Waits()  # what the ids of the plan made last stand for
         self._num_orders = 0
         self._shortest_first = False
         self._num_looks = 0
@@ -110,7 +113,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------------- plan
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now."""
+        """The next step, or None when nothing can be computed now. Whoever launches it needs `waits` with it."""
         num_retractions = self.counts.retractions
         self._num_plans += 1
         while self._answered and self._answered[0][0] <= self._num_plans:
@@ -138,7 +141,8 @@ class Scheduler:
         self._grace = max(0, self._grace - (_GRACE if self._draft.prefills else 1))
         draft, self._draft = self._draft, Draft()
         number = self._steps.add(chunks, self._running.tracks)
-        return StepPlan(number, chunks, tuple(draft.starts), tuple(draft.after.values()), tuple(draft.loads.values()))
+        self.waits = Waits(draft.after, draft.loads)
+        return StepPlan(number, chunks, len(draft.decodes), tuple(draft.starts), tuple(draft.after), tuple(draft.loads))
 
     def _in_turn(self) -> Sequence[Track]:
         """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest first: a question about what
@@ -313,7 +317,7 @@ class Scheduler:
         track.start_over()
         track.epoch += 1
         track.leased_at = -1
-        track.num_in_flight = sum(share.samples for share in shares)  # its chunk of the plan being made is dropped with it
+        track.num_in_flight = sum(share.num_logits for share in shares)  # its chunk of the plan being made is dropped with it
         self._line.add(track)
         self.counts.retractions += 1
         self.lives.append((track.request.id, State.RETRACTED))
@@ -323,13 +327,13 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[TokenEvent]:
         """Take in what a step did, oldest step first; returns what its requests' listeners get."""
         step = self._steps.take(result.number)
-        if isinstance(result.error, TransferFailed):
+        if result.error is not None and result.error.lacked_kv:
             self._undo(step)
             return []
         if result.error is not None:
             tracks = (share.track for share in step.shares if share.track.state is not State.ENDED)
             return [self._end(track, self._events.of_failure(track, result.error)) for track in tracks]
-        sampled = {s.request_id: s for s in result.sampled}
+        sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         events: list[TokenEvent] = []
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # what the commits before have left
@@ -337,7 +341,7 @@ class Scheduler:
             track = share.track
             if track.state is State.ENDED:
                 continue
-            event = self._commit_share(share, step.fence, sampled.get(track.request.id), result.prompt_logprobs.get(track.request.id))
+            event = self._commit_share(share, step.fence, sampled.get(track.request.id), scored.get(track.request.id))
             if event is not None:
                 events.append(event)
         return events
@@ -364,15 +368,13 @@ class Scheduler:
             track.num_in_flight = 0
         self._steps.forget(tracks)
 
-    def _commit_share(
-        self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: PromptLogprobs | None
-    ) -> TokenEvent | None:
+    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: TokenScores | None) -> TokenEvent | None:
         track = share.track
         track.ran = True
-        if track.prompt_logprobs is not None and prompt_logprobs is not None:
+        if track.prompt_logprobs is not None and scores is not None:
             # They hold in any life of the request, and a later one computes again what an earlier one had: keep only what is new.
             known = track.prompt_logprobs
-            track.prompt_logprobs = known.followed_by(prompt_logprobs, len(known) - share.start - 1)
+            track.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
         if track.epoch == share.epoch:
             track.num_committed = share.end
             if share.end - share.start > 1:
@@ -380,12 +382,12 @@ class Scheduler:
             elif share.end % self._ledger.block_tokens == 0:
                 self._unsealed[track] = None
                 self._seal_some(fence)
-        if not share.samples:
+        if not share.num_logits:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None
         if sampled is None:
             raise InvariantBroken(f"step sampled nothing for request {track.request.id}, though its plan said so")
-        track.num_in_flight -= 1
+        track.num_in_flight -= share.num_logits
         event = self._events.of_tokens(track, sampled)
         return event if event.finish is None else self._end(track, event)
 

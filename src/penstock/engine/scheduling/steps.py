@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Fence, Load, Start
+from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, Fence, FenceId, Load, Request, Start
 from penstock.engine.scheduling.track import Track
 from penstock.errors import InvariantBroken
 
@@ -19,28 +19,32 @@ class Draft:
         self.decodes: list[Chunk] = []
         self.prefills: list[Chunk] = []
         self.starts: list[Start] = []  # rows that it sets up
-        self.after: dict[int, Fence] = {}  # earlier users of slots drawn for it
+        self.after: dict[FenceId, Fence] = {}  # earlier users of slots drawn for it
         self.loads: dict[str, Load] = {}  # by request: what its layers wait for
 
     def set_up(self, track: Track) -> None:
-        self.starts.append(Start(track.row, track.request, tuple(track.tokens[track.num_prompt :])))
+        self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
 
     def add(self, track: Track, num_tokens: int) -> None:
         """The next `num_tokens` of it are computed; there are slots for them."""
         start, end = track.num_planned, track.num_planned + num_tokens
-        tokens = track.tokens[start:end]
-        tokens += [TOKEN_IN_FLIGHT] * (num_tokens - len(tokens))
-        samples = end == track.num_expected and track.request.sampling.max_tokens > 0
+        table, request = track.held_table(), track.request
+        sampling = request.sampling
+        tokens = tuple(track.tokens[start:end])
+        if len(tokens) < num_tokens:
+            tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
+        num_logits = 1 if end == track.num_expected and sampling.max_tokens > 0 else 0
         track.num_planned = end
-        track.num_in_flight += samples
+        track.num_in_flight += num_logits
         if track.load is not None:
             if not track.load.settled:
-                self.loads[track.request.id] = track.load
+                self.loads[request.id] = track.load
             track.load = None
-        table, request = track.held_table(), track.request
         for fence in table.take_after():
-            self.after[id(fence)] = fence
-        chunk = Chunk(request.id, track.row, start, tokens, table.slots(end), start >= track.num_cached, samples, request.adapter)
+            self.after[FenceId(fence.lane, fence.number)] = fence
+        echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
+        writes = start >= track.num_cached
+        chunk = Chunk(request.id, track.row, start, tokens, table.slots(end), writes, num_logits, request.adapter, echo)
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
 
     def drop(self, track: Track) -> None:
@@ -57,7 +61,7 @@ class Share(NamedTuple):
     epoch: int
     start: int
     end: int  # tokens computed once the step is over
-    samples: bool
+    num_logits: int
 
 
 class Step(NamedTuple):
@@ -103,4 +107,10 @@ class Steps:
 
 
 def _share(track: Track, chunk: Chunk) -> Share:
-    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.samples)
+    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits)
+
+
+def _echo(request: Request, start: int, end: int) -> Echo | None:
+    """Positions `start` to `end` say how likely the prompt tokens behind them were. Behind the prompt's last token there is none."""
+    tokens = tuple(request.prompt[start + 1 : end + 1])
+    return Echo(tokens, request.sampling.prompt_logprobs or 0) if tokens else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -15,15 +17,15 @@ from penstock.errors import InvariantBroken
 BLOCK, PADDING_SLOT, PADDING_ROW = 4, 99, 7
 
 
-def chunk(row: int, start: int, tokens: list[int], *, slots: list[int] | None = None, writes: bool = True, samples: bool = True) -> Chunk:
+def chunk(row: int, start: int, tokens: list[int], *, slots: list[int] | None = None, writes: bool = True, num_logits: int = 1) -> Chunk:
     num_slots = -(-(start + len(tokens)) // BLOCK)
     table = np.array(slots if slots is not None else range(row * 10, row * 10 + num_slots), np.int32)
-    return Chunk(f"r{row}", row, start, tokens, table, writes, samples)
+    return Chunk(f"r{row}", row, start, tuple(tokens), table, writes, num_logits)
 
 
 def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
-    chunks = (chunk(1, 5, [-1]), chunk(2, 0, [8], writes=False), chunk(3, 2, [4, 5, 6], samples=False))
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, None, np.full(200, -7, np.int32))
+    chunks = (chunk(1, 5, [-1]), chunk(2, 0, [8], writes=False), chunk(3, 2, [4, 5, 6], num_logits=0))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 2, None, np.full(200, -7, np.int32))
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len)
     assert x.tokens.tolist() == [-1, 8, 4, 5, 6]
     assert x.positions.tolist() == [5, 0, 2, 3, 4]
@@ -39,10 +41,34 @@ def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
     assert set(packed.write_slots.tolist()) == {11, PADDING_SLOT, 30, 31}
 
 
+def test_a_chunk_has_the_logits_of_as_many_of_its_last_tokens_as_it_wants() -> None:
+    chunks = (chunk(1, 5, [3]), chunk(2, 0, [8], num_logits=0), chunk(3, 2, [4, 5, 6], num_logits=2), chunk(4, 0, [7, 7], num_logits=2))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 2, None, np.full(200, -7, np.int32))
+    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    assert x.q_starts.tolist() == [0, 1, 2, 5, 7] and packed.shape.num_samples == 5
+    assert x.sample_at.tolist() == [0, 3, 4, 5, 6] and x.sample_rows.tolist() == [1, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(("sizes", "num_decodes"), [((1, 1, 3), 1), ((1, 1, 3), 3), ((1, 3, 1), 2), ((3, 1), 1), ((2,), 1), ((1,), 0)])
+def test_a_step_whose_first_chunks_are_not_its_decodes_is_refused(sizes: tuple[int, ...], num_decodes: int) -> None:
+    chunks = tuple(chunk(row, 0, [5] * size) for row, size in enumerate(sizes))
+    with pytest.raises(InvariantBroken, match="have one token"):
+        Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, None, np.zeros(200, np.int32))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_chunk_that_wants_more_logits_than_it_has_tokens_is_refused(num_tokens: int) -> None:
+    packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
+    for num_logits in (num_tokens, num_tokens + 1):
+        chunks = (chunk(1, 5, [3] * num_tokens, num_logits=num_logits),)
+        with pytest.raises(InvariantBroken, match="more logits") if num_logits > num_tokens else contextlib.nullcontext():
+            packer.pack(chunks, int(num_tokens == 1), None, np.zeros(200, np.int32))
+
+
 def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() -> None:
     """A prompt's earlier chunks are sampled all the same, but into the padding row; and what must not be written is not, in any chunk."""
-    chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9], samples=False), chunk(3, 2, [4, 5, 6], writes=False))
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, Shape(9, 5, 5), np.full(200, -7, np.int32))
+    chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9], num_logits=0), chunk(3, 2, [4, 5, 6], writes=False))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 1, Shape(9, 5, 5), np.full(200, -7, np.int32))
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
     assert x.sample_rows.tolist() == [1, PADDING_ROW, 3, PADDING_ROW, PADDING_ROW]
     assert x.sample_at.tolist() == [0, 2, 5, 5, 5]
@@ -61,7 +87,7 @@ def test_padding_touches_nothing_but_the_padding_block_and_row(starts: list[int]
     bucket = len(chunks) + extra
     if bucket == 0:
         return
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, Shape(bucket, bucket, bucket), np.full(500, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, len(chunks), Shape(bucket, bucket, bucket), np.full(500, -7, np.int32))
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
     assert x.num_decodes == bucket == len(x.tokens) == len(x.sample_at)
     assert x.q_starts.tolist() == list(range(bucket + 1))
@@ -75,4 +101,4 @@ def test_padding_touches_nothing_but_the_padding_block_and_row(starts: list[int]
 def test_a_table_that_is_not_as_long_as_its_sequence_is_refused(slots: list[int]) -> None:
     packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
     with pytest.raises(InvariantBroken, match="not exactly as long"):
-        packer.pack((chunk(1, 5, [1], slots=slots),), None, np.zeros(200, np.int32))
+        packer.pack((chunk(1, 5, [1], slots=slots),), 1, None, np.zeros(200, np.int32))

@@ -12,10 +12,10 @@ from penstock.engine.execution.replays import MOST_DEEP, Replays, cuda_buckets
 
 def plan_of(*lengths: int, num_tokens: int = 1) -> StepPlan:
     chunks = (
-        Chunk(str(row), row, length - num_tokens, [0] * num_tokens, np.zeros(-(-length // 16), np.int32), True, True)
+        Chunk(str(row), row, length - num_tokens, (0,) * num_tokens, np.zeros(-(-length // 16), np.int32), True, 1)
         for row, length in enumerate(lengths)
     )
-    return StepPlan(1, tuple(chunks))
+    return StepPlan(1, tuple(chunks), len(lengths) if num_tokens == 1 else 0)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_without_that_wait_the_step_comes_first(make_engine: MakeEngine, prompts
 class Gate:
     """A fence that passes when it is told to."""
 
-    lane = "compute"
+    lane, number = "compute", 0
 
     def __init__(self) -> None:
         self.open = False
@@ -106,10 +106,10 @@ def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(make_engine:
     launched: list[Any] = []
     try:
         for _ in range(3):
-            launched.append(executor.launch(scheduler.plan()))  # type: ignore[arg-type]
+            launched.append(executor.launch(scheduler.plan(), scheduler.waits))  # type: ignore[arg-type]
             scheduler.launched(launched[-1].fence)
         with pytest.raises(InvariantBroken, match="staging buffer came round"):
-            executor.launch(scheduler.plan())  # type: ignore[arg-type]
+            executor.launch(scheduler.plan(), scheduler.waits)  # type: ignore[arg-type]
     finally:
         hold.set()
     for step in launched:

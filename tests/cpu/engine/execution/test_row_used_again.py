@@ -31,7 +31,7 @@ def planned(rows: Rows) -> SamplePlan:
 
 
 def started(rows: Rows, **sampling: Any) -> None:
-    rows.start(Start(0, Request("r", [1, 2], SamplingParams(max_tokens=1, **{"seed": 5, **sampling})), ()))
+    rows.start(Start.of(0, Request("r", [1, 2], SamplingParams(max_tokens=1, **{"seed": 5, **sampling})), ()))
 
 
 @pytest.mark.parametrize("after", SAMPLINGS)

@@ -22,7 +22,7 @@ def sample_many(
 ) -> torch.Tensor:
     """One request's next token, drawn at `num_draws` positions with everything else equal: counts by token."""
     rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start(0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output)
+    start = Start.of(0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     rows.start(start)
     batch = 500
@@ -111,7 +111,7 @@ def test_penalties_change_logits_as_defined(logits: torch.Tensor) -> None:
 
 def test_generated_tokens_count_towards_penalties_at_once(logits: torch.Tensor) -> None:
     rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start(0, Request("r", (1,), SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)), ())
+    start = Start.of(0, Request("r", (1,), SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)), ())
     rows.start(start)
     sampler.start(start)
     found = []
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     settings: list[dict[str, Any]] = [{}, {"top_k": 3}, {"temperature": 0.0}, {"presence_penalty": 1.0, "top_p": 0.5}]
     sampler = OnLane(4, VOCAB)
     for row, extra in enumerate(settings):
-        start = Start(row, Request(str(row), (2,), SamplingParams(max_tokens=1, seed=row, **extra)), ())
+        start = Start.of(row, Request(str(row), (2,), SamplingParams(max_tokens=1, seed=row, **extra)), ())
         rows.start(start)
         sampler.start(start)
 
@@ -193,7 +193,7 @@ def test_a_greedy_row_beside_random_ones_is_never_chosen_by_its_noise(filters: d
     logits[:, likely] = 9.0
     rows, sampler = Rows(2), OnLane(2, VOCAB)
     for row, sampling in enumerate(({"temperature": 0.0}, {"temperature": 1.0, **filters})):
-        rows.start(Start(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=1, **sampling)), ()))
+        rows.start(Start.of(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=1, **sampling)), ()))
     plan = rows.sample_plan(np.array([0, 1], np.int32), np.array([5, 5], np.int32))
     assert plan.params is not None
     keys = keys_whose_noise_is_infinite_at(unlikely)
@@ -223,7 +223,7 @@ def test_what_is_sampled_comes_through_one_packed_copy_unchanged() -> None:
 def test_the_state_of_rows_is_touched_by_work_of_the_lane_alone(call: str) -> None:
     """A step that is still running counts tokens of the row's last request: whoever does not come behind it on the lane is refused."""
     rows, made = Rows(1), OnLane(1, VOCAB)
-    start = Start(0, Request("r", (1,), SamplingParams(max_tokens=1, presence_penalty=1.0)), ())
+    start = Start.of(0, Request("r", (1,), SamplingParams(max_tokens=1, presence_penalty=1.0)), ())
     rows.start(start)
     plan = rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32))
     assert plan.params is not None
@@ -238,7 +238,7 @@ def test_every_bit_of_a_seed_counts() -> None:
     drawn = {}
     for seed in (0, 1, -1, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 32), -((1 << 63) - 1)):
         rows = Rows(1)
-        rows.start(Start(0, Request("r", [1], SamplingParams(max_tokens=4, seed=seed)), ()))
+        rows.start(Start.of(0, Request("r", [1], SamplingParams(max_tokens=4, seed=seed)), ()))
         params = rows.sample_plan(np.array([0], np.int32), np.array([7], np.int32)).params
         assert params is not None
         drawn[seed] = params[-2:].tobytes()

@@ -55,7 +55,7 @@ def expected(settings: dict[str, float]) -> torch.Tensor:
 
 def drawn(settings: dict[str, Any]) -> torch.Tensor:
     rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start(0, Request("r", PROMPT, SamplingParams(max_tokens=1, seed=5, **settings)), OUTPUT)
+    start = Start.of(0, Request("r", PROMPT, SamplingParams(max_tokens=1, seed=5, **settings)), OUTPUT)
     rows.start(start)
     sampler.start(start)
     plan = rows.sample_plan(np.zeros(NUM_DRAWS, np.int32), np.arange(NUM_DRAWS, dtype=np.int32))
@@ -105,7 +105,7 @@ def test_a_row_knows_nothing_of_the_request_that_had_it_before(penalty: dict[str
     logits = torch.zeros(VOCAB)
     logits[3], logits[4] = 1.0, 0.9
     for prompt, output in (((3, 3), (3, 3)), ((8,), ())):
-        start = Start(0, Request("r", prompt, SamplingParams(max_tokens=9, temperature=0.0, **penalty)), output)
+        start = Start.of(0, Request("r", prompt, SamplingParams(max_tokens=9, temperature=0.0, **penalty)), output)
         rows.start(start)
         sampler.start(start)
         found = next_token(sampler, rows, 0, logits)
@@ -121,9 +121,8 @@ def test_parameters_of_a_row_are_all_replaced_by_those_of_its_next_request() -> 
     )  # fmt: skip
     plans = []
     for sampling in (plain, everything, plain):
-        rows.start(Start(0, Request("r", (1, 2), sampling), ()))
+        rows.start(Start.of(0, Request("r", (1, 2), sampling), ()))
         plans.append(rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32)))
-        assert (0 in rows._echoing) == (sampling is everything)
     before, between, after = plans
     assert (before.greedy, before.penalties, before.filters, before.num_logprobs) == (True, False, False, [-1])
     assert (between.greedy, between.penalties, between.filters, between.num_logprobs) == (False, True, True, [4])
@@ -136,7 +135,7 @@ def test_the_row_of_padding_asks_for_nothing() -> None:
     padding = np.array([2], np.int32)
     plan = rows.sample_plan(padding, np.zeros(1, np.int32))
     assert (plan.greedy, plan.penalties, plan.filters, plan.num_logprobs, plan.params) == (True, False, False, [-1], None)
-    rows.start(Start(0, Request("r", (1,), SamplingParams(max_tokens=1, seed=1)), ()))
+    rows.start(Start.of(0, Request("r", (1,), SamplingParams(max_tokens=1, seed=1)), ()))
     mixed = rows.sample_plan(np.array([0, 2], np.int32), np.zeros(2, np.int32))
     assert mixed.params is not None and mixed.num_logprobs == [-1, -1]
     repetition = mixed.params[:6].view(np.float32)[5]
@@ -153,7 +152,7 @@ def test_every_seed_and_every_position_draws_for_itself() -> None:
     seeds = [0, 1, -1, 2, -2, 2**31, 2**32, 2**32 + 1, -(2**32), 2**63 - 1, -MAX_SEED, MAX_SEED - 2**32]
     rows = Rows(len(seeds))
     for row, seed in enumerate(seeds):
-        rows.start(Start(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=seed)), ()))
+        rows.start(Start.of(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=seed)), ()))
     positions = [0, 1, 63, 64, 128, 2**16, 2**16 + 1, 2**20, 2**22]
     keys = set()
     for position in positions:

@@ -11,22 +11,25 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+
+import numpy as np
 
 from penstock.contract import (
     TOKEN_IN_FLIGHT,
     Access,
     Chunk,
+    Echo,
     FinishReason,
     Mode,
-    PromptLogprobs,
     Request,
     Sampled,
     SamplingParams,
     Start,
+    StepFailure,
     StepPlan,
     StepResult,
     TokenLogprob,
+    TokenScores,
 )
 from penstock.kv.blocks.key import Scope, prefix_keys
 from support.stepped import ByteArena, Cell, SteppedArena, SteppedLanes, TagArena
@@ -60,6 +63,14 @@ def prompt_logprobs(prompt: Sequence[int], start: int, end: int) -> tuple[TokenL
     return tuple(TokenLogprob(prompt[at], -float(at), 1, ()) for at in range(start, min(end, len(prompt))))
 
 
+def scores_of(echo: Echo, start: int) -> TokenScores:
+    """The same as a step gives them, behind position `start`."""
+    num = len(echo.tokens)
+    logprobs = -np.arange(start + 1, start + 1 + num, dtype=np.float32)
+    none = np.empty((num, 0), np.int32)
+    return TokenScores(np.array(echo.tokens, np.int32), logprobs, np.ones(num, np.int32), none, none.view(np.float32))
+
+
 @dataclass
 class Row:
     """What the device knows of the request that runs on a row."""
@@ -81,6 +92,7 @@ class Device:
         tags = TagArena("host", num_host, LAYERS, self._garbage)
         self.host: SteppedArena = ByteArena("host", num_host, LAYERS, cell) if host_bytes else tags
         self.lanes = SteppedLanes(self.arena, self.host)
+        self.requests: dict[str, Request] = {}  # all that may run: a plan says of them what a real device has to know, and no more
         self._rows: dict[int, Row] = {}
         self._nodes: dict[tuple[int, int], int] = {}
         self._paths: dict[int, tuple[int, ...]] = {0: ()}
@@ -94,7 +106,7 @@ class Device:
         for start in plan.starts:
             self._start(start)
         sampled: list[Sampled] = []
-        scored: dict[str, PromptLogprobs] = {}
+        scored: list[tuple[str, TokenScores]] = []
         for chunk in plan.chunks:
             row = self._rows[chunk.row]
             assert row.request.id == chunk.request_id, "the row belongs to another request"
@@ -103,12 +115,11 @@ class Device:
                 sampled.append(Sampled(chunk.request_id, (0,)))
                 continue
             self._compute(chunk, row)
-            if row.request.sampling.prompt_logprobs is not None:
-                entries = prompt_logprobs(row.request.prompt, chunk.start + 1, chunk.kv_len + 1)
-                scored[chunk.request_id] = PromptLogprobs([(len(entries), partial(tuple, entries))])
-            if chunk.samples:
+            if chunk.echo is not None:
+                scored.append((chunk.request_id, scores_of(chunk.echo, chunk.start)))
+            if chunk.num_logits:
                 sampled.append(self._sample(chunk, row))
-        return StepResult(plan.number, sampled, scored)
+        return StepResult(plan.number, tuple(sampled), tuple(scored))
 
     def fail(self, plan: StepPlan, error: Exception) -> StepResult:
         """The step fails half way: what it should have written is garbage, and its rows are lost."""
@@ -117,7 +128,7 @@ class Device:
         for chunk in plan.chunks:
             self._rows[chunk.row].broken = True
             self._scribble(chunk)
-        return StepResult(plan.number, (), error=error)
+        return StepResult(plan.number, (), error=StepFailure.of(error))
 
     def check_sealed(self, arena: SteppedArena, slot: int, key: bytes) -> None:
         """What a key promises is what lies in its slot, in every layer."""
@@ -134,8 +145,10 @@ class Device:
             self._right[cell] = key
 
     def _start(self, start: Start) -> None:
-        row = self._rows[start.row] = Row(start.request)
-        for token in (*start.request.prompt, *start.output):
+        request = self.requests[start.request_id]
+        row = self._rows[start.row] = Row(request)
+        assert start.sampling == request.sampling
+        for token in (*request.prompt, *start.output):
             self._append(row, token)
 
     def _append(self, row: Row, token: int) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from penstock.contract import Fence, FinishReason, KvLedger, Match, PromptLogprobs, Sampled, StepPlan, StepResult, TokenEvent
+from penstock.contract import Fence, FinishReason, KvLedger, Match, Sampled, StepPlan, StepResult, TokenEvent, TokenScores
 from penstock.engine.scheduling.budget import Budget, Room
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.steps import Share
 from penstock.engine.scheduling.track import State, Track
 
-Logprobs = PromptLogprobs | None
+Scores = TokenScores | None
 
 
 class ForgetsThatPromisesAreDrawn(Scheduler):
@@ -103,11 +103,11 @@ class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
 class SealsForAnEarlierLife(Scheduler):
     """A step of before the retraction seals blocks of the table after it, which it never wrote."""
 
-    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
+    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores) -> TokenEvent | None:
         if share.track.table is not None:
             num_tokens = min(share.end, share.track.num_planned)
             self._ledger.seal(share.track.table, share.track.tokens, num_tokens, fence)
-        return super()._commit_share(share, fence, sampled, prompt_logprobs)
+        return super()._commit_share(share, fence, sampled, scores)
 
 
 class LetsEchoUseTheCache(Scheduler):
@@ -146,16 +146,16 @@ class IgnoresTheBudget(Scheduler):
 
 
 class DoublesPromptLogprobs(Scheduler):
-    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
+    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores) -> TokenEvent | None:
         known = share.track.prompt_logprobs
-        if known is not None and prompt_logprobs is not None and share.epoch:
-            share.track.prompt_logprobs = known.followed_by(prompt_logprobs)
-        return super()._commit_share(share, fence, sampled, prompt_logprobs)
+        if known is not None and scores is not None and share.epoch:
+            share.track.prompt_logprobs = known.followed_by(scores)
+        return super()._commit_share(share, fence, sampled, scores)
 
 
 class LosesPromptLogprobsOfAnEarlierLife(Scheduler):
-    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, prompt_logprobs: Logprobs) -> TokenEvent | None:
-        return super()._commit_share(share, fence, sampled, prompt_logprobs if share.epoch == share.track.epoch else None)
+    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores) -> TokenEvent | None:
+        return super()._commit_share(share, fence, sampled, scores if share.epoch == share.track.epoch else None)
 
 
 class LosesTheRowOfTheRetracted(Scheduler):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_device import BLOCK, prompt_logprobs
 
-from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Start, StepPlan, TokenEvent
+from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, FinishReason, Start, StepPlan, TokenEvent
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.matching import is_pending, is_ready
@@ -82,12 +82,12 @@ def check_plan(world: World, plan: StepPlan) -> None:
     assert len(sizes) <= world.budget.max_batch
     ids = [c.request_id for c in plan.chunks]
     assert len(set(ids)) == len(ids) and len({c.row for c in plan.chunks}) == len(ids)
-    assert plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
+    assert plan.num_decodes == num_ones and plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
     rows = [track.row for track in world.scheduler._running.tracks.values()]
     assert len(set(rows)) == len(rows), "two requests run on one row"
     # A request may set off, and be gone again before a step has room for it: the last start of a row is whose row it is.
-    for start in {start.request.id: start for start in plan.starts}.values():
-        track = world.scheduler._running.tracks.get(start.request.id)
+    for start in {start.request_id: start for start in plan.starts}.values():
+        track = world.scheduler._running.tracks.get(start.request_id)
         if track is not None and track.state is State.RUNNING:
             _check_start(world, start)
     for chunk in plan.chunks:
@@ -97,9 +97,9 @@ def check_plan(world: World, plan: StepPlan) -> None:
 
 
 def _check_start(world: World, start: Start) -> None:
-    asked = world.asked[start.request.id]
+    asked = world.asked[start.request_id]
     assert asked.ended is None
-    assert world.samples_in_flight(start.request.id) == 0, "it resumes before its newest token is known"
+    assert world.samples_in_flight(start.request_id) == 0, "it resumes before its newest token is known"
     assert list(start.output) == asked.got, "it resumes with other tokens than it has sent"
     world.seen["resume with tokens"] += bool(asked.got)
     world.seen["resume inside the prompt"] += bool(asked.lives and not asked.got)
@@ -121,8 +121,10 @@ def _check_chunk(world: World, chunk: Chunk) -> None:
     in_flight = world.samples_in_flight(chunk.request_id)
     expected = [*asked.known, *[TOKEN_IN_FLIGHT] * in_flight]
     assert list(chunk.tokens) == expected[chunk.start : chunk.kv_len], "known tokens are given, those in flight are not"
-    assert chunk.samples == (sampling.max_tokens > 0 and chunk.kv_len == len(expected)), "only the newest token's logits are of use"
-    assert len(asked.got) + in_flight + chunk.samples <= sampling.max_tokens, "more is sampled than was asked for"
+    assert chunk.num_logits == (sampling.max_tokens > 0 and chunk.kv_len == len(expected)), "only the newest token's logits are of use"
+    assert len(asked.got) + in_flight + chunk.num_logits <= sampling.max_tokens, "more is sampled than was asked for"
+    echoed = () if sampling.prompt_logprobs is None else tuple(asked.request.prompt[chunk.start + 1 : chunk.kv_len + 1])
+    assert chunk.echo == (Echo(echoed, sampling.prompt_logprobs or 0) if echoed else None), "other prompt tokens are scored than were asked"
     if chunk.writes:
         assert all(map(world.cache.is_private, slots[chunk.start // BLOCK :])), "a block that others may read is written"
     life.end, life.slots = chunk.kv_len, slots
@@ -150,8 +152,9 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
 
 def _check_loads(world: World, plan: StepPlan) -> None:
     """A step waits for what is on its way into slots of its own requests, and for nothing else."""
-    waits = set(plan.loads)
-    assert len(waits) == len(plan.loads)
+    loads = world.waits[plan.number].loads
+    assert plan.loads == tuple(loads) and all(world.asked[name].load is load for name, load in loads.items()), "a load under another's name"
+    waits = set(loads.values())
     for chunk in plan.chunks:
         asked = world.asked[chunk.request_id]
         if asked.load is not None and not asked.load.settled and not asked.load_waited:
@@ -167,8 +170,10 @@ def _check_loads(world: World, plan: StepPlan) -> None:
 def _check_after(world: World, plan: StepPlan) -> None:
     """Slots that a launched step still uses are written behind it: the step waits for it, or for a load that does, or an earlier step of
     the same table has waited."""
-    covered = max((f.number for f in plan.after), default=0)  # type: ignore[attr-defined]
-    copies = [copy for load in plan.loads for copy in (load.parts if isinstance(load, Haul) else [load])]
+    fences, loads = world.waits[plan.number].of(plan)
+    assert plan.after == tuple((fence.lane, fence.number) for fence in fences), "a fence under another's name"
+    covered = max((fence.number for fence in fences), default=0)
+    copies = [copy for load in loads for copy in (load.parts if isinstance(load, Haul) else [load])]
     loaded = {slot for copy in copies for slot in copy.dest_slots.tolist()}  # type: ignore[attr-defined]
     for chunk in plan.chunks:
         life = world.asked[chunk.request_id].lives[-1]

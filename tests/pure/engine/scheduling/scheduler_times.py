@@ -54,7 +54,7 @@ def check_time(world: World, plan: StepPlan) -> None:
     times, budget = world.times, world.budget
     if not isinstance(times, Ticks) or not times.measured or budget.chunk_s <= 0.0:
         return
-    started = {start.request.id for start in plan.starts}
+    started = {start.request_id for start in plan.starts}
     gives_tokens = any(_decodes(world, chunk) and chunk.request_id not in started for chunk in plan.chunks)
     spent_s, first = 0.0, True
     for chunk in (chunk for chunk in plan.chunks if chunk.num_tokens > 1):
@@ -63,7 +63,7 @@ def check_time(world: World, plan: StepPlan) -> None:
         if gives_tokens and spent_s > budget.chunk_s:
             assert first and chunk.num_tokens <= least, f"prompts take {spent_s} while others wait, more than {budget.chunk_s}"
             world.seen["least chunk"] += 1
-        elif gives_tokens and not chunk.samples and chunk.num_tokens < budget.prefill_chunk and chunk.kv_len % BLOCK == 0:
+        elif gives_tokens and not chunk.num_logits and chunk.num_tokens < budget.prefill_chunk and chunk.kv_len % BLOCK == 0:
             world.seen["chunk cut by time"] += 1
         gives_tokens |= chunk.kv_len == len(world.asked[chunk.request_id].known)
         first = False
@@ -71,4 +71,4 @@ def check_time(world: World, plan: StepPlan) -> None:
 
 def _decodes(world: World, chunk: Chunk) -> bool:
     lives = world.asked[chunk.request_id].lives
-    return chunk.num_tokens == 1 and chunk.samples and bool(lives and lives[-1].slots)
+    return chunk.num_tokens == 1 and chunk.num_logits > 0 and bool(lives and lives[-1].slots)

@@ -16,7 +16,20 @@ from scheduler_rules import check_ahead, check_event, check_plan, check_turn, ch
 from scheduler_tiers import Cold, Tiers
 from scheduler_times import UNTIMED, Timed, check_time
 
-from penstock.contract import Fence, FinishReason, Lease, Prefix, Request, SamplingParams, StepPlan, StepResult, Table, TokenEvent
+from penstock.contract import (
+    Fence,
+    FinishReason,
+    Lease,
+    Prefix,
+    Request,
+    SamplingParams,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    Table,
+    TokenEvent,
+    Waits,
+)
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import TransferFailed
@@ -231,6 +244,9 @@ class World:
         self.asked: dict[str, Asked] = {}
         self.admitted: list[str] = []  # in order; those that were admitted again again
         self.in_flight: deque[StepPlan] = deque()
+        self.waits: dict[int, Waits] = {}  # by step: what the ids of its plan stand for
+        self.plans: list[StepPlan] = []  # all that were made,
+        self.results: list[StepResult] = []  # and all that came of them
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
         self.device = Device(num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.behind))
@@ -247,6 +263,7 @@ class World:
         prefix = self.cache.prefix_of(prompt)
         request = Request(f"r{len(self.asked)}", list(prompt), params, prefix, self.now_s, priority=priority)
         self.asked[request.id] = Asked(request, *generate(prompt, params))
+        self.device.requests[request.id] = request
         lease = self.cache.lease(request.id, request.prefix) if request.prefix is not None and request.may_match else None
         self.scheduler.add(request, lease)
         return request.id
@@ -282,7 +299,7 @@ class World:
 
     def samples_in_flight(self, request_id: str) -> int:
         steps = [plan for plan in self.in_flight if (plan.number, request_id) not in self.void]
-        return sum(c.samples for plan in steps for c in plan.chunks if c.request_id == request_id)
+        return sum(c.num_logits for plan in steps for c in plan.chunks if c.request_id == request_id)
 
     def ends_in_flight(self, request_id: str) -> list[int]:
         """How far its steps in flight have computed it, once they are over."""
@@ -300,6 +317,8 @@ class World:
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
+            self.waits[plan.number] = self.scheduler.waits
+            self.plans.append(plan)
             check_time(self, plan)
             check_plan(self, plan)
             self.in_flight.append(plan)
@@ -316,6 +335,7 @@ class World:
             written = chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else []
             assert not any(map(self.cache.key_of, written)), f"a step of {chunk.request_id} writes what others may read"
         result = self._run(plan, error)
+        self.results.append(result)
         still_open = {
             c.request_id for c in plan.chunks if self.asked[c.request_id].ended is None and (plan.number, c.request_id) not in self.void
         }
@@ -324,7 +344,7 @@ class World:
         events = self.scheduler.commit(result)
         told = [event.request_id for event in events]
         assert len(set(told)) == len(told) and set(told) <= still_open, "one event per step, and none after the last"
-        if isinstance(result.error, TransferFailed):
+        if result.error is not None and result.error.lacked_kv:
             assert not events, "nobody ends because a tier failed"
             self.void |= {(later.number, request_id) for later in self.in_flight for request_id in still_open}
             self.seen["step without its load"] += 1
@@ -341,16 +361,17 @@ class World:
 
     def _run(self, plan: StepPlan, error: Exception | None) -> StepResult:
         """The compute lane waits for what the plan says, then runs the step."""
-        fences = [*plan.after, *(arrival.fence for load in plan.loads for arrival in load.arrivals or ())]
+        after, loads = self.waits[plan.number].of(plan)
+        fences = [*after, *(arrival.fence for load in loads for arrival in load.arrivals or ())]
         self.device.lanes.run_until(lambda: all(f.passed() or f.lane == "compute" for f in fences), f"step {plan.number}")
-        for load in plan.loads:
+        for load in loads:
             if load.error() is not None:
                 error = TransferFailed(str(load.error()))
         return self.device.run(plan) if error is None else self.device.fail(plan, error)
 
-    def _check_failed(self, events: Sequence[TokenEvent], still_open: set[str], error: BaseException) -> None:
+    def _check_failed(self, events: Sequence[TokenEvent], still_open: set[str], error: StepFailure) -> None:
         for event in events:
-            assert event.finish is FinishReason.ERROR and event.error == f"{type(error).__name__}: {error}" and not event.tokens
+            assert event.finish is FinishReason.ERROR and event.error == f"{error.kind}: {error.message}" and not event.tokens
             self.asked[event.request_id].ended = event.finish
         assert {event.request_id for event in events} == still_open, "every request of a failed step ends"
         self.seen["failed step"] += bool(events)

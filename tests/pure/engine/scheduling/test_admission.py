@@ -31,7 +31,7 @@ def test_a_full_match_of_whole_blocks_computes_the_last_token_and_writes_nothing
     again = world.submit(A[:8], 3, ignore_eos=True)
     plan = planned(world)
     chunk = plan.chunks[0]
-    assert shape(plan) == [(again, 7, 1)] and not chunk.writes and chunk.samples and list(chunk.tokens) == A[7:8]
+    assert shape(plan) == [(again, 7, 1)] and not chunk.writes and chunk.num_logits and list(chunk.tokens) == A[7:8]
     plan = planned(world)
     assert shape(plan) == [(again, 8, 1)] and plan.chunks[0].writes and len(plan.chunks[0].slots) == 3
     world.close()
@@ -194,9 +194,9 @@ def test_rows_bound_the_batch_and_come_back_lowest_first() -> None:
     world = World(num_slots=10, max_batch=2)
     ids = [world.submit(prompt[:4], 2, ignore_eos=True) for prompt in (A, B, C)]
     plan = planned(world)
-    assert [(s.request.id, s.row) for s in plan.starts] == [(ids[0], 0), (ids[1], 1)]
+    assert [(s.request_id, s.row) for s in plan.starts] == [(ids[0], 0), (ids[1], 1)]
     world.cancel(ids[0])
-    assert [(s.request.id, s.row) for s in planned(world).starts] == [(ids[2], 0)]
+    assert [(s.request_id, s.row) for s in planned(world).starts] == [(ids[2], 0)]
     world.close()
 
 

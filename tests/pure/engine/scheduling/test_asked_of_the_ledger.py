@@ -160,7 +160,7 @@ def test_what_a_load_that_failed_was_to_write_is_computed_behind_its_earlier_use
     fence = StepFence(world, 0)
     world.cache.tables[again].add_after((fence,))
     plan = planned(world)
-    assert shape(plan) == [(again, 0, 8)] and fence in plan.after
+    assert shape(plan) == [(again, 0, 8)] and fence in world.waits[plan.number].of(plan)[0]
     world.close()
 
 

@@ -121,7 +121,7 @@ def test_a_step_starts_behind_the_last_part_where_nobody_else_computes() -> None
     while not load.nearly_landed():
         world.device.lanes.lane("to device").step()
     plan = planned(world)
-    assert plan.loads == (load,) and not load.settled and shape(plan) == [(request, 16, 1)]
+    assert plan.loads == (request,) and not load.settled and shape(plan) == [(request, 16, 1)]
     world.finish()
     assert source_of(world, request) == KvSource(ssd=16, computed=1)
     world.close()

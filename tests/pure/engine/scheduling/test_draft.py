@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Fence, Request, SamplingParams
+from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Echo, Fence, FenceId, Request, SamplingParams, Start
 from penstock.engine.scheduling.steps import Draft, Share, Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
@@ -28,6 +29,13 @@ class Table:
     def take_after(self) -> tuple[Fence, ...]:
         fences, self.fences = self.fences, ()
         return fences
+
+
+class Named(NamedTuple):
+    """A fence, as far as its name goes."""
+
+    lane: str
+    number: int
 
 
 @dataclass
@@ -76,12 +84,12 @@ def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(set
 
 
 def test_earlier_users_are_waited_for_once_each() -> None:
-    draft, shared, own = Draft(), object(), object()
+    draft, shared, own = Draft(), Named("load", 2), Named("save", 2)
     for row, fences in enumerate([(shared,), (shared, own), ()]):
         track = track_of(str(row), 4, row=row)
         track.table.fences = fences  # type: ignore[union-attr]
         draft.add(track, 4)
-    assert list(draft.after.values()) == [shared, own]
+    assert list(draft.after.items()) == [(FenceId("load", 2), shared), (FenceId("save", 2), own)]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +106,33 @@ def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int
     assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == ("r", 3, start, num, adapter)
     assert list(chunk.tokens) == [0, 1, 2, 3, 4, TOKEN_IN_FLIGHT][start : start + num]
     assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
-    assert (chunk.samples, chunk.writes) == (samples, start >= 4)
+    assert (chunk.num_logits, chunk.writes) == (samples, start >= 4)
     assert (track.num_planned, track.num_in_flight) == (start + num, in_flight + samples)
+
+
+@pytest.mark.parametrize(
+    ("num_top", "start", "num", "scored"),
+    [(None, 0, 5, None), (2, 0, 3, (1, 2, 3)), (2, 3, 2, (4,)), (0, 0, 5, (1, 2, 3, 4)), (2, 4, 1, None), (2, 3, 1, (4,))],
+    ids=["nobody asks", "the first of them", "up to the prompt's end", "all of it", "behind the prompt", "a single token"],
+)
+def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
+    num_top: int | None, start: int, num: int, scored: tuple[int, ...] | None
+) -> None:
+    """Each position says how likely the token behind it was."""
+    track = track_of("r", 5, num_planned=start)
+    sampling = dataclasses.replace(track.request.sampling, prompt_logprobs=num_top)
+    track.request = dataclasses.replace(track.request, sampling=sampling)
+    draft = Draft()
+    draft.add(track, num)
+    (chunk,) = draft.decodes if num == 1 else draft.prefills
+    assert chunk.echo == (None if scored is None else Echo(scored, num_top or 0))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_a_start_has_the_prompt_only_where_a_penalty_looks_at_it(penalty: float) -> None:
+    start = Start.of(3, Request("r", [5, 2, 5], SamplingParams(max_tokens=1, repetition_penalty=penalty)), [7, 7])
+    assert (start.row, start.request_id, start.output) == (3, "r", (7, 7))
+    assert (None if start.prompt_tokens is None else start.prompt_tokens.tolist()) == (None if penalty == 1.0 else [2, 5])
 
 
 def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None:
@@ -108,7 +141,7 @@ def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None
     draft.set_up(track)
     track.tokens.append(9)
     (start,) = draft.starts
-    assert (start.row, start.request, tuple(start.output)) == (2, track.request, (7, 8))
+    assert (start.row, start.request_id, start.sampling, start.output) == (2, "r", track.request.sampling, (7, 8))
 
 
 def steps_of(*planned: list[Track]) -> tuple[Steps, list[int]]:
@@ -149,7 +182,7 @@ def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
     track.epoch = 3
     steps, (number,) = steps_of([track])
     track.epoch = 4
-    assert steps.take(number).shares == (Share(track, 3, 0, 2, False),)
+    assert steps.take(number).shares == (Share(track, 3, 0, 2, 0),)
 
 
 def test_results_come_in_the_order_of_their_steps() -> None:

@@ -131,7 +131,7 @@ def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_now
 
 def test_a_request_that_leaves_before_a_step_is_launched_takes_no_part_in_it() -> None:
     draft, no_slots = Draft(), np.empty(0, np.int32)
-    chunks = {name: Chunk(name, 0, 0, [1], no_slots, True, True) for name in ("stays", "leaves")}
+    chunks = {name: Chunk(name, 0, 0, (1,), no_slots, True, 1) for name in ("stays", "leaves")}
     draft.decodes, draft.prefills = list(chunks.values()), list(chunks.values())
     draft.drop(Track(Request("leaves", [1], SamplingParams(max_tokens=1)), 1, None))
     assert draft.decodes == draft.prefills == [chunks["stays"]]

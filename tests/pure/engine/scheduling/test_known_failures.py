@@ -77,7 +77,7 @@ def test_page_aligned_full_match_leaves_nothing_to_compute() -> None:
     world.device.lanes.run_all()
     world.settle()
     plan = planned(world)
-    assert shape(plan) == [(again, 7, 1)] and not plan.chunks[0].writes and plan.chunks[0].samples
+    assert shape(plan) == [(again, 7, 1)] and not plan.chunks[0].writes and plan.chunks[0].num_logits
     world.close()
     assert source_of(world, again) == KvSource(host=7, computed=1)
 
@@ -152,7 +152,7 @@ def test_lease_leaked_on_the_failure_path() -> None:
 def test_decode_graph_reads_kv_mid_reload() -> None:
     world, request_id = loading()
     plan = planned(world)
-    assert plan.is_decode and plan.loads == (world.asked[request_id].load,), "the one step that the load is waited for by"
+    assert plan.is_decode and plan.loads == (request_id,), "the one step that the load is waited for by"
     assert planned(world).loads == (), "what comes behind it on the lane needs no wait of its own"
     world.close()
 

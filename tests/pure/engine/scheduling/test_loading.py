@@ -59,8 +59,8 @@ def test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes() 
     assert world.plan() is None, "there is no fence to wait for before the copies are launched"
     tiers_of(world).launch("device")
     plan = planned(world)
-    assert shape(plan) == [(again, 8, 2)] and plan.loads == (world.asked[again].load,)
-    assert [arrival.layers for arrival in plan.loads[0].arrivals or ()] == [(0, 3), (3, 6)]
+    assert shape(plan) == [(again, 8, 2)] and plan.loads == (again,)
+    assert [arrival.layers for arrival in world.waits[plan.number].loads[again].arrivals or ()] == [(0, 3), (3, 6)]
     world.commit()
     world.close()
 

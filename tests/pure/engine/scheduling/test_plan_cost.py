@@ -37,7 +37,7 @@ class CountingSlots(dict[bytes, int]):
 
 
 class PassedFence:
-    lane = "compute"
+    lane, number = "compute", 0
 
     def passed(self) -> bool:
         return True
@@ -71,7 +71,7 @@ class Counted:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        self.scheduler.commit(StepResult(plan.number, [Sampled(c.request_id, (1,)) for c in plan.chunks if c.samples]))
+        self.scheduler.commit(StepResult(plan.number, tuple(Sampled(c.request_id, (1,)) for c in plan.chunks if c.num_logits)))
 
     def num_lookups_of(self, plan: bool = True) -> int:
         self.slots.num_lookups = 0

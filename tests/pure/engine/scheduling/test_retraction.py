@@ -48,7 +48,7 @@ def test_a_retracted_request_resumes_with_the_tokens_it_had_and_ends_as_if_alone
         assert world.step()
     resumed = world.in_flight[-1]
     (start,) = resumed.starts
-    assert start.request.id == "r1" and list(start.output) == world.outcome("r1")[0] and len(start.output) > 4
+    assert start.request_id == "r1" and list(start.output) == world.outcome("r1")[0] and len(start.output) > 4
     assert resumed.chunks[0].start >= BLOCK, "what is left of its blocks is used"
     world.close()
     alone = World(num_slots=64)
@@ -74,7 +74,7 @@ def test_a_retracted_request_resumes_only_when_its_newest_token_is_known(make: M
     assert world.plan() is None
     world.commit()
     (start,) = planned(world).starts
-    assert start.request.id == "r1" and len(start.output) == len(world.outcome("r1")[0])
+    assert start.request_id == "r1" and len(start.output) == len(world.outcome("r1")[0])
     world.close()
 
 

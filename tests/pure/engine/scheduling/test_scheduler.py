@@ -28,7 +28,7 @@ def test_prompts_are_computed_in_chunks_beside_decodes_that_come_first() -> None
     assert shape(planned(world)) == [(short, 0, 3), (long, 0, 3)]
     assert shape(planned(world)) == [(short, 3, 1), (long, 3, 6)]
     assert shape(planned(world)) == [(short, 4, 1), (long, 9, 4)]
-    assert [c.samples for c in world.in_flight[0].chunks] == [True, False] and all(c.samples for c in world.in_flight[2].chunks)
+    assert [c.num_logits for c in world.in_flight[0].chunks] == [1, 0] and all(c.num_logits for c in world.in_flight[2].chunks)
     world.close()
 
 
@@ -64,7 +64,7 @@ def test_a_request_for_no_tokens_ends_when_its_prompt_is_computed() -> None:
     scored, plain = world.submit(A[:8], 0, prompt_logprobs=2), world.submit(B[:2], 0)
     for _ in range(3):
         world.plan()
-    assert not any(c.samples for plan in world.in_flight for c in plan.chunks)
+    assert not any(c.num_logits for plan in world.in_flight for c in plan.chunks)
     world.close()
     for request_id in (scored, plain):
         first = world.asked[request_id].first
@@ -103,7 +103,7 @@ def test_slots_carry_the_fence_of_the_newest_step_to_their_next_user(make: Make)
     planned(world)
     world.cancel(first)  # while its step is in flight
     plan = planned(world)
-    assert shape(plan) == [(second, 0, 8)] and [f.number for f in plan.after] == [1]  # type: ignore[attr-defined]
+    assert shape(plan) == [(second, 0, 8)] and plan.after == (("compute", 1),)
     world.close()
 
 
@@ -127,8 +127,8 @@ def test_an_id_can_be_used_again_while_a_step_of_its_former_owner_is_in_flight()
     assert old is not None and world.scheduler.cancel("same") is not None
     world.scheduler.add(Request("same", B[:4], sampling))
     assert world.scheduler.plan() is not None
-    assert world.scheduler.commit(StepResult(old.number, [Sampled("same", (1,))])) == []
-    events = world.scheduler.commit(StepResult(old.number + 1, [Sampled("same", (2,))]))
+    assert world.scheduler.commit(StepResult(old.number, (Sampled("same", (1,)),))) == []
+    events = world.scheduler.commit(StepResult(old.number + 1, (Sampled("same", (2,)),)))
     assert [e.tokens for e in events] == [(2,)]
 
 

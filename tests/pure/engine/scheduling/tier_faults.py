@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from scheduler_device import BLOCK
 
-from penstock.contract import Request
+from penstock.contract import Request, StepResult
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -137,7 +138,14 @@ def forgets_the_lease_of_whoever_ends(patch: Patch) -> None:
 
 
 def ends_requests_whose_load_failed(patch: Patch) -> None:
-    patch.setattr(scheduler_module, "TransferFailed", KeyError)
+    def make(commit: Any) -> Any:
+        def faulty(self: Scheduler, result: StepResult) -> Any:
+            error = None if result.error is None else result.error._replace(lacked_kv=False)
+            return commit(self, dataclasses.replace(result, error=error))
+
+        return faulty
+
+    _around(patch, Scheduler, "commit", make)
 
 
 def goes_on_without_the_step_that_failed(patch: Patch) -> None:

@@ -1,0 +1,258 @@
+"""Plans and results are plain data: nothing in them lives, equal ones are equal, and a file gives them back."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_tiers import land_in_parts
+from scheduler_walks import Walker, choose
+from scheduler_world import World
+
+from penstock import contract
+from penstock.contract import (
+    Adapter,
+    Chunk,
+    Echo,
+    FenceId,
+    Request,
+    Sampled,
+    SamplingParams,
+    Start,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    TokenScores,
+    Waits,
+)
+from penstock.engine.execution import recording
+from penstock.engine.execution.recording import Recorder
+from penstock.errors import InvariantBroken, TransferFailed, UserError
+
+NUM_WALKS = 30
+HEAD = '{"recording": 1, "sizes": {}}\n'
+PLAIN = (type(None), bool, int, float, str)
+RECORDS = (StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, FenceId, StepResult, Sampled, TokenLogprob, TokenScores, StepFailure)
+
+
+@pytest.fixture(autouse=True)
+def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    land_in_parts(monkeypatch)
+
+
+def walked(seed: int) -> World:
+    """A walk through cancels, retractions, failures and loads, every other one with stores behind host memory."""
+    shape, events = choose(seed, behind=seed % 2 == 1)
+    walker = Walker(shape)
+    for event in events:
+        walker.do(event)
+    walker.end()
+    return walker.world
+
+
+def fields_of(record: Any) -> list[str]:
+    return list(record._fields) if issubclass(record, tuple) else [field.name for field in dataclasses.fields(record)]
+
+
+def living(value: Any, where: str) -> Iterator[str]:
+    """Where in it something is that is no plain data."""
+    if type(value) in PLAIN or (type(value) is np.ndarray and value.dtype in (np.int32, np.float32)):
+        return
+    if type(value) in (tuple, frozenset):
+        for number, one in enumerate(value):
+            yield from living(one, f"{where}[{number}]")
+    elif type(value) in RECORDS:
+        for name in fields_of(type(value)):
+            yield from living(getattr(value, name), f"{where}.{name}")
+    else:
+        yield f"{where} is a {type(value).__name__}"
+
+
+def declared_living(kind: Any, where: str) -> Iterator[str]:
+    """The same of what its fields are declared to be."""
+    if kind in PLAIN or kind is Ellipsis or typing.get_origin(kind) is np.ndarray:
+        return
+    if typing.get_origin(kind) in (tuple, frozenset, types.UnionType, typing.Union):
+        for one in typing.get_args(kind):
+            yield from declared_living(one, where)
+    elif kind in RECORDS:
+        for name, one in typing.get_type_hints(kind).items():
+            yield from declared_living(one, f"{where}.{name}")
+    else:
+        yield f"{where} may be a {kind}"
+
+
+def test_no_field_of_a_plan_or_result_holds_what_lives() -> None:
+    seen = {"plans": 0, "waits": 0, "loads": 0, "echoes": 0, "starts again": 0, "failures": 0, "scores": 0}
+    for seed in range(NUM_WALKS):
+        world = walked(seed)
+        assert [found for plan in world.plans for found in living(plan, "plan")] == []
+        assert [found for result in world.results for found in living(result, "result")] == []
+        seen["plans"] += len(world.plans)
+        seen["waits"] += sum(len(plan.after) for plan in world.plans)
+        seen["loads"] += sum(len(plan.loads) for plan in world.plans)
+        seen["echoes"] += sum(plan.echoes for plan in world.plans)
+        seen["starts again"] += sum(bool(start.output) for plan in world.plans for start in plan.starts)
+        seen["failures"] += sum(result.error is not None for result in world.results)
+        seen["scores"] += sum(bool(result.prompt_logprobs) for result in world.results)
+    assert seen["plans"] > 500 and all(seen.values()), f"the walks did not meet what this test is about: {seen}"
+
+
+@pytest.mark.parametrize("kind", [StepPlan, StepResult])
+def test_no_field_is_declared_to_hold_what_lives(kind: Any) -> None:
+    assert list(declared_living(kind, kind.__name__)) == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1], {}, object(), len, np.float64(1.0), np.zeros(1), Request("r", [1], SamplingParams(max_tokens=1)), Waits()],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_lives_is_noticed_wherever_it_is(value: Any) -> None:
+    """The fault: such a thing is in a plan."""
+    chunk = Chunk("r", 0, 0, (1,), np.zeros(1, np.int32), True, 1)._replace(adapter=value)
+    assert len(list(living(StepPlan(1, (chunk,), 1), "plan"))) == 1
+    assert len(list(declared_living(type(value), "plan"))) == 1
+
+
+def test_the_same_walk_makes_the_same_plans_and_results_once_more() -> None:
+    for seed in range(NUM_WALKS):
+        once, again = walked(seed), walked(seed)
+        assert once.plans == again.plans and once.results == again.results and once.plans is not again.plans
+        assert list(map(repr, once.plans)) == list(map(repr, again.plans))
+
+
+def test_plans_and_results_are_equal_where_all_that_they_say_is() -> None:
+    def plan(**changes: Any) -> StepPlan:
+        chunk = Chunk("r", 0, 4, (1, 2), np.array([5, 6], np.int32), True, 1)._replace(**changes)
+        return StepPlan(1, (chunk,), 0, (Start(0, "r", SamplingParams(max_tokens=1), (), np.array([1, 2], np.int32)),))
+
+    assert plan() == plan() and operator.ne(plan().chunks[0], plan().chunks[0]) is False
+    changes = [{"slots": np.array([5, 7], np.int32)}, {"slots": np.array([5], np.int32)}, {"tokens": (1, 3)}, {"num_logits": 0}, {"row": 1}]
+    for change in [*changes, {"echo": Echo((2,), 0)}, {"adapter": Adapter("a", "d")}]:
+        assert plan(**change) != plan() and operator.eq(plan(**change).chunks[0], plan().chunks[0]) is False
+    (start,) = plan().starts
+    assert start != start._replace(prompt_tokens=None) and start._replace(prompt_tokens=None) != start
+    assert start != start._replace(prompt_tokens=np.array([1, 3], np.int32))
+    assert plan().chunks[0] != tuple(plan().chunks[0]) and start != tuple(start), "a record is no tuple of its fields"
+    rows = TokenScores(*(np.zeros((2, 1)[:dims], np.int32) for dims in (1, 1, 1, 2, 2)))  # type: ignore[arg-type]
+    other = rows._replace(top_tokens=rows.top_tokens + 1)
+    assert StepResult(1, (), (("r", rows),)) == StepResult(1, (), (("r", rows._replace(ranks=rows.ranks.copy())),))
+    assert StepResult(1, (), (("r", rows),)) != StepResult(1, (), (("r", other),))
+
+
+def test_what_a_plan_waits_for_is_looked_up_by_its_names() -> None:
+    plan = StepPlan(3, (), 0, after=(FenceId("save", 2),), loads=("r",))
+    fence, load = object(), object()
+    waits = Waits({FenceId("save", 2): fence, FenceId("save", 3): object()}, {"r": load, "other": object()})  # type: ignore[dict-item]
+    assert waits.of(plan) == ((fence,), (load,))
+    for missing in (Waits(waits.fences, {}), Waits({}, waits.loads)):
+        with pytest.raises(InvariantBroken, match="step 3 is to wait for"):
+            missing.of(plan)
+
+
+def test_a_failure_says_what_was_raised_and_whether_the_step_lacked_kv() -> None:
+    class Late(TransferFailed):
+        pass
+
+    assert StepFailure.of(RuntimeError("no device")) == ("RuntimeError", "no device", False)
+    assert StepFailure.of(Late("no block")) == ("Late", "no block", True)
+    assert str(StepFailure.of(RuntimeError("no device"))) == "RuntimeError: no device"
+
+
+# -------------------------------------------------------------------------------------------------------------- the file
+
+
+def record(path: Path, world: World, promoted: int = 0) -> None:
+    with path.open("w") as file:
+        recorder = Recorder(file, {"block_tokens": 4})
+        for plan in world.plans:
+            recorder.add_plan(plan, promoted)
+        for result in world.results:
+            recorder.add_result(result)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    for seed in range(NUM_WALKS):
+        world = walked(seed)
+        record(tmp_path / "run", world)
+        found = recording.read(tmp_path / "run")
+        assert (found.plans, found.results) == (tuple(world.plans), tuple(world.results)) and found.sizes == {"block_tokens": 4}
+        assert [one for plan in (*found.plans, *found.results) for one in living(plan, "read")] == []
+        assert found.colder_from == next((plan.number for plan in world.plans if plan.loads), None)
+
+
+def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
+    """What the walks do not have: options of sampling, adapters, penalties, numbers that are hard to write."""
+    sampling = SamplingParams(
+        max_tokens=3,
+        temperature=0.1,
+        top_p=1 / 3,
+        seed=-(2**63) + 1,
+        stop=('"\n', "\u2028é"),
+        logprobs=2,
+        stop_token_ids=frozenset({9, 3}),
+        repetition_penalty=1.1,
+    )
+    chunk = Chunk("r\n", 0, 0, (1,), np.array([[7]], np.int32)[0], False, 1, Adapter("tuned", "digest"), Echo((2,), 5))
+    plan = StepPlan(1, (chunk,), 1, (Start(0, "r\n", sampling, (4,), np.array([1, 2], np.int32)),), (FenceId("save", 7),), ("r\n",))
+    scores = TokenScores(
+        *(np.arange(2, dtype=np.int32), np.array([-np.inf, -1e-40], np.float32), np.ones(2, np.int32)),
+        *(np.empty((2, 0), np.int32), np.empty((2, 0), np.float32)),
+    )
+    sampled = Sampled("r\n", (1,), (TokenLogprob(1, -0.1, 1, ((5, -float("inf")),)),))
+    results = StepResult(1, (sampled,), (("r\n", scores),)), StepResult(2, (), error=StepFailure("KeyError", "'x'"))
+    with (tmp_path / "run").open("w") as file:
+        recorder = Recorder(file, {})
+        recorder.add_plan(plan, 0)
+        for result in results:
+            recorder.add_result(result)
+    found = recording.read(tmp_path / "run")
+    assert found.plans == (plan,) and found.results == results
+    assert found.plans[0].starts[0].sampling == sampling and found.results[0].prompt_logprobs[0][1].top_tokens.shape == (2, 0)
+
+
+def test_a_value_that_is_no_plain_data_is_not_written(tmp_path: Path) -> None:
+    plan = StepPlan(1, (), 0, loads=(Request("r", [1], SamplingParams(max_tokens=1)),))  # type: ignore[arg-type]
+    with (tmp_path / "run").open("w") as file, pytest.raises(InvariantBroken, match="Request"):
+        Recorder(file, {}).add_plan(plan, 0)
+
+
+def test_blocks_that_colder_tiers_brought_mark_the_recording(tmp_path: Path) -> None:
+    """They are in no plan: once the load is over, the step that reads them waits for nothing."""
+    with (tmp_path / "run").open("w") as file:
+        recorder = Recorder(file, {})
+        for number, promoted in ((1, 0), (2, 0), (3, 4), (4, 4)):
+            recorder.add_plan(StepPlan(number, (), 0), promoted)
+    assert recording.read(tmp_path / "run").colder_from == 3
+
+
+def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
+    world = walked(0)
+    record(tmp_path / "run", world)
+    text = (tmp_path / "run").read_text()
+    (tmp_path / "run").write_text(text[:-9])
+    assert recording.read(tmp_path / "run").results == tuple(world.results[:-1])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no json\n", "[]\n", '{"recording": 2, "sizes": {}}\n', HEAD + '{"plan": {"type": "Fence"}, "promoted": 0}\n', "\xff\n"],
+    ids=["nothing", "no JSON", "another thing", "another version", "an unknown type", "bytes"],
+)  # fmt: skip
+def test_what_is_no_recording_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match="recording"):
+        recording.read(tmp_path / "run")
+
+
+def test_every_record_of_the_contract_that_plans_are_made_of_is_known_to_the_file() -> None:
+    assert set(recording._RECORDS.values()) == set(RECORDS) and all(getattr(contract, name) for name in recording._RECORDS)
