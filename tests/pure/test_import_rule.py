@@ -34,7 +34,7 @@ LAYERS = (
     ("penstock.server", "penstock.bench", "penstock.testing", "penstock.connectors"),
     ("penstock.cli + penstock.commands + penstock.__main__",),
 )
-NEVER = {"penstock.kv": "penstock.engine"}  # storage works without the engine
+NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}  # storage works without the engine, which asks its door
 ONLY = {"penstock.connectors": "penstock.kv", "penstock.sanitizer": "penstock.sanitizer"}  # and the base
 NO_TORCH = (*LAYERS[0][0].split(" + "), "penstock.kv.blocks", "penstock.engine.scheduling", "penstock.sanitizer")
 TORCH_CUDA = (

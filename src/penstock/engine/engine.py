@@ -31,10 +31,8 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, Prefetched, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
-from penstock.kv.cache import KvCache
+from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
-from penstock.kv.tiers.behind import Persisting, Resetting
-from penstock.kv.transfer.mover import Settling
 from penstock.lanes.lane import Lane
 from penstock.lanes.polling import POLL_S
 from penstock.models.progress import Progress, silent

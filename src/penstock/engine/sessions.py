@@ -21,7 +21,7 @@ from penstock.contract import CacheHint, FinishReason, Listener, Prefix, Request
 from penstock.errors import Overloaded
 from penstock.figures import SessionFigures
 from penstock.kv.blocks.key import KEY_BYTES, prefix_keys
-from penstock.kv.transfer.mover import Settling
+from penstock.kv.cache import Settling
 
 RETAINED_SHARE = 0.5  # of the blocks of device and host memory: what retained sessions may have in all
 _ENDS_AT_ONCE = 16  # requests whose sessions are brought up to date in one turn: a long one takes some hundred microseconds

@@ -33,6 +33,8 @@ from penstock.kv.transfer.mover import Settling
 from penstock.lanes.polling import POLL_MOST_S
 from penstock.observe import EngineObserver
 
+__all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling"]
+
 _CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
 _GRACE_S = 1.0  # for lanes that have nothing to do any more to end
 

@@ -1,6 +1,7 @@
 """The bookkeeping of one arena's slots: who has which, what may be reused, what goes first. Owns no bytes and never waits.
 
-One thread uses a pool. A call that raises or answers None has changed nothing.
+One thread changes a pool: the engine's, or whoever has its owner's lock. Any thread may `find`: what it is told may be gone when it comes.
+A call that raises or answers None has changed nothing.
 """
 
 from __future__ import annotations
