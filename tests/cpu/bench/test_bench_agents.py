@@ -21,6 +21,7 @@ from penstock.bench.agents_users import Asking, Question, User, reusable
 from penstock.bench.trace_files import read_conversations, select
 from penstock.cli import main
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SchedulingName, ServerConfig
+from penstock.contract import StepFailure
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ConfigError, InvalidRequest, StepFailed
@@ -189,10 +190,10 @@ def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
     engine, config = roomy
     launch = engine._parts.executor.launch
 
-    def broken(plan):
-        running = launch(plan)
-        result = running.wait_result
-        monkeypatch.setattr(type(running), "wait_result", lambda _: dataclasses.replace(result(), error=RuntimeError("the device is gone")))
+    def broken(plan, waits):
+        running = launch(plan, waits)
+        result, failure = running.wait_result, StepFailure.of(RuntimeError("the device is gone"))
+        monkeypatch.setattr(type(running), "wait_result", lambda _: dataclasses.replace(result(), error=failure))
         return running
 
     monkeypatch.setattr(engine._parts.executor, "launch", broken)
