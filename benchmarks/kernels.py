@@ -111,7 +111,7 @@ class Rig:
         room = np.empty(4 * sum(span.q_len for span in spans) + 8 * len(spans) + used + 8, np.int32)
         packed = Packer(BLOCK, NUM_SLOTS, len(spans)).pack(tuple(chunks), sum(span.q_len == 1 for span in spans), None, room)
         ints = torch.from_numpy(packed.ints).to(self.device)
-        return packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+        return packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
 
     def step(self, spans: Sequence[Span], attention: TritonAttention) -> tuple[StepInputs, tuple[Tensor, Tensor, Tensor]]:
         inputs = self.inputs(spans)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -146,32 +146,47 @@ def test_chunks_around_the_edges_of_tiles_agree(shares: int, monkeypatch: pytest
     assert_agrees(make_step(tuple(spans[:: 2 if INTERPRETED else 1]), SMALL), norms=False)
 
 
-def test_the_shapes_that_are_planned_reach_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "FUSED_STEP", 64)
-    assert backend.prefill_shapes(128, 384) == [(64, 0), (128, 0), (128, 128), (128, 256)]
-    assert backend.prefill_shapes(128, 383) == [(64, 0), (128, 0), (128, 128)], "no full chunk fits behind 256 any more"
-    assert backend.prefill_shapes(128, 40) == [(64, 0)], "and a short context has no more than it can use"
-    assert backend.prefill_shapes(96, 384) == [(64, 0)], "chunks that are no multiple of a step are not planned behind a prefix"
+SIZES = backend.FusedSizes(own=64, rows=(64, 32), least_rows=24, keys=(256, 128), least_keys=128)
 
 
-def test_only_a_planned_shape_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens rounded up and the prefix exactly, from half a step on, and only where the chunk is alone and its lengths are known."""
-    monkeypatch.setattr(backend, "FUSED_STEP", 64)
+def test_all_shapes_that_a_context_can_need_are_planned() -> None:
+    own = [(64, 0), (128, 0)]
+    assert backend.fused_shapes(SIZES, 128, 384) == [*own, (64, 256), (32, 256), (64, 128), (32, 128)]
+    assert backend.fused_shapes(SIZES, 128, 257) == [*own, (64, 256), (32, 256), (64, 128), (32, 128)]
+    assert backend.fused_shapes(SIZES, 128, 256) == [*own, (64, 128), (32, 128)], "a chunk behind 256 would be outside the context"
+    assert backend.fused_shapes(SIZES, 128, 128) == own
+    assert backend.fused_shapes(SIZES, 128, 40) == [(64, 0)], "a short context has no more than it can use"
+    assert backend.fused_shapes(SIZES, 33, 384) == [(64, 256), (32, 256), (64, 128), (32, 128)], "a chunk of 33 tokens is rounded up"
+    assert backend.fused_shapes(SIZES._replace(least_keys=200), 32, 200) == [], "pieces that are never taken are not planned"
 
-    def fuses(*spans: Span, **known: int) -> bool:
-        step = make_step(spans, SMALL, dtype=HALF)
-        attention = TritonAttention(step.arena, step.config, step.rope)
-        attention._planned = {(64, 0), (64, 128)}
-        return attention._takes_fused(step.num_tokens, replace(step.inputs, **known))
 
-    assert [fuses(Span(0, tokens)) for tokens in (31, 32, 64, 65)] == [False, True, True, False]
-    assert [fuses(Span(prefix, 64)) for prefix in (112, 127, 128, 129)] == [False, False, True, False]
-    assert not fuses(Span(0, 64), Span(0, 64)) and not fuses(Span(0, 64), max_q_len=0, max_kv_len=0)
+def test_pieces_are_the_largest_that_fit() -> None:
+    assert backend.pieces(1000, (256, 128)) == [256, 256, 256, 128]
+    assert backend.pieces(127, (256, 128)) == []
+
+
+def test_only_planned_shapes_are_fused() -> None:
+    """A chunk among itself from half a size on; what is before it in whole pieces; in float32, or before anything is planned, nothing."""
+    step = make_step((Span(0, 8),), SMALL, dtype=HALF)
+    attention = TritonAttention(step.arena, step.config, step.rope, fused_sizes=SIZES)
+    assert attention._fuses(0, 64) == attention._fuses(256, 64) == (0, False)
+    attention._planned = set(backend.fused_shapes(SIZES, 128, 600))
+    assert [attention._fuses(0, q_len) for q_len in (31, 32, 128, 129)] == [(0, False), (0, True), (0, True), (0, False)]
+    assert [attention._fuses(start, 64) for start in (127, 128, 129, 384, 500)] == [
+        (0, False), (128, True), (128, False), (384, True), (384, False)
+    ]  # fmt: skip
+    assert [attention._fuses(128, q_len) for q_len in (23, 24, 31, 32)] == [(0, False), (128, False), (128, False), (128, True)]
+    attention._planned.discard((32, 128))
+    assert attention._fuses(128, 96) == (0, False) and attention._fuses(128, 64) == (128, True)
+    single = make_step((Span(0, 8),), SMALL)
+    attention = TritonAttention(single.arena, single.config, single.rope, fused_sizes=SIZES)
+    attention._planned = set(backend.fused_shapes(SIZES, 128, 600))
+    assert attention._fuses(256, 64) == (0, False)
 
 
 def test_a_captured_step_does_not_know_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step(MIXED)
-    assert_agrees(replace(step, inputs=replace(step.inputs, max_q_len=0, max_kv_len=0)))
+    assert_agrees(replace(step, inputs=replace(step.inputs, max_q_len=0, max_kv_len=0, spans=())))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -181,7 +196,7 @@ def test_padding_tokens_that_belong_to_no_chunk_give_zeros(splits: int, monkeypa
     attention = TritonAttention(step.arena, step.config, step.rope)
     q_starts = step.inputs.q_starts.clone()
     q_starts[2:] = 4  # the second chunk has no tokens, and its six are padding
-    inputs = replace(step.inputs, q_starts=q_starts, num_decodes=0, max_q_len=0, max_kv_len=0)
+    inputs = replace(step.inputs, q_starts=q_starts, num_decodes=0, max_q_len=0, max_kv_len=0, spans=())
     q, k, v = attention.rotate_and_write(0, step.qkv(), None, None, inputs)
     out = attention.attend(0, q, k, v, inputs)
     assert out[4:].eq(0).all() and out[:4].isfinite().all() and out[:4].ne(0).any()
@@ -282,14 +297,66 @@ def test_a_gathered_prefix_joins_the_chunk(span: Span, monkeypatch: pytest.Monke
     assert_agrees(make_step((span,), config, dtype=HALF), prefill="sdpa")
 
 
+class Planned(TritonAttention):
+    """Everything is planned; records what fused attention is asked for."""
+
+    asked: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how, fused_sizes=SIZES)
+        for shape in backend.fused_shapes(SIZES, 128, 2000):
+            self.plan(*shape)
+            self._planned.add(shape)
+        self.asked.clear()
+
+    def _fused_attention(self, q: Any, k: Any, v: Any, *, causal: bool, with_lse: bool) -> tuple[Any, Any]:
+        self.asked.append((len(q), 0 if causal else len(k)))
+        fused = plain_attention if INTERPRETED else TritonAttention._fused_attention
+        return fused(self, q, k, v, causal=causal, with_lse=with_lse)
+
+
+FUSED = ragged_config(num_heads=4, num_kv_heads=2, head_dim=16 if INTERPRETED else 128, num_layers=1)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("spans", "asked"),
+    [
+        ((Span(128, 40),), [(64, 0), (64, 128)]),  # nothing between
+        ((Span(128, 64), Span(40, 3)), [(64, 0), (64, 128)]),
+        ((Span(150, 30),), [(32, 128)]),
+        ((Span(410, 70),), [(64, 256), (32, 256), (64, 128), (32, 128)]),  # two pieces, and the chunk in two
+        ((Span(37, 1), Span(300, 1), Span(0, 50)), [(64, 0)]),  # behind decodes
+        ((Span(37, 1), Span(9, 20), Span(130, 33), Span(5, 30), Span(70, 24), Span(256, 32), Span(3, 2)), [(64, 128), (64, 0), (32, 256)]),
+    ],
+    ids=["alone", "before another", "between", "pieces", "behind decodes", "among others"],
+)
+def test_deep_chunks_take_fused_attention_over_pieces_of_their_prefix(
+    spans: tuple[Span, ...], asked: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside decodes and other chunks, with and without tokens between the pieces and the chunk, and with rows that fill no shape."""
+    with_splits(monkeypatch, splits)
+    assert_agrees(make_step(spans, FUSED, dtype=HALF, seed=splits), Planned)
+    assert Planned.asked == asked
+
+
+def test_every_step_is_divided_anew() -> None:
+    one, other = (make_step(spans, FUSED, dtype=HALF) for spans in ((Span(150, 30),), (Span(9, 30), Span(150, 30))))
+    attention = Planned(one.arena, one.config, one.rope)
+    for _ in range(2):
+        assert [part.num_fused for part in attention._parts(one.inputs)] == [128]
+        assert [part.num_fused for part in attention._parts(other.inputs)] == [0, 128]
+        assert attention._parts(replace(one.inputs, spans=())) == []
+
+
 def test_gathered_tokens_are_those_of_the_table() -> None:
     config = ragged_config(num_heads=4, num_kv_heads=2, num_layers=2)
-    step = make_step((Span(53, 20),), config)
+    step = make_step((Span(30, 1), Span(53, 20)), config)
     attention = TritonAttention(step.arena, step.config, step.rope)
-    for num_tokens in (1, 32, 53):
-        gathered = attention.gathered(1, num_tokens, step.inputs)
-        slots = step.inputs.tables[:4].long()
-        expected = step.arena[slots, 1].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+    for first, num_tokens in ((0, 1), (0, 32), (0, 53), (16, 37), (9, 33)):
+        gathered = attention.gathered(1, 1, first, num_tokens, step.inputs)
+        slots = step.inputs.tables[int(step.inputs.table_starts[1]) :][:4].long()
+        expected = step.arena[slots, 1].transpose(0, 1).flatten(1, 2)[:, first : first + num_tokens]
         for got, want in zip(gathered, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -300,38 +367,6 @@ def test_gathered_tokens_are_those_of_the_table() -> None:
 def test_fused_attention_agrees_with_the_reference(fused: Any, span: Span) -> None:
     config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=128, num_layers=2)
     assert_agrees(make_step((span,), config, dtype=HALF), prefill="sdpa", fused=fused)
-
-
-@on_gpu
-def test_automatic_choice_takes_only_shapes_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[bool] = []
-    original = TritonAttention._attend_fused
-    monkeypatch.setattr(TritonAttention, "_attend_fused", lambda self, *args: taken.append(True) or original(self, *args))
-    monkeypatch.setattr(backend, "FUSED_STEP", 64)
-    step = make_step((Span(128, 64),), ragged_config(num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1), dtype=HALF)
-    attention = TritonAttention(step.arena, step.config, step.rope)
-    outputs(attention, step)
-    assert not taken
-    attention.plan(64, 128)
-    outputs(attention, step)
-    assert taken
-
-
-@on_gpu
-@pytest.mark.parametrize("span", [Span(0, 40), Span(0, 64), Span(0, 100), Span(128, 128)])
-def test_a_chunk_padded_to_a_planned_shape_agrees_with_the_reference(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Planned(TritonAttention):
-        def __init__(self, *args: Any, **how: Any) -> None:
-            super().__init__(*args, **how)
-            for shape in backend.prefill_shapes(128, 256):
-                self.plan(*shape)
-
-        def _attend_paged(self, *args: Any) -> None:
-            raise AssertionError("the fused path was not taken")
-
-    monkeypatch.setattr(backend, "FUSED_STEP", 64)
-    config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=128, num_layers=2)
-    assert_agrees(make_step((span,), config, dtype=HALF), Planned)
 
 
 # -------------------------------------------------------------------------------------------------- only on the device
@@ -345,7 +380,7 @@ def test_a_replayed_capture_equals_an_eager_step_to_the_bit() -> None:
     second = make_step((Span(12, 1), Span(203, 1), Span(36, 1)), config, dtype=HALF, seed=2)
     assert first.arena.shape == second.arena.shape
     expected = outputs(TritonAttention(second.arena.clone(), config, second.rope), second)[:-1]
-    held = replace(second, arena=first.arena, inputs=replace(first.inputs, max_q_len=0, max_kv_len=0))
+    held = replace(second, arena=first.arena, inputs=replace(first.inputs, max_q_len=0, max_kv_len=0, spans=()))
     attention = TritonAttention(first.arena, config, first.rope)
     outputs(attention, held)
     graph = torch.cuda.CUDAGraph()

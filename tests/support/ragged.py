@@ -7,6 +7,7 @@ yet. Slots are shuffled, and requests may share the blocks of a common prefix.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -161,6 +162,7 @@ def step_inputs(spans: Sequence[Span], tables: Sequence[Sequence[int]], write_at
         num_decodes=next((i for i, span in enumerate(spans) if span.q_len != 1), len(spans)),
         max_q_len=max((span.q_len for span in spans), default=0),
         max_kv_len=max((span.kv_len for span in spans), default=0),
+        spans=tuple((span.prefix_len, span.q_len) for span in itertools.dropwhile(lambda span: span.q_len == 1, spans)),
     )
 
 

@@ -19,6 +19,9 @@ from penstock.errors import InvariantBroken
 DEEP_TOKENS = 8192
 
 
+Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens before it, and its own
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Device-side inputs of a step of T tokens in B chunks. All int32.
@@ -28,8 +31,8 @@ class StepInputs:
     behind them that belongs to it. The first `num_decodes` chunks have exactly one token each.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
-    from them and not from host numbers; `max_q_len` and `max_kv_len` are for eager steps. In a capture the first is 0, and the second
-    says no more than whether the step is deep.
+    from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
+    second says no more than whether the step is deep, and there are no spans.
     """
 
     tokens: Tensor  # [T]
@@ -45,6 +48,7 @@ class StepInputs:
     num_decodes: int
     max_q_len: int
     max_kv_len: int
+    spans: Spans = ()
 
 
 @functools.lru_cache(maxsize=4096)  # asked for several times in each step
@@ -74,7 +78,7 @@ class Shape:
         """Everything but the tables."""
         return self.cuts()[-1]
 
-    def views(self, packed: Tensor, num_decodes: int, max_q_len: int, max_kv_len: int) -> StepInputs:
+    def views(self, packed: Tensor, num_decodes: int, max_q_len: int, max_kv_len: int, spans: Spans = ()) -> StepInputs:
         ends = self.cuts()
         parts = [packed[start:end] for start, end in zip((0, *ends[:-1]), ends, strict=True)]
         tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows = parts
@@ -92,6 +96,7 @@ class Shape:
             num_decodes=num_decodes,
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
+            spans=spans,
         )
 
 
@@ -106,6 +111,7 @@ class Packed:
     max_kv_len: int
     read_slots: NDArray[np.int32]
     write_slots: NDArray[np.int32]
+    spans: Spans
 
 
 class Packer:
@@ -159,9 +165,10 @@ class Packer:
         else:
             sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(num_logits), num_logits) + np.arange(shape.num_samples)
             sample_rows[:] = np.repeat(rows, num_logits)
+        spans = tuple((c.start, len(c.tokens)) for c in chunks[num_decodes:])
         num_decodes = shape.num_chunks if shape.is_decode else num_decodes
         write_slots = write_at[: int(lens.sum())] // self._block_tokens
-        return Packed(shape, ints, num_decodes, int(lens.max(initial=0)), int(kv_lens.max()), tables[1:], write_slots)
+        return Packed(shape, ints, num_decodes, int(lens.max(initial=0)), int(kv_lens.max()), tables[1:], write_slots, spans)
 
     def _pack_tokens(
         self,

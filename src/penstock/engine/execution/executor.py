@@ -195,7 +195,7 @@ class Executor:
         def upload() -> None:
             ints = move(torch.empty(len(host), dtype=torch.int32, device=self._device), host)
             landed.append(ints)
-            flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+            flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
 
         chain.submit(upload, "upload", [self._staging.access(Mode.READ)])
         for op, layers, label in self._forward.ops(flow):

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
+SHAPE_TOKENS = 512  # chunks are padded to a multiple of it where a GPU's fused attention runs
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of every step."""
@@ -47,14 +50,17 @@ class Room:
 
     def size(self, start: int, num_left: int) -> int:
         """How many tokens of the next prompt to compute, which has `num_left` behind the first `start`. Where time cuts it short, it ends
-        with a block. Where not even one fits, the step is full."""
+        with a block, a long one where attention is called with whole shapes. Where not even one block fits, the step is full."""
         most = min(num_left, self.tokens)
         if most <= 1 or self._times is None or not self._gives_tokens:
             return most
         num_tokens = self._times.tokens(max(0.0, self._left_s), start)
         if num_tokens is None or num_tokens >= most:
             return most
-        end = (start + num_tokens) // self._block_tokens * self._block_tokens
+        step = self._block_tokens
+        if num_tokens >= 3 * SHAPE_TOKENS and SHAPE_TOKENS % step == 0:
+            step = SHAPE_TOKENS
+        end = (start + num_tokens) // step * step
         if self._unused:
             end = max(end, blocks_for(start + max(1, self._min_chunk), self._block_tokens) * self._block_tokens)
         if end <= start:

@@ -58,13 +58,14 @@ def test_late_tokens_take_longer_so_that_fewer_of_them_fit() -> None:
 
 
 def test_the_figures_of_a_large_gpu() -> None:
-    """The target leaves a short prompt the whole chunk and makes a deep one shorter, to the block; a token more would take too long."""
+    """The target leaves a short prompt the whole chunk and makes a deep one shorter, to a whole shape or a block; one more would take
+    too long."""
     rate = measured(*H200)
     sizes = [room(0.15, times=rate, tokens=8192, min_chunk=512, block=16).size(depth, 100_000) for depth in (0, 4_000, 50_000, 100_000)]
-    assert sizes == [8192, 7168, 2400, 1360]
-    for depth, size in zip((4_000, 50_000, 100_000), sizes[1:], strict=True):
+    assert sizes == [8192, 6752, 2224, 1360]
+    for depth, size, step in zip((4_000, 50_000, 100_000), sizes[1:], (512, 512, 16), strict=True):
         first, slope = H200
-        assert size * (first + slope * (depth + size / 2)) <= 0.15 < (size + 16) * (first + slope * (depth + size / 2 + 8))
+        assert size * (first + slope * (depth + size / 2)) <= 0.15 < (size + step) * (first + slope * (depth + (size + step) / 2))
 
 
 def test_a_chunk_that_time_cuts_short_ends_with_a_block() -> None:
@@ -243,3 +244,22 @@ def test_the_scheduler_keeps_the_target_and_all_its_promises_in_any_order_of_eve
         seen += told_shortly(lambda some, walked=walked: walk(walked, some), events, f"walk {seed} through {walked}")
     for what in ("chunk cut by time", "least chunk", "retraction", "promotion"):
         assert seen[what] >= 5, f"hardly ever: {what}"
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "size"),
+    [
+        (16, 1535, 1520),  # a short one ends with a block
+        (32, 1535, 1520),
+        (32, 1536, 1504),  # a long one where the next begins with whole shapes
+        (16, 2040, 2032),
+        (1024, 3000, 2560),
+    ],
+)
+def test_a_long_chunk_that_time_cuts_short_ends_with_a_whole_shape(start: int, num_tokens: int, size: int) -> None:
+    """A token takes a second."""
+    assert room(chunk_s=float(num_tokens), block=16, tokens=8192).size(start, 8000) == size
+
+
+def test_blocks_that_fill_no_shape_are_kept_whole_all_the_same() -> None:
+    assert room(chunk_s=3000.0, block=48, tokens=8192).size(48, 8000) == 3000 // 48 * 48

@@ -1,5 +1,5 @@
-"""Attention for CUDA: launches the Triton kernels, and for long prompts may use PyTorch's fused attention instead. Owns the choice of tiles
-and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
+"""Attention for CUDA: launches the Triton kernels, and for long prompts PyTorch's fused attention where that is faster. Owns the choice of
+tiles and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
 
 from __future__ import annotations
 
@@ -83,21 +83,39 @@ TUNING = {
 }
 ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
-GATHER_TOKENS = 32
-JOIN_TOKENS = 16
-# "auto" hands a lone chunk of at least half this many tokens to PyTorch's fused attention, padded to a multiple of it, in shapes that
-# were announced to `plan`: cuDNN builds a plan for each new shape, for tens to hundreds of milliseconds.
-FUSED_STEP = 1024
+GATHER_TOKENS = 8
+JOIN_ROWS = 32
 
 
-def _padded(num_tokens: int) -> int:
-    return triton.cdiv(num_tokens, FUSED_STEP) * FUSED_STEP
+class FusedSizes(NamedTuple):
+    """What PyTorch's fused attention is called with. cuDNN builds a plan for each new shape, for 40 ms and more, so that there are few, and
+    all are planned before the first request."""
+
+    own: int = 1024  # tokens of a chunk among themselves: from half of it on, rounded up to a multiple
+    rows: tuple[int, ...] = (8192, 4096, 2048, 1024, 512)  # tokens of a chunk over a piece of what is before it, rounded up to the last
+    least_rows: int = 384
+    keys: tuple[int, ...] = (32768, 16384, 8192, 4096)  # tokens in such a piece; those that fill none are left to the paged kernel
+    least_keys: int = 8192  # for fewer, gathering and joining cost what is gained
 
 
-def prefill_shapes(chunk: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Shapes worth a plan as (tokens, prefix): any single chunk, rounded up, and each later full chunk of a long prompt."""
-    first = [(tokens, 0) for tokens in range(FUSED_STEP, min(chunk, _padded(max_tokens)) + 1, FUSED_STEP)]
-    return first + [(chunk, prefix) for prefix in range(chunk, max_tokens - chunk + 1, chunk) if chunk % FUSED_STEP == 0]
+def rounded_up(num: int, step: int) -> int:
+    return -(-num // step) * step
+
+
+def pieces(num: int, sizes: tuple[int, ...]) -> list[int]:
+    """`num` in as few of the sizes as there can be, the largest first; each is a multiple of the next. Less than the last is left over."""
+    made = []
+    for size in sizes:
+        count, num = divmod(num, size)
+        made += [size] * count
+    return made
+
+
+def fused_shapes(sizes: FusedSizes, chunk: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Shapes that chunks of up to `chunk` tokens need in a context of `max_tokens`, as (tokens, tokens before them)."""
+    own = [(tokens, 0) for tokens in range(sizes.own, min(chunk, rounded_up(max_tokens, sizes.own)) + 1, sizes.own)]
+    rows = [num for num in sizes.rows if num <= rounded_up(chunk, sizes.rows[-1])]
+    return own + [(num, keys) for keys in sizes.keys if max(keys, sizes.least_keys) < max_tokens for num in rows]
 
 
 class _Launch(NamedTuple):
@@ -108,6 +126,18 @@ class _Launch(NamedTuple):
     first_row: int
     num_rows: int
     max_q_len: int
+
+
+class _Part(NamedTuple):
+    """Chunks of a step that are attended together: several by the paged kernel, or one with fused attention."""
+
+    launch: _Launch
+    num_fused: int = 0  # tokens before the chunk that fused attention takes, in pieces
+    own_fused: bool = False  # it takes the chunk's own tokens as well, and there is nothing between: the paged kernel has no part
+
+    @property
+    def is_fused(self) -> bool:
+        return self.own_fused or self.num_fused > 0
 
 
 class TritonAttention:
@@ -122,6 +152,7 @@ class TritonAttention:
         prefill: Prefill = "auto",
         fused: Fused = "cudnn",
         tuning: Tuning | None = None,
+        fused_sizes: FusedSizes | None = None,
     ) -> None:
         self._sizes = Geometry.of(arena, config, rope)
         if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
@@ -133,7 +164,9 @@ class TritonAttention:
         self._tuning = tuning or TUNING[arena.element_size()]
         self._prefill = prefill
         self._fused = fused
-        self._planned: set[tuple[int, int]] = set()
+        self._fused_sizes = fused_sizes or FusedSizes()
+        self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
+        self._step: tuple[StepInputs, list[_Part]] | None = None  # of the eager step that is being launched: the same for all layers
         self._num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
         self._layout = {
             "SLOT_STRIDE": arena.stride(0),
@@ -179,19 +212,46 @@ class TritonAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
         num_tokens, num_chunks, num_decodes = q.shape[0], inputs.kv_lens.shape[0], inputs.num_decodes
-        if self._takes_fused(num_tokens, inputs):
-            return self._attend_fused(layer, q, k, v, inputs)
+        parts = self._parts(inputs)
+        if len(parts) == 1 and parts[0].own_fused and not num_decodes:
+            return self._attend_fused(layer, q, k, v, q, inputs, parts[0])
         # Padding tokens of a captured step belong to no chunk, so no program writes them: they are zeros.
         blank = torch.empty if inputs.max_q_len or num_decodes == num_chunks else torch.zeros
         out = blank(num_tokens, self._sizes.num_heads * self._sizes.head_dim, dtype=q.dtype, device=q.device)
         if num_decodes:
-            self._attend_paged(layer, q, out, inputs, _Launch(0, num_decodes, 0, num_decodes, 1))
-        if num_decodes < num_chunks:
+            self._attend_paged(layer, q, out, inputs, _Launch(0, num_decodes, 0, num_decodes, 1), inputs.max_kv_len > DEEP_TOKENS)
+        if num_decodes < num_chunks and not parts:
             # A capture does not know its longest chunk; no chunk is longer than all tokens that are not decodes.
             rest = num_tokens - num_decodes
-            launch = _Launch(num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest)
-            self._attend_paged(layer, q, out, inputs, launch)
+            parts = [_Part(_Launch(num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest))]
+        for part in parts:
+            launch = part.launch
+            if not part.is_fused:
+                self._attend_paged(layer, q, out, inputs, launch, inputs.max_kv_len > 2 * inputs.max_q_len)
+            elif (made := self._attend_fused(layer, q, k, v, out, inputs, part)) is not out:
+                out[launch.first_row : launch.first_row + launch.num_rows] = made
         return out
+
+    def _parts(self, inputs: StepInputs) -> list[_Part]:
+        """The chunks behind the decodes of an eager step, in order; none of a captured one, whose lengths change."""
+        if not inputs.spans:
+            return []
+        if self._step is not None and self._step[0] is inputs:
+            return self._step[1]
+        parts: list[_Part] = []
+        row = inputs.num_decodes
+        for chunk, (start, q_len) in enumerate(inputs.spans, inputs.num_decodes):
+            part = _Part(_Launch(chunk, 1, row, q_len, q_len), *self._fuses(start, q_len))
+            if parts and not part.is_fused and not parts[-1].is_fused:
+                first = parts[-1].launch
+                part = _Part(
+                    first._replace(num_chunks=first.num_chunks + 1, num_rows=first.num_rows + q_len, max_q_len=max(first.max_q_len, q_len))
+                )
+                parts.pop()
+            parts.append(part)
+            row += q_len
+        self._step = inputs, parts
+        return parts
 
     # ------------------------------------------------------------------------------------------------- paged, by Triton
 
@@ -214,17 +274,21 @@ class TritonAttention:
         num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
         return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles, is_decode and deep)
 
-    def _attend_paged(self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch) -> None:
-        sizes = self._sizes
-        least = DEEP_TOKENS if launch.max_q_len == 1 else 2 * inputs.max_q_len
-        tile, num_tiles, splits = self.grid(launch, deep=inputs.max_kv_len > least)
-        target, lse, first_row = out, out, 0
+    def _attend_paged(
+        self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch, deep: bool, first_key: int | None = None
+    ) -> Tensor:
+        """`first_key`: attend from there on only, and return the log2 of each sum of powers as [rows, heads]."""
+        sizes, with_lse = self._sizes, first_key is not None
+        tile, num_tiles, splits = self.grid(launch, deep)
+        if launch.first_row:
+            out = out[launch.first_row :]
+        target = lse = out
+        if splits > 1 or with_lse:
+            lse = torch.empty(splits, launch.num_rows, sizes.num_heads, dtype=torch.float32, device=q.device)
         if splits > 1:
             target = torch.empty(splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(splits, launch.num_rows, sizes.num_heads, dtype=torch.float32, device=q.device)
             if not inputs.max_q_len and launch.max_q_len > 1:
                 lse.fill_(float("-inf"))  # padding tokens again: no share of theirs counts
-            first_row = launch.first_row
         kernels.paged_attention_kernel[(num_tiles, sizes.num_kv_heads, launch.num_chunks * splits)](
             q,
             target,
@@ -236,9 +300,10 @@ class TritonAttention:
             inputs.table_starts,
             inputs.tables,
             launch.first_chunk,
-            first_row,
+            launch.first_row,
             launch.num_rows,
             splits,
+            first_key or 0,
             sizes.scale * math.log2(math.e),
             **self._layout,
             NUM_HEADS=sizes.num_heads,
@@ -247,27 +312,30 @@ class TritonAttention:
             TILE_ROWS=tile.rows,
             TILE_KEYS=tile.keys,
             SPLIT=splits > 1,
+            WITH_LSE=with_lse,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if splits > 1:
-            self._merge(target, lse, out, launch.first_row)
+        return self._merge(target, lse, out, with_lse) if splits > 1 else lse[0]
 
-    def _merge(self, partial: Tensor, lse: Tensor, out: Tensor, first_row: int) -> None:
+    def _merge(self, partial: Tensor, lse: Tensor, out: Tensor, with_lse: bool) -> Tensor:
         sizes, (splits, num_rows) = self._sizes, partial.shape[:2]
+        merged = torch.empty_like(lse[0]) if with_lse else lse
         kernels.merge_splits_kernel[(num_rows, sizes.num_heads)](
             partial,
             lse,
             out,
-            first_row,
+            merged,
             num_rows,
             splits,
             NUM_HEADS=sizes.num_heads,
             HEAD_DIM=sizes.head_dim,
             DIMS_PADDED=self._dims_padded,
             MAX_SPLITS=MAX_SPLITS,
+            WITH_LSE=with_lse,
         )
+        return merged
 
     @property
     def _dims_padded(self) -> int:
@@ -275,67 +343,87 @@ class TritonAttention:
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         self.compile()
-        shapes = prefill_shapes(max_chunk, max_tokens)
-        for done, (chunk, prefix) in enumerate(shapes):
+        shapes = fused_shapes(self._fused_sizes, max_chunk, max_tokens)
+        for done, shape in enumerate(shapes):
             progress("planning prefill", done, len(shapes))
-            self.plan(chunk, prefix)
+            self.plan(*shape)
         progress("planning prefill", len(shapes), len(shapes))
 
     def compile(self) -> None:
         """What steps outside captures need beyond what captures do: a pause of a second, better now than under a request."""
         sizes, values = self._sizes, self._values[0]
         packed = torch.zeros(Shape(1, 1, 0).fixed_ints + 1, dtype=torch.int32, device=values.device)
+        inputs = Shape(1, 1, 0).views(packed, num_decodes=0, max_q_len=1, max_kv_len=1)
         q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
-        # A chunk without tokens, said to be long and deep: kernels are launched and do nothing.
+        # A chunk without tokens, said to be long: kernels are launched and do nothing.
         for q_len in (4096, 2 * self._tuning.deep.rows):  # its keys in one share, and in several
-            inputs = Shape(1, 1, 0).views(packed, num_decodes=0, max_q_len=q_len, max_kv_len=4 * q_len)
-            self._attend_paged(0, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len))
-        self.gathered(0, 1, inputs)
-        lse = torch.zeros(sizes.num_heads, 1, dtype=torch.float32, device=values.device)
-        self._join(q, lse, q.clone(), lse)
+            for deep, first_key in ((True, None), (True, 0), (False, 0)):
+                self._attend_paged(0, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key)
+        self.gathered(0, 0, 0, 1, inputs)
+        lse = torch.zeros(1, sizes.num_heads, dtype=torch.float32, device=values.device)
+        self._join(q.clone(), lse, q, lse.t().contiguous())
 
-    # ----------------------------------------------------------------------------------- a long chunk alone, by PyTorch
+    # --------------------------------------------------------------------------------------- long chunks, by PyTorch
 
-    def plan(self, q_len: int, prefix_len: int) -> None:
-        """Let cuDNN build its plan for a lone chunk of this shape now, so that "auto" may use it later without a pause. It keeps its plans
-        by thread."""
+    def plan(self, q_len: int, num_past: int) -> None:
+        """Let cuDNN build its plan for this shape now, so that "auto" may use it later without a pause. It keeps its plans by thread.
+        `num_past` 0: for tokens among themselves."""
         sizes, values = self._sizes, self._values[0]
         if values.element_size() != 2 or not values.is_cuda:
             return
-        qkv = values.new_zeros(q_len, sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim)
-        q, k = qkv[:, : sizes.num_heads].contiguous(), qkv[:, : sizes.num_kv_heads].contiguous()
-        v = qkv[:, sizes.num_heads + sizes.num_kv_heads :]
-        self._fused_attention(q, k, v, causal=True, with_lse=prefix_len > 0)
-        if prefix_len:
-            past = values.new_zeros(prefix_len, sizes.num_kv_heads, sizes.head_dim)
-            self._fused_attention(q, past, past, causal=False, with_lse=True)
-        self._planned.add((q_len, prefix_len))
+        q = values.new_zeros(q_len, sizes.num_heads, sizes.head_dim)
+        keys = values.new_zeros(num_past or q_len, sizes.num_kv_heads, sizes.head_dim)
+        for with_lse in (True,) if num_past else (True, False):
+            self._fused_attention(q, keys, keys.clone(), causal=not num_past, with_lse=with_lse)
+        self._planned.add((q_len, num_past))
 
-    def _takes_fused(self, num_tokens: int, inputs: StepInputs) -> bool:
-        """Host numbers describe a chunk exactly only where it is alone, and only in an eager step."""
-        if (
-            self._prefill == "triton"
-            or inputs.max_q_len != num_tokens
-            or inputs.kv_lens.shape[0] != 1
-            or self._values[0].element_size() != 2
-        ):
-            return False
+    def _fuses(self, start: int, q_len: int) -> tuple[int, bool]:
+        """Of a chunk of `q_len` tokens behind `start` others: how many of those fused attention takes, and whether its own."""
+        sizes, is_half = self._fused_sizes, self._values[0].element_size() == 2
+        if self._prefill == "triton" or not is_half:
+            return 0, False
         if self._prefill == "sdpa":
-            return True
-        return 2 * num_tokens >= FUSED_STEP and (_padded(num_tokens), inputs.max_kv_len - num_tokens) in self._planned
+            return start, True
+        num_past = 0
+        if q_len >= sizes.least_rows and start >= sizes.least_keys:
+            num_past = sum(pieces(start, sizes.keys))
+            if not self._planned.issuperset((rows, keys) for rows in self._rows(q_len) for keys in pieces(num_past, sizes.keys)):
+                num_past = 0
+        takes_own = start == num_past and 2 * q_len >= sizes.own and (rounded_up(q_len, sizes.own), 0) in self._planned
+        return num_past, takes_own
 
-    def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
-        """The chunk's own tokens causally, the prefix in full, joined by their log-sum-exp. Padding comes last, where no token sees it."""
-        num_tokens = q.shape[0]
-        prefix_len = inputs.max_kv_len - num_tokens
-        if (padding := _padded(num_tokens) - num_tokens) and self._prefill == "auto":
-            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
-        own, own_lse = self._fused_attention(q, k, v, causal=True, with_lse=prefix_len > 0)
-        if prefix_len:
-            past_k, past_v = self.gathered(layer, prefix_len, inputs)
-            past, past_lse = self._fused_attention(q, past_k, past_v, causal=False, with_lse=True)
-            self._join(own, own_lse, past, past_lse)
-        return own.view(q.shape[0], -1)[:num_tokens]
+    def _rows(self, q_len: int) -> list[int]:
+        rows = self._fused_sizes.rows
+        return pieces(rounded_up(q_len, rows[-1]), rows)
+
+    def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _Part) -> Tensor:
+        """A chunk's own tokens and what is just before them, then the rest of its prefix piece by piece, joined by their log-sum-exp.
+        Padding comes last, where no token sees it. Returns `out`, or where it is not written the chunk's rows."""
+        launch, sizes, exact = part.launch, self._fused_sizes, self._prefill == "sdpa"
+        q_len, end = launch.num_rows, launch.first_row + launch.num_rows
+        own_q, own_k, own_v = (x[launch.first_row : end] for x in (q, k, v))
+        if part.own_fused:
+            padded = q_len if exact else rounded_up(q_len, sizes.own)
+            made, lse = self._fused_attention(
+                *(_padded(x, padded) for x in (own_q, own_k, own_v)), causal=True, with_lse=part.num_fused > 0
+            )
+            lse = (lse * math.log2(math.e)).t().contiguous() if part.num_fused else lse
+            result = made = made.view(padded, -1)[:q_len]
+        else:
+            num_left = inputs.spans[launch.first_chunk - inputs.num_decodes][0] - part.num_fused
+            lse = self._attend_paged(layer, q, out, inputs, launch, num_left > q_len, first_key=part.num_fused)
+            result, made = out, out[launch.first_row : end]
+        first_key = 0
+        for num_keys in [part.num_fused] * (part.num_fused > 0) if exact else pieces(part.num_fused, sizes.keys):
+            past_k, past_v = self.gathered(layer, launch.first_chunk, first_key, num_keys, inputs)
+            begin = 0
+            for num_rows in [q_len] if exact else self._rows(q_len):
+                rows = slice(begin, min(begin + num_rows, q_len))
+                past = self._fused_attention(_padded(own_q[rows], num_rows), past_k, past_v, causal=False, with_lse=True)
+                self._join(made[rows], lse[rows], *past)
+                begin += num_rows
+            first_key += num_keys
+        return result
 
     def _fused_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool) -> tuple[Tensor, Tensor]:
         """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads, tokens]."""
@@ -350,37 +438,45 @@ class TritonAttention:
         lse = lse.reshape(self._sizes.num_heads, -1)[:, : q.shape[0]].contiguous() if with_lse else out  # not asked for: never read
         return out.squeeze(0).transpose(0, 1).contiguous(), lse
 
-    def gathered(self, layer: int, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """The first cached tokens of a lone chunk as contiguous keys and values [num_tokens, kv_heads, head_dim]."""
+    def gathered(self, layer: int, chunk: int, first_key: int, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Cached tokens of a chunk from `first_key` on, as contiguous keys and values [num_tokens, kv_heads, head_dim]."""
         sizes, cache = self._sizes, self._keys[layer]
         keys = cache.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
         values = torch.empty_like(keys)
-        kernels.gather_kernel[(triton.cdiv(num_tokens, GATHER_TOKENS), sizes.num_kv_heads)](
+        kernels.gather_kernel[(triton.cdiv(num_tokens, GATHER_TOKENS),)](
             cache,
             self._values[layer],
             keys,
             values,
             inputs.table_starts,
             inputs.tables,
-            0,
+            chunk,
+            first_key,
             num_tokens,
             **self._layout,
             NUM_KV_HEADS=sizes.num_kv_heads,
-            DIMS_PADDED=self._dims_padded,
+            WIDTH_PADDED=triton.next_power_of_2(sizes.num_kv_heads * sizes.head_dim),
             TILE_TOKENS=GATHER_TOKENS,
         )
         return keys, values
 
     def _join(self, own: Tensor, own_lse: Tensor, past: Tensor, past_lse: Tensor) -> None:
-        sizes = self._sizes
-        kernels.join_kernel[(triton.cdiv(own.shape[0], JOIN_TOKENS), sizes.num_heads)](
+        """Into `own` [tokens, heads * head_dim], with its `own_lse` [tokens, heads]."""
+        sizes, num_tokens = self._sizes, own.shape[0]
+        kernels.join_kernel[(triton.cdiv(num_tokens * sizes.num_heads, JOIN_ROWS),)](
             own,
             own_lse,
             past,
             past_lse,
-            own.shape[0],
+            num_tokens,
+            past.shape[0],
             NUM_HEADS=sizes.num_heads,
             HEAD_DIM=sizes.head_dim,
             DIMS_PADDED=self._dims_padded,
-            TILE_TOKENS=JOIN_TOKENS,
+            TILE_ROWS=JOIN_ROWS,
         )
+
+
+def _padded(x: Tensor, num_tokens: int) -> Tensor:
+    """With zeros behind."""
+    return x if len(x) == num_tokens else F.pad(x, (0, 0, 0, 0, 0, num_tokens - len(x)))

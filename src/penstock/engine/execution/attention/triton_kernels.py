@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 _STEP_TENSORS = ["q_starts_ptr", "kv_lens_ptr", "table_starts_ptr", "tables_ptr", "positions_ptr", "write_at_ptr"]
-_STEP_NUMBERS = ["first_chunk", "first_row", "num_rows", "num_splits", "num_tokens", "chunk"]
+_STEP_NUMBERS = ["first_chunk", "first_row", "num_rows", "num_splits", "first_key", "num_tokens", "chunk"]
 
 
 @triton.jit(do_not_specialize=_STEP_TENSORS + _STEP_NUMBERS)
@@ -159,8 +159,8 @@ def _attend_tile(
 @triton.jit(do_not_specialize=_STEP_TENSORS + _STEP_NUMBERS)
 def paged_attention_kernel(
     q_ptr,  # [T, heads, HEAD_DIM]
-    out_ptr,  # [T, heads, HEAD_DIM], or float32 [num_splits, num_rows, heads, HEAD_DIM] where split
-    lse_ptr,  # float32 [num_splits, num_rows, heads] where split: log2 of the sum of powers
+    out_ptr,  # [num_rows, heads, HEAD_DIM], or float32 [num_splits, num_rows, heads, HEAD_DIM] where split
+    lse_ptr,  # float32 [num_splits, num_rows, heads] where split or wanted: log2 of the sum of powers
     k_cache_ptr,
     v_cache_ptr,
     q_starts_ptr,
@@ -171,6 +171,7 @@ def paged_attention_kernel(
     first_row,  # token that is row 0 of the output
     num_rows,
     num_splits,
+    first_key,  # those before it are attended elsewhere; a multiple of TILE_KEYS
     scale_log2,
     SLOT_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -183,6 +184,7 @@ def paged_attention_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
+    WITH_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (i, j, c * num_splits + s): KV head j of chunk c, for its i-th tile of tokens counted from the end, over share s of the keys.
@@ -208,8 +210,8 @@ def paged_attention_kernel(
 
     # Keys that some row of the tile sees end at key_end; up to the first token's own they are visible to every row.
     key_end = kv_len - q_len + tl.minimum((tile + 1) * TILE_TOKENS, q_len)
-    share = tl.cdiv(tl.cdiv(key_end, TILE_KEYS), num_splits) * TILE_KEYS
-    begin = tl.minimum(split * share, key_end)
+    share = tl.cdiv(tl.cdiv(key_end - first_key, TILE_KEYS), num_splits) * TILE_KEYS
+    begin = tl.minimum(first_key + split * share, key_end)
     end = tl.minimum(begin + share, key_end)
     all_visible = (kv_len - q_len + tile * TILE_TOKENS + 1) // TILE_KEYS * TILE_KEYS
     middle = tl.maximum(begin, tl.minimum(end, all_visible))
@@ -250,7 +252,7 @@ def paged_attention_kernel(
     # fmt: on
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + out_rows[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
-    if SPLIT:
+    if SPLIT or WITH_LSE:
         tl.store(lse_at, tl.where(total == 0.0, float("-inf"), largest + tl.log2(total)), mask=real)
 
 
@@ -258,14 +260,15 @@ def paged_attention_kernel(
 def merge_splits_kernel(
     partial_ptr,  # float32 [num_splits, num_rows, heads, HEAD_DIM]
     lse_ptr,  # float32 [num_splits, num_rows, heads]
-    out_ptr,  # [T, heads, HEAD_DIM]
-    first_row,
+    out_ptr,  # [num_rows, heads, HEAD_DIM]
+    out_lse_ptr,  # float32 [num_rows, heads] where wanted
     num_rows,
     num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS_PADDED: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
 ):
     """Program (row, head): the shares of one query head, weighted by their sums. A share without keys was never written and is not read."""
     row = tl.program_id(0).to(tl.int64)
@@ -280,11 +283,13 @@ def merge_splits_kernel(
     partial = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     total = tl.sum(weights, 0)
     merged = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    target = out_ptr + ((first_row + row) * NUM_HEADS + head) * HEAD_DIM + dims
+    target = out_ptr + (row * NUM_HEADS + head) * HEAD_DIM + dims
     tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    if WITH_LSE:
+        tl.store(out_lse_ptr + row * NUM_HEADS + head, largest + tl.log2(total))
 
 
-@triton.jit(do_not_specialize=[*_STEP_TENSORS, "num_tokens", "chunk"])
+@triton.jit(do_not_specialize=_STEP_TENSORS + _STEP_NUMBERS)
 def gather_kernel(
     k_cache_ptr,
     v_cache_ptr,
@@ -293,52 +298,60 @@ def gather_kernel(
     table_starts_ptr,
     tables_ptr,
     chunk,
+    first_key,
     num_tokens,
     SLOT_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIMS_PADDED: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Program (i, j): the first `num_tokens` cached tokens of a chunk, tile i of them, KV head j, into contiguous memory."""
+    """Program i: tile i of `num_tokens` cached tokens of a chunk from `first_key` on, all their KV heads, into contiguous memory."""
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    head = tl.program_id(1)
-    dims = tl.arange(0, DIMS_PADDED)
+    values = tl.arange(0, WIDTH_PADDED)
     real = tokens < num_tokens
-    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
+    inside = real[:, None] & (values < NUM_KV_HEADS * HEAD_DIM)[None, :]
     table_ptr = tables_ptr + tl.load(table_starts_ptr + chunk)
-    slots = tl.load(table_ptr + tokens // BLOCK_TOKENS, mask=real, other=0)
-    source = (slots.to(tl.int64) * SLOT_STRIDE + (tokens % BLOCK_TOKENS) * TOKEN_STRIDE + head * HEAD_STRIDE)[:, None] + dims[None, :]
-    target = ((tokens.to(tl.int64) * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    keys = first_key + tokens
+    slots = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=real, other=0)
+    source = (slots.to(tl.int64) * SLOT_STRIDE + (keys % BLOCK_TOKENS) * TOKEN_STRIDE)[:, None]
+    if HEAD_STRIDE == HEAD_DIM:
+        source += values[None, :]
+    else:
+        source += (values // HEAD_DIM * HEAD_STRIDE + values % HEAD_DIM)[None, :]
+    target = (tokens.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + values[None, :]
     tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=inside, other=0.0), mask=inside)
     tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_past"])
 def join_kernel(
     own_ptr,  # [num_tokens, heads, HEAD_DIM]; the result is written here
-    own_lse_ptr,  # float32 [heads, num_tokens], natural logarithm
-    past_ptr,
-    past_lse_ptr,
+    own_lse_ptr,  # float32 [num_tokens, heads], log2; the result's is written here
+    past_ptr,  # [num_past, heads, HEAD_DIM]
+    past_lse_ptr,  # float32 [heads, num_past], natural logarithm
     num_tokens,
+    num_past,  # at least as many: what is behind num_tokens is padding
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS_PADDED: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):
-    """Program (i, j): attention over two disjoint sets of keys becomes attention over both; tokens of tile i, head j."""
-    tokens = (tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)).to(tl.int64)
-    head = tl.program_id(1)
+    """Program i: attention over two disjoint sets of keys becomes attention over both. A row of its tile is one head of one token."""
+    rows = (tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)).to(tl.int64)
     dims = tl.arange(0, DIMS_PADDED)
-    real = tokens < num_tokens
+    real = rows < num_tokens.to(tl.int64) * NUM_HEADS
     inside = real[:, None] & (dims < HEAD_DIM)[None, :]
-    own_lse = tl.load(own_lse_ptr + head.to(tl.int64) * num_tokens + tokens, mask=real, other=0.0)
-    past_lse = tl.load(past_lse_ptr + head.to(tl.int64) * num_tokens + tokens, mask=real, other=0.0)
-    weight = (1.0 / (1.0 + tl.exp(own_lse - past_lse)))[:, None]
-    at = ((tokens * NUM_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    own_lse = tl.load(own_lse_ptr + rows, mask=real, other=0.0)
+    past_lse = tl.load(past_lse_ptr + rows % NUM_HEADS * num_past + rows // NUM_HEADS, mask=real, other=0.0) * 1.4426950408889634
+    largest = tl.maximum(own_lse, past_lse)
+    past_share = tl.exp2(past_lse - largest)
+    total = tl.exp2(own_lse - largest) + past_share
+    at = rows[:, None] * HEAD_DIM + dims[None, :]
     own = tl.load(own_ptr + at, mask=inside, other=0.0).to(tl.float32)
     past = tl.load(past_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(own_ptr + at, (own + weight * (past - own)).to(own_ptr.dtype.element_ty), mask=inside)
+    tl.store(own_ptr + at, (own + (past_share / total)[:, None] * (past - own)).to(own_ptr.dtype.element_ty), mask=inside)
+    tl.store(own_lse_ptr + rows, largest + tl.log2(total), mask=real)
