@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-
 SHAPE_TOKENS = 512  # chunks are padded to a multiple of it where a GPU's fused attention runs
 
 

@@ -19,12 +19,12 @@ from penstock.engine.scheduling.track import State, Track
 
 # Seconds of waiting that a second of work is worth. Whoever finds its KV on the device has its room there already. Whoever brings it from
 # elsewhere makes others leave, who come back later; and what somebody computes who finds nothing takes memory from others for good.
-_HERE_PATIENCE = 10.0
+_HERE_PATIENCE = 20.0
 _PATIENCE = 60.0
 _COLD_PATIENCE = 240.0
 # Of the bound, for those that find a good part of their prompt: somebody who is in the middle of a conversation is not kept waiting as long
 # as somebody who begins one.
-_KNOWN_SHARE = 0.16
+_KNOWN_SHARE = 0.175
 _GOOD_PART = 0.25
 _PRIORITY_S = 1e8  # between priorities, where a number stands for both: above any time of arrival
 _MOST_PRIORITY = 1000  # the same for all beyond

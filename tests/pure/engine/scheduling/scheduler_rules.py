@@ -64,7 +64,7 @@ def _may_start(world: World, track: Track) -> bool:
 def check_wants(world: World) -> None:
     """Whatever blocks are wanted, somebody in line wants them, or somebody who was answered a moment ago."""
     waiting = [track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)]
-    answered = {want for until, want in world.scheduler._answered if until <= world.scheduler._num_plans + scheduler_module._KEPT_PLANS}
+    answered = {one.want for one in world.scheduler._answered if one.until <= world.scheduler._num_plans + scheduler_module._KEPT_PLANS}
     assert set(world.cache.pool._idle._wants) <= {track.want for track in waiting} | answered, "blocks are wanted by nobody in line"
     if world.tiers is not None:
         host = world.tiers.host

@@ -90,7 +90,7 @@ def test_whoever_has_at_least_half_of_its_kv_on_the_device_is_not_held_back(
 
 
 def test_a_step_that_computes_a_prompt_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes as long as all the steps that the grace is counted in."""
+    """It takes as long as several of the steps that the grace is counted in."""
     world, talk = two_that_run(monkeypatch, C[:8])
     other = world.submit(B, 1)
     answer(world, talk)
