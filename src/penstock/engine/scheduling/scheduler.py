@@ -58,8 +58,8 @@ class _Answered:
 
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
-    num_blocks: int
-    last_key: bytes  # of those blocks: a prompt that has it there goes on with the conversation
+    middle: int  # of its prompt's blocks
+    middle_key: bytes  # a prompt that has it there goes on with the conversation: the last ones may differ
     went_on: bool = False
 
 
@@ -439,12 +439,12 @@ class Scheduler:
             want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
             if want is not None:
                 keys = track.prefix.keys
-                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want, len(keys), keys[len(keys) - 1]))
+                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want, len(keys) // 2, keys[len(keys) // 2]))
 
     def _note_return(self, request: Request) -> None:
         for answered in self._answered:
-            if request.prefix is not None and len(request.prefix.keys) >= answered.num_blocks:
-                answered.went_on |= request.prefix.keys[answered.num_blocks - 1] == answered.last_key
+            if request.prefix is not None and len(request.prefix.keys) > answered.middle:
+                answered.went_on |= request.prefix.keys[answered.middle] == answered.middle_key
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""

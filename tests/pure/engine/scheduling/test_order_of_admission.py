@@ -361,12 +361,14 @@ def test_the_room_is_kept_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("prompt", "longer"), [([*A[:8], 1], True), (A[:8], True), (A[:7], False), ([*B[:8], 1], False)], ids=["more", "same", "less", "other"]
+    ("prompt", "longer"),
+    [([*A[:8], 1], True), (A[:8], True), ([*A[:4], *B[4:8]], False), (A[:7], False), ([*B[:8], 1], False)],
+    ids=["more", "same", "half", "less", "other"],
 )
 def test_the_room_is_kept_longer_where_those_that_were_answered_before_went_on(
     monkeypatch: pytest.MonkeyPatch, prompt: list[int], longer: bool
 ) -> None:
-    """They went on where a prompt came that begins with theirs, while their blocks were kept."""
+    """They went on where a prompt came that begins with more than half of theirs, while their blocks were kept."""
     monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
     world, other = answered(monkeypatch)
     world.cancel(other)
