@@ -19,7 +19,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
+from penstock.models.token_bytes import BYTE_OF
+from penstock.models.tokenizer import NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
 from support.embedded import embedded_tokenizer
@@ -334,7 +335,7 @@ def rewrite_json(name: str, text: str) -> Callable[[Path], None]:
 
 def use_words(directory: Path) -> None:
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.decoder = decoders.BPEDecoder()
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
@@ -342,7 +343,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (lambda directory: (directory / "tokenizer.json").unlink(), "tokenizer.json is missing or not a tokenizer"),
     "not JSON": (rewrite_json("tokenizer.json", "{"), "tokenizer.json is missing or not a tokenizer"),
     "another object": (rewrite_json("tokenizer.json", '{"version": "1.0"}'), "tokenizer.json is missing or not a tokenizer"),
-    "not byte-level": (use_words, "not a byte-level BPE"),
+    "a decoder that looks ahead": (use_words, "decoder is not supported: BPEDecoder"),
     "config not JSON": (rewrite_json("tokenizer_config.json", "nonsense"), "tokenizer_config.json is not valid JSON"),
     "config not an object": (rewrite_json("generation_config.json", "[1]"), "generation_config.json must hold a JSON object"),
     "end id not a number": (rewrite_json("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),
