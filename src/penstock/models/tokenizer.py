@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -79,6 +80,7 @@ class Tokenizer:
         self._backend = backend
         self._chat = chat
         added = backend.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._controls = tuple(token.content for token in added.values() if token.special and token.content)
         self._secret = _SecretNames(backend)
@@ -111,8 +113,8 @@ class Tokenizer:
             return self.encode(self.apply_chat(messages), add_special=False, most=most)
         rendered = self._needed_chat.render_apart(messages, True, self._controls)
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
-        ids = self._ids(self._secret.backend, self._secret.renamed(rendered), False, most)
-        return [self._secret.known_as.get(id, id) for id in ids]
+        known_as = self._secret.known_as
+        return [known_as.get(id, id) for id in self._ids(self._secret.backend, self._secret.renamed(rendered), False, most)]
 
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special: bool, most: int | None) -> list[int]:
         """`encode` of the library keeps the interpreter for itself while it works; of its calls only those for batches do not."""
@@ -142,7 +144,7 @@ class Tokenizer:
             return b""
         known = self._spelled[id]
         if known is None:
-            token = self._backend.id_to_token(id)
+            token = self._added.get(id, self._backend.id_to_token(id))  # the library has some of its added tokens normalized
             known = self._spelled[id] = NO_TEXT if token is None else self._spelling.of(token)
         return known.first if first else known.inside
 
@@ -200,30 +202,31 @@ def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) 
 
 class _SecretNames:
     """The same vocabulary, whose special tokens have names that nobody can know: text spells none of them, whatever a normalizer makes
-    of it. A text is cut in one call, so that what stands beside a special token is cut as it always is. The model in it is shared."""
+    of it. A text is cut in one call, so that what stands beside a special token is cut as it always is."""
 
     def __init__(self, of: tokenizers.Tokenizer) -> None:
         self._secret = "".join(chr(secrets.choice(PRIVATE)) for _ in range(4))
-        self.backend = tokenizers.Tokenizer(of.model)
+        added = sorted(of.get_added_tokens_decoder().items())
+        self._special = {token.content: self._name(id) for id, token in added if token.special}
+        words = of.get_vocab(with_added_tokens=False)
+        self.backend = tokenizers.Tokenizer(_other_model(of, {name: new for name, new in self._special.items() if name in words}))
         for part in ("normalizer", "pre_tokenizer"):
             if (value := getattr(of, part)) is not None:
                 setattr(self.backend, part, value)
-        added = sorted(of.get_added_tokens_decoder().items())
         # The library numbers new tokens from the size of the vocabulary on; where its ids have gaps, some of those are taken.
-        highest = max(of.get_vocab(with_added_tokens=False).values(), default=-1)
-        gaps = range(self.backend.get_vocab_size(), highest + 1)
+        gaps = range(self.backend.get_vocab_size(), max(words.values(), default=-1) + 1)
         _add_tokens(self.backend, [AddedToken(self._name(~gap), normalized=False) for gap in gaps])
-        named = {id: self._renamed(token, self._name(id)) if token.special else token for id, token in added}
+        named = {id: self._renamed(token) if token.special else token for id, token in added}
         _add_tokens(self.backend, list(named.values()))
         self.known_as = {self.backend.token_to_id(token.content): id for id, token in named.items()}  # its id -> the vocabulary's
-        self._special = {token.content: self._name(id) for id, token in added if token.special}
         self._finder = _only_added(of)  # takes all other text as one word
+        self._found = {id: token.content for id, token in self._finder.get_added_tokens_decoder().items()}
 
     def _name(self, id: int) -> str:
         return f"{self._secret}{id}{self._secret}"
 
-    def _renamed(self, token: AddedToken, name: str) -> AddedToken:
-        normalizer = self.backend.normalizer
+    def _renamed(self, token: AddedToken) -> AddedToken:
+        name, normalizer = self._special[token.content], self.backend.normalizer
         lasts = normalizer is None or name in normalizer.normalize_str(name)  # some remove private characters, and what is left is text
         flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
         return AddedToken(name, normalized=token.normalized and lasts, special=True, **flags)
@@ -235,12 +238,31 @@ class _SecretNames:
             raise InvalidRequest("the messages use private characters of Unicode that are taken", "messages")
         encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            spelled = self._finder.id_to_token(token) or ""
+            spelled = self._found.get(token, "")
             at = text.find(spelled, begin, end)  # blanks that it swallows lie around it
             if spelled in self._special and at >= 0:
                 pieces += [rendered.plain(text[start:at]), self._special[spelled]]
                 start = at + len(spelled)
         return "".join([*pieces, rendered.plain(text[start:])])
+
+
+def _other_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
+    """The model of a vocabulary, in which these words have other names. It is shared where no text can become them: a BPE makes words by
+    merging alone. Others look them up, so that text which spells one would be it."""
+    merges_alone = isinstance(of.model, models.BPE) and not of.model.ignore_merges
+    if merges_alone and all([token.value for token in of.model.tokenize(name)] != [name] for name in names):
+        return of.model
+    state = json.loads(of.to_str())
+    model, vocab = state["model"], state["model"]["vocab"]
+    if isinstance(vocab, list):
+        model["vocab"] = [[names.get(word, word), score] for word, score in vocab]
+    else:
+        model["vocab"] = {names.get(word, word): id for word, id in vocab.items()}
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not names.keys() & {*pair, "".join(pair)}]
+    if (unknown := model.get("unk_token")) is not None:
+        model["unk_token"] = names.get(unknown, unknown)
+    return tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": [], "post_processor": None})).model
 
 
 def _only_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

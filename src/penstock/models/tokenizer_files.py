@@ -19,7 +19,7 @@ from penstock.models.tokenizer import Tokenizer, open_vocabulary
 from penstock.models.weights import read_json
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 _OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -76,8 +76,11 @@ def _add_declared(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], sp
     even where nothing else says so."""
     declared = settings.get("added_tokens_decoder") or {}
     try:
-        tokens = {int(id): AddedToken(**{name: fields[name] for name in _FLAGS if name in fields}) for id, fields in declared.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+        tokens = {
+            int(id): AddedToken(fields["content"], **{flag: fields[flag] for flag in _FLAGS if flag in fields})
+            for id, fields in declared.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{where}: added_tokens_decoder cannot be read: {error}") from error
     known = {id: repr(token) for id, token in backend.get_added_tokens_decoder().items()}
     for id, token in sorted(tokens.items()):
@@ -92,10 +95,9 @@ def _add_declared(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], sp
 
 
 def _set_ends(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], where: Path) -> None:
-    """Which tokens a text begins and ends with: the vocabulary's post-processor says so, unless the settings do."""
-    asked = {role: settings.get(f"add_{role}") for role in ("bos_token", "eos_token")}
-    if any(isinstance(value, bool) for value in asked.values()):
-        first, last = (special.get(role) if value else None for role, value in asked.items())
+    """Which tokens a text begins and ends with: the vocabulary's post-processor says so. Where it has none, the settings do."""
+    if backend.post_processor is None:
+        first, last = (special.get(role) if settings.get(f"add_{role}") is True else None for role in ("bos_token", "eos_token"))
         _frame(backend, first, last, str(where))
 
 

@@ -245,6 +245,15 @@ def test_stop_strings_are_found_across_blanks_and_bytes(kind: str) -> None:
         assert "".join(stream.push([id]).text for id in ids) + stream.finish() == left
 
 
+def test_special_tokens_that_are_recognised_in_normalized_text_are_special_and_shown_as_they_are_written() -> None:
+    """The library shows them with the mark that its normalizer puts before them, and also where they are to be left out."""
+    backend = tokenizers.Tokenizer.from_str(vocabulary("SentencePiece BPE").to_str())
+    backend.add_special_tokens([AddedToken("<s>", normalized=True)])
+    model = Tokenizer(backend)
+    ids = [*model.encode("the", add_special=False), 1]
+    assert model.decode(ids) == "the" and model.decode(ids, skip_special=False) == "the<s>"
+
+
 # ---------------------------------------------------------------------------------------------------- what the library's own stream does
 
 
