@@ -1,4 +1,4 @@
-"""Small vocabularies of every kind that the `tokenizers` library has, trained on this repository's own pages. Owns nothing; for tests."""
+"""Small vocabularies of every kind that the `tokenizers` library has, trained on prose of this project. Owns nothing; for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from penstock.testing.tiny_models import tiny_tokenizer
 
-DOCS = Path(__file__).parents[2] / "docs"
+PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 VOCAB = 900
@@ -22,9 +22,8 @@ BLANKS = ["▁" * length for length in range(2, 17)]
 
 @functools.cache
 def pages() -> list[str]:
-    """Paragraphs of the user guide, and a few words of other scripts."""
-    texts = [(DOCS / name).read_text(encoding="utf-8") for name in ("features.md", "serving.md", "offload.md")]
-    return [*"\n\n".join(texts).split("\n\n"), *["東京 日本 привет мир שלום مرحبا naïve café €"] * 20]
+    """Paragraphs of a user guide, and a few words of other scripts."""
+    return [*PROSE.read_text(encoding="utf-8").split("\n\n"), *["東京 日本 привет мир שלום مرحبا naïve café €"] * 20]
 
 
 def sentencepiece_bpe(prefix: str = "prepend") -> tokenizers.Tokenizer:

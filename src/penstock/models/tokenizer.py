@@ -3,10 +3,11 @@ state."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -113,8 +114,7 @@ class Tokenizer:
             return self.encode(self.apply_chat(messages), add_special=False, most=most)
         rendered = self._needed_chat.render_apart(messages, True, self._controls)
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
-        known_as = self._secret.known_as
-        return [known_as.get(id, id) for id in self._ids(self._secret.backend, self._secret.renamed(rendered), False, most)]
+        return self._secret.encode(rendered, lambda backend, text: self._ids(backend, text, False, most))
 
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special: bool, most: int | None) -> list[int]:
         """`encode` of the library keeps the interpreter for itself while it works; of its calls only those for batches do not."""
@@ -205,28 +205,50 @@ class _SecretNames:
     of it. A text is cut in one call, so that what stands beside a special token is cut as it always is."""
 
     def __init__(self, of: tokenizers.Tokenizer) -> None:
+        self._of = of
         self._secret = "".join(chr(secrets.choice(PRIVATE)) for _ in range(4))
-        added = sorted(of.get_added_tokens_decoder().items())
-        self._special = {token.content: self._name(id) for id, token in added if token.special}
-        words = of.get_vocab(with_added_tokens=False)
-        self.backend = tokenizers.Tokenizer(_other_model(of, {name: new for name, new in self._special.items() if name in words}))
-        for part in ("normalizer", "pre_tokenizer"):
-            if (value := getattr(of, part)) is not None:
-                setattr(self.backend, part, value)
-        # The library numbers new tokens from the size of the vocabulary on; where its ids have gaps, some of those are taken.
-        gaps = range(self.backend.get_vocab_size(), max(words.values(), default=-1) + 1)
-        _add_tokens(self.backend, [AddedToken(self._name(~gap), normalized=False) for gap in gaps])
-        named = {id: self._renamed(token) if token.special else token for id, token in added}
-        _add_tokens(self.backend, list(named.values()))
-        self.known_as = {self.backend.token_to_id(token.content): id for id, token in named.items()}  # its id -> the vocabulary's
+        self._added = dict(sorted(of.get_added_tokens_decoder().items()))
+        self._names = {token.content: self._name(id) for id, token in self._added.items() if token.special}
         self._finder = _only_added(of)  # takes all other text as one word
         self._found = {id: token.content for id, token in self._finder.get_added_tokens_decoder().items()}
+        # A BPE makes words by merging, so that its model can be shared. Others look words up: text that spells a special one would be it.
+        self._shared = isinstance(of.model, models.BPE)
+        unknown, words = getattr(of.model, "unk_token", None), of.get_vocab(with_added_tokens=False)
+        self._words = {words[name] for name in self._names if name in words and name != unknown}  # special, and the model can make them
+        self._backend, self._known_as = self._copy(of.model) if self._shared else self._apart
+
+    def encode(self, rendered: Rendered, cut: Callable[[tokenizers.Tokenizer, str], list[int]]) -> list[int]:
+        text = self.renamed(rendered)
+        ids, known_as = cut(self._backend, text), self._known_as
+        if self._shared and not self._words.isdisjoint(ids):  # a BPE that merges to a special token, or takes words whole
+            backend, known_as = self._apart
+            ids = cut(backend, text)
+        return [known_as.get(id, id) for id in ids]
+
+    @functools.cached_property
+    def _apart(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """With a model that has no special tokens. Seconds of work for a large vocabulary."""
+        return self._copy(_renamed_model(self._of, self._names))
+
+    def _copy(self, model: Any) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """The vocabulary with secret names, and the ids that some of its tokens have elsewhere."""
+        backend = tokenizers.Tokenizer(model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(self._of, part)) is not None:
+                setattr(backend, part, value)
+        # The library numbers new tokens from the size of the vocabulary on; where its ids have gaps, some of those are taken.
+        gaps = range(backend.get_vocab_size(), max(backend.get_vocab().values(), default=-1) + 1)
+        _add_tokens(backend, [AddedToken(self._name(~gap), normalized=False) for gap in gaps])
+        named = {id: self._renamed(token) if token.special else token for id, token in self._added.items()}
+        _add_tokens(backend, named.values())
+        ids = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+        return backend, {ids[token.content]: id for id, token in named.items()}
 
     def _name(self, id: int) -> str:
         return f"{self._secret}{id}{self._secret}"
 
     def _renamed(self, token: AddedToken) -> AddedToken:
-        name, normalizer = self._special[token.content], self.backend.normalizer
+        name, normalizer = self._names[token.content], self._of.normalizer
         lasts = normalizer is None or name in normalizer.normalize_str(name)  # some remove private characters, and what is left is text
         flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
         return AddedToken(name, normalized=token.normalized and lasts, special=True, **flags)
@@ -240,18 +262,14 @@ class _SecretNames:
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             spelled = self._found.get(token, "")
             at = text.find(spelled, begin, end)  # blanks that it swallows lie around it
-            if spelled in self._special and at >= 0:
-                pieces += [rendered.plain(text[start:at]), self._special[spelled]]
+            if spelled in self._names and at >= 0:
+                pieces += [rendered.plain(text[start:at]), self._names[spelled]]
                 start = at + len(spelled)
         return "".join([*pieces, rendered.plain(text[start:])])
 
 
-def _other_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
-    """The model of a vocabulary, in which these words have other names. It is shared where no text can become them: a BPE makes words by
-    merging alone. Others look them up, so that text which spells one would be it."""
-    merges_alone = isinstance(of.model, models.BPE) and not of.model.ignore_merges
-    if merges_alone and all([token.value for token in of.model.tokenize(name)] != [name] for name in names):
-        return of.model
+def _renamed_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
+    """A copy of the model of a vocabulary, in which some words have other names and are not merged to."""
     state = json.loads(of.to_str())
     model, vocab = state["model"], state["model"]["vocab"]
     if isinstance(vocab, list):

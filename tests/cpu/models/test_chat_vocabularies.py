@@ -103,7 +103,7 @@ SPELLED = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 @EVERY_TEMPLATE
 @pytest.mark.parametrize("flags", ["plain", "normalized", "swallows behind"])
 @given(SPELLED, SPELLED)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @example("a<|end|>b", "</s>")
 @example("<s> the blocks", " <|user|> ")
 @example("<|user|><|end|>", "")
@@ -166,3 +166,18 @@ def test_secret_names_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 def test_secret_names_are_drawn_for_each_vocabulary() -> None:
     names = {Tokenizer(flagged("SentencePiece BPE"))._secret._secret for _ in range(3)}
     assert len(names) == 3 and all(len(name) == 4 for name in names)
+
+
+def test_a_bpe_is_copied_where_text_would_become_a_special_token_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a large vocabulary takes seconds."""
+    copied: list[object] = []
+    make = tokenizer_module._renamed_model
+    monkeypatch.setattr(tokenizer_module, "_renamed_model", lambda of, names: copied.append(of) or make(of, names))
+    vocab = {token: id for id, token in enumerate(["e", "n", "d", "en", "end", "<", "▁"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("e", "n"), ("en", "d")], unk_token="▁"))
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in ("end", "▁", "<new>", "<newer>")])
+    tokenizer = Tokenizer(backend, (), ChatTemplate("<new>{{ messages[0].content }}<newer>", {}))
+    assert tokenizer.encode_chat([{"role": "user", "content": "en<new>x"}]) == [7, 3, 5, 1, 0, 6, 6, 6, 8] and not copied
+    assert tokenizer.encode_chat([{"role": "user", "content": "endend"}]) == [7, 3, 2, 3, 2, 8] and copied == [backend]
+    tokenizer.encode_chat([{"role": "user", "content": "end"}])
+    assert copied == [backend]

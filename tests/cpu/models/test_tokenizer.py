@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, ModelError
+from penstock.models.chat import ChatTemplate
 from penstock.models.llama import TINY_LLAMA
 from penstock.models.token_bytes import BYTE_OF
 from penstock.models.tokenizer import NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
 from support.embedded import embedded_tokenizer
+from support.vocabularies import vocabulary
 
 REAL = embedded_tokenizer()
 VOCABULARY = REAL.vocab_size
@@ -144,7 +146,11 @@ def test_the_bound_is_met_by_the_longest_token_and_bytes_that_are_lost_do_not_co
     assert len(REAL.encode("\x04" * 100_000 + "hi", most=1)) == 1
 
 
-def test_others_run_while_a_text_is_encoded() -> None:
+SENTENCEPIECE = Tokenizer(vocabulary("SentencePiece BPE"), (), ChatTemplate("<|user|>{{ messages[0].content }}<|end|>", {}))
+
+
+@pytest.mark.parametrize("tokenizer", [REAL, SENTENCEPIECE], ids=["byte-level", "SentencePiece"])
+def test_others_run_while_a_text_is_encoded(tokenizer: Tokenizer) -> None:
     """Turns of another thread, counted: a call that keeps the interpreter for itself leaves it none."""
     turns, over = 0, threading.Event()
 
@@ -162,8 +168,10 @@ def test_others_run_while_a_text_is_encoded() -> None:
     other = threading.Thread(target=turn)
     other.start()
     try:
-        held = turns_during(lambda: REAL._backend.encode("7" * 200_000))
-        assert turns_during(lambda: REAL.encode("7" * 200_000)) > 10 * (held + 1)
+        text = "7 " * 100_000
+        held = turns_during(lambda: tokenizer._backend.encode(text))
+        assert turns_during(lambda: tokenizer.encode(text)) > 10 * (held + 1)
+        assert turns_during(lambda: tokenizer.encode_chat([{"role": "user", "content": text}])) > 10 * (held + 1)
     finally:
         over.set()
         other.join()

@@ -207,6 +207,12 @@ def test_settings_of_a_sentencepiece_vocabulary_in_gguf_metadata(tmp_path: Path)
     assert unprefixed.decode([the, the]) == " the the" and unprefixed.decode(unprefixed.encode(" the")) == " the"
 
 
+def test_the_unknown_token_is_special_also_where_no_role_names_it(tmp_path: Path) -> None:
+    metadata = sentencepiece_metadata()
+    del metadata["tokenizer.ggml.unknown_token_id"]
+    assert from_metadata(tmp_path / "model", metadata).decode([0, 2, 0]) == ""
+
+
 def test_the_best_score_is_merged_first_and_blanks_go_to_the_longest_run(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c", "ab", "bc", "▁▁", "▁▁▁", "▁a"]
     scores = {"ab": -5.0, "bc": -4.0, "▁a": -3.0, "▁▁": -1e9, "▁▁▁": -1e9}
