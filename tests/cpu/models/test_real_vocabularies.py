@@ -1,5 +1,5 @@
-"""Vocabularies of published models, against the programs that they were made with. Mistral's come with the package mistral-common, of which
-only the data files are used; `make test` installs it."""
+"""Vocabularies of published models, against the programs that they were made with. Mistral's are data files of the package mistral-common,
+which `make test` puts into a folder of its own: transformers would import it where it could, and its dependencies are not here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,9 @@ from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_files import tokenizer_files
 from support.vocabularies import pages
 
-SPEC = importlib.util.find_spec("mistral_common")
-DATA = Path(SPEC.origin).parent / "data" if SPEC is not None and SPEC.origin else None
-if DATA is None or importlib.util.find_spec("sentencepiece") is None:
-    pytest.skip("mistral-common and sentencepiece are not installed", allow_module_level=True)
+DATA = Path(sys.prefix) / "vocabularies" / "mistral_common" / "data"
+if not DATA.is_dir() or importlib.util.find_spec("sentencepiece") is None:
+    pytest.skip(f"no vocabularies in {DATA}, or no sentencepiece: make setup-dev", allow_module_level=True)
 
 MODELS = ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3", "mistral_instruct_tokenizer_241114.model.v7"]
 EACH = pytest.mark.parametrize("name", MODELS)
@@ -67,7 +67,6 @@ def fields(data: bytes) -> Iterator[tuple[int, Any]]:
 @functools.cache
 def metadata(name: str) -> dict[str, Any]:
     """As llama.cpp's converter writes a SentencePiece model into a GGUF file."""
-    assert DATA is not None
     pieces = [dict(fields(piece)) for number, piece in fields((DATA / name).read_bytes()) if number == 1]
     return {
         "tokenizer.ggml.model": "llama",
@@ -150,7 +149,6 @@ def test_a_chat_is_cut_as_its_texts_are_between_special_tokens(name: str) -> Non
 @functools.cache
 def tekken(num_tokens: int = 6000) -> tuple[Tokenizer, dict[bytes, int]]:
     """The beginning of Mistral Nemo's vocabulary, as a GGUF file has it."""
-    assert DATA is not None
     content = json.loads((DATA / "tekken_240911.json").read_text(encoding="utf-8"))
     assert content["config"]["pattern"] == files_module._REGEXES["tekken"]
     ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in content["vocab"][:num_tokens]}

@@ -83,12 +83,12 @@ def bare(*special: str) -> tokenizers.Tokenizer:
 
 
 def test_tokens_that_have_a_role_are_special_though_the_vocabulary_does_not_say_so(tmp_path: Path) -> None:
-    settings = {**ROLES, "additional_special_tokens": ["<|user|>", {"content": "<|end|>"}, "<absent>"], "pad_token": "<absent too>"}
+    settings = {**ROLES, "additional_special_tokens": ["<|user|>", {"content": "<|end|>"}, "<absent>"], "pad_token": "a"}
     path = directory(tmp_path / "model", settings, bare())
     tokenizer = load_tokenizer(path, LARGE)
     assert [id for id in range(8) if tokenizer.is_special(id)] == [0, 1, 2, 3, 4]
     assert tokenizer.encode("a</s>b<|user|><absent>", add_special=False).count(2) == 1 and tokenizer.vocab_size == 915
-    assert tokenizer.eos_ids == {2}
+    assert tokenizer.eos_ids == {2} and tokenizer.decode(tokenizer.encode("a")) == "a", "padding may be any word"
 
 
 def test_roles_come_from_the_special_tokens_map_where_the_settings_name_none(tmp_path: Path) -> None:
@@ -150,13 +150,22 @@ def test_every_role_is_known_to_templates(tmp_path: Path) -> None:
     assert load_tokenizer(path, LARGE).apply_chat([]) == "<s></s><|end|><|user|>aFalse"
 
 
-@pytest.mark.parametrize("other", ["tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model"])
-def test_a_directory_with_another_kind_of_vocabulary_says_how_to_convert_it(tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "needed"),
+    [
+        ("tokenizer.model", "transformers sentencepiece protobuf,"),
+        ("spiece.model", "transformers sentencepiece protobuf,"),
+        ("tekken.json", "transformers mistral-common,"),
+        ("vocab.json", "transformers,"),
+        ("vocab.txt", "transformers,"),
+    ],
+)
+def test_a_directory_with_another_kind_of_vocabulary_says_how_to_convert_it(tmp_path: Path, other: str, needed: str) -> None:
     path = directory(tmp_path / "model")
     (path / other).write_bytes(b"x")
     load_tokenizer(path, LARGE)
     (path / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=rf"has {other} but no tokenizer.json.*from_pretrained.*save_pretrained"):
+    with pytest.raises(ModelError, match=rf"has {other} but no tokenizer.json.* install {needed} .*from_pretrained.*save_pretrained"):
         load_tokenizer(path, LARGE)
 
 
