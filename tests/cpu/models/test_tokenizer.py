@@ -169,9 +169,9 @@ def test_others_run_while_a_text_is_encoded(tokenizer: Tokenizer, text: str) -> 
         return turns
 
     interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)  # before the other thread can ask for the interpreter
     other = threading.Thread(target=turn)
     other.start()
-    sys.setswitchinterval(1e6)
     try:
         assert turns_during(lambda: tokenizer._backend.encode(text)) == 0, "else the rest proves nothing"
         assert turns_during(lambda: tokenizer.encode(text)) > 0
