@@ -7,18 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import tokenizers
+import torch
 import transformers
 from tokenizers import AddedToken, models
 
+from penstock.config import ModelSource
 from penstock.errors import ModelError
-from penstock.models.gguf_file import GgufFile
-from penstock.models.hashed_file import WeightFile
+from penstock.models.layers import TorchLayerOps
 from penstock.models.llama import TINY_LLAMA
+from penstock.models.loader import load_model
+from penstock.models.progress import silent
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
+from penstock.testing import tiny_models
 from support.vocabularies import SPECIAL, sentencepiece_metadata, vocabulary
 
 LARGE = dataclasses.replace(TINY_LLAMA, vocab=1000)
@@ -179,8 +182,7 @@ def from_metadata(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     return load_tokenizer(path, LARGE)
 
 
-def test_a_sentencepiece_vocabulary_in_a_gguf_file_cuts_text_as_the_one_in_a_directory(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+def add_sentencepiece(writer: Any, texts: object) -> None:
     metadata = sentencepiece_metadata()
     writer.add_tokenizer_model("llama")
     writer.add_token_list(metadata["tokenizer.ggml.tokens"])
@@ -189,16 +191,32 @@ def test_a_sentencepiece_vocabulary_in_a_gguf_file_cuts_text_as_the_one_in_a_dir
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with WeightFile(tmp_path / "x.gguf") as file:
-        tokenizer = from_metadata(tmp_path / "model", dict(GgufFile(file).metadata))
+    writer.add_chat_template("{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}")
+
+
+def test_a_gguf_file_with_a_sentencepiece_vocabulary_loads_and_cuts_text_as_a_directory_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tiny_models, "_add_gguf_tokenizer", add_sentencepiece)
+    path = tiny_models.write_tiny_gguf(tmp_path / "x.gguf", dataclasses.replace(TINY_LLAMA, vocab=915))
     library = vocabulary("SentencePiece BPE")
-    for text in (TEXT, "", " ", "a" + " " * 40 + "b", "x\0y", "<s>the</s> blocks<|user|>the"):
-        assert tokenizer.encode(text) == library.encode(text).ids, text
-        assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text).ids)
-    assert tokenizer.eos_ids == {2, 4} and [id for id in range(9) if tokenizer.is_special(id)] == [0, 1, 2, 3, 4]
+    for _ in range(2):  # converted, and from the converted copy
+        loaded = load_model(ModelSource(str(path)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent)
+        tokenizer = loaded.tokenizer
+        for text in (TEXT, "", " ", "a" + " " * 40 + "b", "x\0y", "<s>the</s> blocks<|user|>the"):
+            assert tokenizer.encode(text) == library.encode(text).ids, text
+            assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text).ids)
+        assert tokenizer.eos_ids == {2, 4} == set(loaded.model.config.eos_ids)
+        assert [id for id in range(9) if tokenizer.is_special(id)] == [0, 1, 2, 3, 4]
+        the = library.token_to_id("▁the")
+        assert tokenizer.encode_chat([{"role": "user", "content": "the</s>"}]) == [1, 3, the, *plain("</s>"), 4]
+
+
+def plain(text: str) -> list[int]:
+    """Of text that goes on; what it spells is no special token."""
+    ids: list[int] = bare().encode(f"a{text}").ids
+    return ids[len(bare().encode("a").ids) :]
 
 
 def test_settings_of_a_sentencepiece_vocabulary_in_gguf_metadata(tmp_path: Path) -> None:
