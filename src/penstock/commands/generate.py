@@ -34,9 +34,10 @@ def generate(config: Config, task: Task) -> int:
     if not text:
         raise ConfigError("PROMPT is empty")
     with running_engine(config) as engine:
-        prompt = _encode(engine.tokenizer, text, task.raw)
+        chat = not task.raw and engine.tokenizer.has_chat_template
+        prompt = _encode(engine.tokenizer, text, chat)
         adapter = given_adapter(engine)
-        answer = Answer(engine, prompt, _fitting(task, engine.max_model_len - len(prompt)), adapter)
+        answer = Answer(engine, prompt, _fitting(task, engine.max_model_len - len(prompt)), adapter, begins=chat)
         written: list[str] = []
         for piece in answer.pieces():
             written.append(piece)
@@ -51,10 +52,8 @@ def generate(config: Config, task: Task) -> int:
     return 0
 
 
-def _encode(tokenizer: TextCodec, text: str, raw: bool) -> list[int]:
-    if raw or not tokenizer.has_chat_template:
-        return tokenizer.encode(text)
-    return tokenizer.encode_chat([{"role": "user", "content": text}])
+def _encode(tokenizer: TextCodec, text: str, chat: bool) -> list[int]:
+    return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
 
 
 def _fitting(task: Task, room: int) -> SamplingParams:

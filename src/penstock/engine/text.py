@@ -1,4 +1,8 @@
-"""Token ids to text as they arrive: incremental decoding and stop strings. Owns no request; runs on the reader's thread."""
+"""Token ids to text as they arrive: incremental decoding and stop strings. Owns no request; runs on the reader's thread.
+
+`tokenizers.decoders.DecodeStream` is not used for any vocabulary: it loses what is unfinished at the end, holds back U+FFFD that is text,
+takes back characters of byte tokens, and has no offsets. docs/tokenizers.md says more.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,12 @@ from typing import NamedTuple, Protocol
 class TokenBytes(Protocol):
     """What a stream needs of a tokenizer: its text is the bytes of its tokens in a row, special ones left out."""
 
-    def token_bytes(self, id: int) -> bytes: ...
+    @property
+    def errors(self) -> str:
+        """What becomes of bytes that are no character: the name of a codec error handler."""
+
+    def token_bytes(self, id: int, first: bool = False) -> bytes:
+        """`first`: of the first token of a text, which may have a blank less."""
 
     def is_special(self, id: int) -> bool: ...
 
@@ -25,11 +34,17 @@ class TextDelta(NamedTuple):
 
 class TextStream:
     """Incremental decoding of one output. Each token is decoded once, and nothing is emitted that a later token could take back:
-    neither part of a character nor a possible start of a stop string."""
+    neither part of a character nor a possible start of a stop string.
 
-    def __init__(self, tokenizer: TokenBytes, stops: Sequence[StopString] = ()) -> None:
+    An output either begins a text or goes on with its prompt's: where it `begins` one, its pieces are what decoding it alone gives.
+    """
+
+    def __init__(self, tokenizer: TokenBytes, stops: Sequence[StopString] = (), begins: bool = False) -> None:
+        self.first: int | None = None  # which of the consumed tokens began a text
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begins = begins  # and no token had any text yet
+        self._decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
+        self._num_tokens = 0
         self._stops = stops
         self._matched = [0] * len(stops)  # how much of each the decoded text ends with
         self._held = ""  # decoded, but possibly the start of a stop string
@@ -43,8 +58,8 @@ class TextStream:
         for token in tokens:
             if self._stopped:
                 break
-            data = b"" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token)
-            offsets.append(self._num_decoded + self._breaks_character(data))
+            data = self._bytes(token)
+            offsets.append(self._num_decoded + self._num_broken(data))
             pieces.append(self._release(self._decoder.decode(data)))
         return TextDelta("".join(pieces), self._stopped, tuple(offsets))
 
@@ -56,18 +71,26 @@ class TextStream:
         text, self._held = text + self._held, ""
         return text
 
-    def _breaks_character(self, data: bytes) -> bool:
-        """Whether `data` leaves the unfinished character before it unfinished for good, so that it becomes a replacement character."""
+    def _bytes(self, token: int) -> bytes:
+        data = b"" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token)
+        if self._begins and data:
+            self._begins, self.first = False, self._num_tokens
+            data = self._tokenizer.token_bytes(token, first=True)
+        self._num_tokens += 1
+        return data
+
+    def _num_broken(self, data: bytes) -> int:
+        """Replacement characters that the unfinished character before `data` becomes, where `data` leaves it unfinished for good."""
         pending = self._decoder.getstate()[0]
         if not pending or not data:
-            return False
+            return 0
         joined = pending + data[:1]
         try:
             joined.decode("utf-8")
         except UnicodeDecodeError as error:
             # "unexpected end of data": still unfinished, but going on. Anything else is a break.
-            return error.reason != "unexpected end of data"
-        return False
+            return 0 if error.reason == "unexpected end of data" else len(pending.decode("utf-8", self._tokenizer.errors))
+        return 0
 
     def _release(self, text: str) -> str:
         """The part of the held and the new text that is certain, up to a stop string."""

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import InvalidRequest, ModelError
 
-_PRIVATE = range(0xF0000, 0xFFFFE)  # characters without a meaning: they stand for one that must not be recognised
+PRIVATE = range(0xF0000, 0xFFFFE)  # characters without a meaning: they stand for one that must not be recognised
 _DISGUISES = "characters_in_disguise"  # among a template's variables
 
 
@@ -124,7 +124,7 @@ def _disguises(said: str, characters: set[str]) -> dict[str, str]:
     """For each of `characters` one that is not in `said`. Drawn, so that nobody can know which ones to write."""
     found: dict[str, str] = {}
     for character in sorted(characters):
-        drawn = (chr(secrets.choice(_PRIVATE)) for _ in range(16))
+        drawn = (chr(secrets.choice(PRIVATE)) for _ in range(16))
         free = next((d for d in drawn if d not in found.values() and d not in said), None)
         if free is None:
             raise InvalidRequest("the messages use too many private characters of Unicode", "messages")

@@ -31,7 +31,7 @@ Loaded = TypeVar("Loaded")
 Content = Mapping[str, bytes]  # digests of tensors by name, as `tensor_digest` makes them
 Load = Callable[[Path], tuple[Loaded, Content]]
 
-CONVERTER_VERSION = 3  # part of every cached copy's name: raise it whenever the converted bytes or files change
+CONVERTER_VERSION = 4  # part of every cached copy's name: raise it whenever the converted bytes or files change
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides

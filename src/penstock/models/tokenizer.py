@@ -1,18 +1,22 @@
-"""Text to token ids and back: byte-level BPE vocabularies, and plain bytes for models that have none. Owns no request state."""
+"""Text to token ids and back: any vocabulary of the `tokenizers` library, and plain bytes for models that have none. Owns no request
+state."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import AddedToken, models
 
 from penstock.errors import InvalidRequest, ModelError
-from penstock.models.chat import ChatTemplate
+from penstock.models.chat import PRIVATE, ChatTemplate, Rendered
+from penstock.models.token_bytes import BYTE_OF, Spelling, TokenSpelling, flat_parts
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -20,16 +24,9 @@ BYTE_CHAT_TEMPLATE = (
 )
 
 
-def _byte_characters() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_characters()
 NFC_SHRINKS = 4  # composing characters makes a text shorter by this factor at most, counted in bytes
-KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Sequence"})  # pre-tokenizers that only cut, unless a Split removes what it finds
+KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})  # pre-tokenizers that only cut, unless a Split removes what it finds
+NO_TEXT = Spelling(b"", b"")
 
 
 def open_vocabulary(path: Path) -> tokenizers.Tokenizer:
@@ -52,6 +49,10 @@ class TextCodec(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
+    @property
+    def errors(self) -> str:
+        """What becomes of bytes that are no character: the name of a codec error handler."""
+
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         """Spellings of special tokens become them. More than `most` tokens are refused, where possible before they are made."""
 
@@ -64,35 +65,36 @@ class TextCodec(Protocol):
 
     def token_text(self, id: int) -> str: ...
 
-    def token_bytes(self, id: int) -> bytes: ...
+    def token_bytes(self, id: int, first: bool = False) -> bytes:
+        """Exact bytes of a token; one may be only a part of a character. The `first` of a text may have a blank less."""
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str: ...
 
 
 class Tokenizer:
-    """A byte-level BPE vocabulary: every token is a run of bytes, and the text of many is their bytes in a row."""
+    """A vocabulary: every token is a run of bytes, and the text of many is their bytes in a row."""
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None) -> None:
-        if not isinstance(backend.decoder, decoders.ByteLevel):
-            raise ModelError("the tokenizer is not a byte-level BPE (its decoder is not ByteLevel); others are not supported")
+        self._spelling = TokenSpelling(backend.decoder)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat = chat
         added = backend.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._controls = tuple(token.content for token in added.values() if token.special and token.content)
-        self._textual = _without_special(backend)  # takes spellings of special tokens as text
-        self._splitter = _only_added(backend)  # takes all other text as one word
+        self._secret = _SecretNames(backend)
         vocabulary = backend.get_vocab()
-        self._bytes: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
-        self._bound = _TokenBound.of(backend, vocabulary)
+        self._spelled: list[Spelling | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+        self._bound = _TokenBound.of(backend, vocabulary, self._spelling.byte_level)
         self.eos_ids = frozenset(eos_ids)
+        self.errors = self._spelling.errors
 
     @property
     def vocab_size(self) -> int:
         """One more than the highest id that has a text. A model may have more rows than that; they decode to nothing."""
-        return len(self._bytes)
+        return len(self._spelled)
 
     @property
     def has_chat_template(self) -> bool:
@@ -111,27 +113,8 @@ class Tokenizer:
         if special_in_text or not self._controls:
             return self.encode(self.apply_chat(messages), add_special=False, most=most)
         rendered = self._needed_chat.render_apart(messages, True, self._controls)
-        if not rendered.disguises:
-            return self.encode(rendered.text, add_special=False, most=most)
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
-        ids: list[int] = []
-        for text, special in self._runs(rendered.text):
-            ids += self._ids(self._textual, rendered.plain(text), False, most)
-            ids += special
-            if most is not None and len(ids) > most:
-                raise too_long(f"more than {most} tokens", most)
-        return ids
-
-    def _runs(self, text: str) -> Iterator[tuple[str, list[int]]]:
-        """`text` between special tokens, each run with the token behind it; where they begin and end is the library's to say."""
-        encoding = self._splitter.encode_batch([text], add_special_tokens=False)[0]
-        start = 0
-        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            id = self._backend.token_to_id(self._splitter.id_to_token(token) or "")
-            if id is not None and id in self._special:
-                yield text[start:begin], [id]
-                start = end
-        yield text[start:], []
+        return self._secret.encode(rendered, lambda backend, text: self._ids(backend, text, False, most))
 
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special: bool, most: int | None) -> list[int]:
         """`encode` of the library keeps the interpreter for itself while it works; of its calls only those for batches do not."""
@@ -142,30 +125,28 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        kept = (self.token_bytes(id) for id in ids if not (skip_special and id in self._special))
-        return b"".join(kept).decode("utf-8", "replace")
+        kept = [id for id in ids if not (skip_special and id in self._special)]
+        pieces = list(map(self.token_bytes, kept))
+        first = next((at for at, piece in enumerate(pieces) if piece), None)
+        if first is not None:
+            pieces[first] = self.token_bytes(kept[first], first=True)
+        return b"".join(pieces).decode("utf-8", self.errors)
 
     def is_special(self, id: int) -> bool:
         return id in self._special
 
     def token_text(self, id: int) -> str:
-        return self.token_bytes(id).decode("utf-8", "replace")
+        return self.token_bytes(id).decode("utf-8", self.errors)
 
-    def token_bytes(self, id: int) -> bytes:
-        """Exact bytes of a token; one token may be only a part of a character. Ids without a text have none."""
-        if not 0 <= id < len(self._bytes):
+    def token_bytes(self, id: int, first: bool = False) -> bytes:
+        """Ids without a text have none."""
+        if not 0 <= id < len(self._spelled):
             return b""
-        known = self._bytes[id]
+        known = self._spelled[id]
         if known is None:
-            known = self._bytes[id] = self._look_up(id)
-        return known
-
-    def _look_up(self, id: int) -> bytes:
-        token = self._backend.id_to_token(id) or ""
-        try:
-            return bytes(BYTE_OF[character] for character in token)
-        except KeyError:  # an added token in plain text, not in the byte alphabet
-            return token.encode()
+            token = self._added.get(id, self._backend.id_to_token(id))  # the library has some of its added tokens normalized
+            known = self._spelled[id] = NO_TEXT if token is None else self._spelling.of(token)
+        return known.first if first else known.inside
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         return self._needed_chat.render(messages, add_generation_prompt)
@@ -184,64 +165,138 @@ class _TokenBound(NamedTuple):
     lost: bytes  # bytes that the vocabulary does not have: they become no token at all
 
     @staticmethod
-    def of(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> _TokenBound | None:
-        """None where a token has no longest text: blanks around some are swallowed, or text is removed or replaced on the way."""
+    def of(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], byte_level: bool) -> _TokenBound | None:
+        """None where a token has no longest text: blanks around some are swallowed, or text is removed, replaced or unknown on the way."""
         added = backend.get_added_tokens_decoder().values()
-        lost = bytes(byte for character, byte in BYTE_OF.items() if character not in vocabulary)
-        normalizer, cutter = _kinds(backend.normalizer), _kinds(backend.pre_tokenizer)
-        swallows = any(token.lstrip or token.rstrip for token in added)
-        known = {kind for kind, _ in normalizer} <= {"NFC", "Sequence"} and {kind for kind, _ in cutter} <= KEEPS_TEXT
-        if swallows or not known or any(behavior == "Removed" for _, behavior in cutter) or (lost and normalizer):
+        normalizer, cutter = flat_parts(backend.normalizer, "normalizers"), flat_parts(backend.pre_tokenizer, "pretokenizers")
+        cuts = all(part["type"] in KEEPS_TEXT and part.get("behavior") != "Removed" for part in cutter)
+        if any(token.lstrip or token.rstrip for token in added) or not cuts or not all(map(_keeps_length, normalizer)):
             return None
-        longest = max([1, *map(len, vocabulary), *(len(token.content.encode()) for token in added)])  # of the byte alphabet or plain text
-        return _TokenBound(longest * (NFC_SHRINKS if normalizer else 1), lost)
+        lost = bytes(byte for character, byte in BYTE_OF.items() if character not in vocabulary) if byte_level else b""
+        if (lost and normalizer) or not (byte_level or _spells_bytes(backend, vocabulary)):
+            return None
+        lengths = map(len, vocabulary) if byte_level else (len(token.encode()) for token in vocabulary)  # its alphabet has one per byte
+        longest = max([1, *lengths, *(len(token.content.encode()) for token in added)])
+        composes = any(part["type"] == "NFC" for part in normalizer)
+        return _TokenBound(longest * (NFC_SHRINKS if composes else 1), lost)
 
     def num_tokens(self, data: bytes) -> int:
         """That many at least."""
         return -(-len(data.translate(None, self.lost)) // self.longest)
 
 
-def _kinds(part: Any) -> list[tuple[str, str]]:
-    """What a normalizer or pre-tokenizer is made of: its type, and what it does with what it finds, where it has a choice."""
-    if part is None:
-        return []
-    waiting, found = [json.loads(part.__getstate__())], []
-    while waiting:
-        state = waiting.pop()
-        found.append((state["type"], state.get("behavior", "")))
-        waiting += state.get("pretokenizers", []) + state.get("normalizers", [])
-    return found
+def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
+    """Whether it makes no text shorter by more than composing characters does: a blank becomes a longer mark, a mark is put in front."""
+    replaced = normalizer.get("pattern", {}).get("String", "")
+    kept = bool(replaced) and len(normalizer["content"].encode()) >= len(replaced.encode())
+    return normalizer["type"] in ("NFC", "Prepend") or (normalizer["type"] == "Replace" and kept)
+
+
+def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
+    """Whether characters that it lacks become their bytes. Elsewhere any number of them may become one unknown token, or none."""
+    names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    strange = backend.encode("\U0010ffff", add_special_tokens=False).tokens
+    spelled = strange[-4:] == [names[byte] for byte in "\U0010ffff".encode()]
+    return spelled and all(name in vocabulary for name in names.values())
+
+
+class _SecretNames:
+    """The same vocabulary, whose special tokens have names that nobody can know: text spells none of them, whatever a normalizer makes
+    of it. A text is cut in one call, so that what stands beside a special token is cut as it always is."""
+
+    def __init__(self, of: tokenizers.Tokenizer) -> None:
+        self._of = of
+        self._secret = "".join(chr(secrets.choice(PRIVATE)) for _ in range(4))
+        self._added = dict(sorted(of.get_added_tokens_decoder().items()))
+        self._names = {token.content: self._name(id) for id, token in self._added.items() if token.special}
+        self._finder = _only_added(of)  # takes all other text as one word
+        self._found = {id: token.content for id, token in self._finder.get_added_tokens_decoder().items()}
+        # A BPE makes words by merging, so that its model can be shared. Others look words up: text that spells a special one would be it.
+        self._shared = isinstance(of.model, models.BPE)
+        unknown, words = getattr(of.model, "unk_token", None), of.get_vocab(with_added_tokens=False)
+        self._words = {words[name] for name in self._names if name in words and name != unknown}  # special, and the model can make them
+        self._backend, self._known_as = self._copy(of.model) if self._shared else self._apart
+
+    def encode(self, rendered: Rendered, cut: Callable[[tokenizers.Tokenizer, str], list[int]]) -> list[int]:
+        text = self.renamed(rendered)
+        ids, known_as = cut(self._backend, text), self._known_as
+        if self._shared and not self._words.isdisjoint(ids):  # a BPE that merges to a special token, or takes words whole
+            backend, known_as = self._apart
+            ids = cut(backend, text)
+        return [known_as.get(id, id) for id in ids]
+
+    @functools.cached_property
+    def _apart(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """With a model that has no special tokens. Seconds of work for a large vocabulary."""
+        return self._copy(_renamed_model(self._of, self._names))
+
+    def _copy(self, model: Any) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """The vocabulary with secret names, and the ids that some of its tokens have elsewhere."""
+        backend = tokenizers.Tokenizer(model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(self._of, part)) is not None:
+                setattr(backend, part, value)
+        # The library numbers new tokens from the size of the vocabulary on; where its ids have gaps, some of those are taken.
+        gaps = range(backend.get_vocab_size(), max(backend.get_vocab().values(), default=-1) + 1)
+        _add_tokens(backend, [AddedToken(self._name(~gap), normalized=False) for gap in gaps])
+        named = {id: self._renamed(token) if token.special else token for id, token in self._added.items()}
+        _add_tokens(backend, named.values())
+        ids = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+        return backend, {ids[token.content]: id for id, token in named.items()}
+
+    def _name(self, id: int) -> str:
+        return f"{self._secret}{id}{self._secret}"
+
+    def _renamed(self, token: AddedToken) -> AddedToken:
+        name, normalizer = self._names[token.content], self._of.normalizer
+        lasts = normalizer is None or name in normalizer.normalize_str(name)  # some remove private characters, and what is left is text
+        flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
+        return AddedToken(name, normalized=token.normalized and lasts, special=True, **flags)
+
+    def renamed(self, rendered: Rendered) -> str:
+        """The prompt with secret names for the special tokens that the template spells; which those are is the library's to say."""
+        text, start, pieces = rendered.text, 0, []
+        if self._secret in text:
+            raise InvalidRequest("the messages use private characters of Unicode that are taken", "messages")
+        encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            spelled = self._found.get(token, "")
+            at = text.find(spelled, begin, end)  # blanks that it swallows lie around it
+            if spelled in self._names and at >= 0:
+                pieces += [rendered.plain(text[start:at]), self._names[spelled]]
+                start = at + len(spelled)
+        return "".join([*pieces, rendered.plain(text[start:])])
+
+
+def _renamed_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
+    """A copy of the model of a vocabulary, in which some words have other names and are not merged to."""
+    state = json.loads(of.to_str())
+    model, vocab = state["model"], state["model"]["vocab"]
+    if isinstance(vocab, list):
+        model["vocab"] = [[names.get(word, word), score] for word, score in vocab]
+    else:
+        model["vocab"] = {names.get(word, word): id for word, id in vocab.items()}
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not names.keys() & {*pair, "".join(pair)}]
+    if (unknown := model.get("unk_token")) is not None:
+        model["unk_token"] = names.get(unknown, unknown)
+    return tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": [], "post_processor": None})).model
 
 
 def _only_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """A vocabulary of nothing but the added tokens: it finds them as `backend` does, and makes one unknown word of what is between."""
     unknown = "\0"
-    splitter = tokenizers.Tokenizer(models.WordLevel({unknown: 0}, unk_token=unknown))
-    if backend.normalizer is not None:
-        splitter.normalizer = backend.normalizer
-    _add_tokens(splitter, backend)
-    return splitter
+    finder = tokenizers.Tokenizer(models.WordLevel({unknown: 0}, unk_token=unknown))
+    added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
+    if backend.normalizer is not None and any(token.special and token.normalized for token in added):
+        finder.normalizer = backend.normalizer
+    _add_tokens(finder, added)
+    return finder
 
 
-def _add_tokens(to: tokenizers.Tokenizer, of: tokenizers.Tokenizer) -> None:
-    """The added tokens of `of`, in the order of their ids."""
-    added = (token for _, token in sorted(of.get_added_tokens_decoder().items()))
+def _add_tokens(to: tokenizers.Tokenizer, added: Iterable[AddedToken]) -> None:
     for special, run in itertools.groupby(added, key=lambda token: token.special):
         (to.add_special_tokens if special else to.add_tokens)(list(run))
-
-
-def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same vocabulary, for which spellings of special tokens are text like any other. The model in it is shared, not copied."""
-    textual = tokenizers.Tokenizer(backend.model)
-    for part in ("normalizer", "pre_tokenizer", "post_processor"):
-        if (value := getattr(backend, part)) is not None:
-            setattr(textual, part, value)
-    _add_tokens(textual, backend)
-    added = backend.get_added_tokens_decoder().items()
-    if any(textual.token_to_id(token.content) != id for id, token in added):  # ids with gaps cannot be given again in a row
-        textual = tokenizers.Tokenizer.from_str(backend.to_str())
-    textual.encode_special_tokens = True
-    return textual
 
 
 class ByteTokenizer:
@@ -249,6 +304,7 @@ class ByteTokenizer:
 
     eos_ids: frozenset[int] = frozenset()
     has_chat_template = True
+    errors = "replace"
 
     def __init__(self, vocab: int) -> None:
         if vocab < 256:
@@ -274,7 +330,7 @@ class ByteTokenizer:
     def token_text(self, id: int) -> str:
         return self.token_bytes(id).decode("utf-8", "replace")
 
-    def token_bytes(self, id: int) -> bytes:
+    def token_bytes(self, id: int, first: bool = False) -> bytes:
         if 0 <= id < 256:
             return bytes((id,))
         return f"<{id}>".encode() if id < self.vocab_size else b""

@@ -127,7 +127,7 @@ class Generate:
                 for i in range(body.num_choices):
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
-                    choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt if body.echo else None))
+                    choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt, bool(body.echo)))
         head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
         return RunningRequest(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)
 

@@ -130,14 +130,15 @@ class ChatReply:
     def _scores(self, tokens: Sequence[ScoredToken]) -> Json | None:
         if self._logprobs is None:
             return None
-        return {"content": [self._scored(token.score) for token in tokens if token.score is not None], "refusal": None}
+        return {"content": [self._scored(token.score, token.first) for token in tokens if token.score is not None], "refusal": None}
 
-    def _scored(self, score: TokenLogprob) -> Json:
-        tops = [self._entry(token, logprob) for token, logprob in score.top]
-        return {**self._entry(score.token, score.logprob), "top_logprobs": tops}
+    def _scored(self, score: TokenLogprob, first: bool) -> Json:
+        tops = [self._entry(token, logprob, first) for token, logprob in score.top]
+        return {**self._entry(score.token, score.logprob, first), "top_logprobs": tops}
 
-    def _entry(self, token: int, logprob: float) -> Json:
-        raw = self._tokenizer.token_bytes(token)
+    def _entry(self, token: int, logprob: float, first: bool) -> Json:
+        """Bytes as they stand in the message: those of its tokens in a row are the message."""
+        raw = self._tokenizer.token_bytes(token, first)
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ class Prompt(NamedTuple):
     ids: Sequence[int]
     text: str = ""  # only where the client gave text, or asked to have it echoed
     offsets: Sequence[int] = ()  # characters of the text at which its tokens begin; only where they are to be scored
+    ends: bool = False  # an answer to it is a text of its own; elsewhere it goes on with this one's
 
 
 class ScoredToken(NamedTuple):
@@ -31,6 +33,7 @@ class ScoredToken(NamedTuple):
     token: int
     score: TokenLogprob | None  # None: the first token of a prompt, which nothing precedes
     offset: int
+    first: bool = False  # it began a text, and may have a blank less than elsewhere
 
 
 class ChoiceDelta(NamedTuple):
@@ -66,7 +69,7 @@ def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules)
 
 
 def chat_prompts(tokenizer: TextCodec, body: ChatBody, rules: Rules) -> list[Prompt]:
-    return [Prompt(encode_chat(tokenizer, body.messages, rules))]
+    return [Prompt(encode_chat(tokenizer, body.messages, rules), ends=True)]
 
 
 def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules) -> list[int]:
@@ -104,19 +107,20 @@ def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:
 def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
     """The character of the prompt's text at which each of its tokens begins, or which it continues: as for generated tokens.
 
-    Where the tokenizer put special tokens before the client's text, those lie at 0 and do not shift the rest.
+    What the tokenizer put around the client's text (special tokens, a leading blank) lies at its ends and does not shift the rest.
     """
-    stream = TextStream(_Shown(tokenizer.token_bytes))
+    stream = TextStream(_Shown(tokenizer.token_bytes, tokenizer.errors))
     delta = stream.push(prompt.ids)
     text = delta.text + stream.finish()
-    extra = len(text) - len(prompt.text) if text.endswith(prompt.text) else 0
-    return [max(0, offset - extra) for offset in delta.offsets]
+    extra = max(0, text.rfind(prompt.text))
+    return [min(max(0, offset - extra), len(prompt.text)) for offset in delta.offsets] if prompt.text in text else list(delta.offsets)
 
 
 class _Shown(NamedTuple):
     """A tokenizer whose special tokens have text: in a prompt they are what the client wrote."""
 
-    token_bytes: Callable[[int], bytes]
+    token_bytes: Callable[..., bytes]
+    errors: str
 
     def is_special(self, id: int) -> bool:
         return False
@@ -128,15 +132,15 @@ class _Shown(NamedTuple):
 class ChoiceText:
     """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
 
-    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], echo: Prompt | None) -> None:
+    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, echo: bool) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.source: KvSource | None = None
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
-        self._stream = TextStream(tokenizer, stops)
+        self._stream = TextStream(tokenizer, stops, begins=prompt.ends)
         self._scored = sampling.logprobs is not None
-        self._echo = echo
-        self._base = 0 if echo is None else len(echo.text)  # characters before the generated text
+        self._echo = prompt if echo else None
+        self._base = len(prompt.text) if echo else 0  # characters before the generated text
         self._shown = 0  # characters handed out
         self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
 
@@ -170,10 +174,11 @@ class ChoiceText:
     def _take(self, event: TokenEvent) -> str:
         """Tokens behind a stop string have no offset and do not count, however they were batched."""
         delta = self._stream.push(event.tokens)
-        self.num_tokens += len(delta.offsets)
         if self._scored and event.logprobs is not None:
             offsets = (self._base + offset for offset in delta.offsets)
-            self._held.extend(map(ScoredToken, event.tokens, event.logprobs, offsets))
+            firsts = (number == self._stream.first for number in itertools.count(self.num_tokens))
+            self._held.extend(map(ScoredToken, event.tokens, event.logprobs, offsets, firsts))
+        self.num_tokens += len(delta.offsets)
         if delta.stopped:
             self.finish = "stop"
         return delta.text

@@ -10,6 +10,11 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, normalizers
+
+from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, write_tiny_model
 
 ABSENT = ("gguf", "msgspec", "starlette", "uvicorn", "transformers", "httpx")  # what the machine with the GPU does not have
 
@@ -34,6 +39,22 @@ def test_the_chat_template_is_used_unless_raw_is_asked_for(penstock, tiny, tmp_p
         assert penstock("generate", "hello", *tiny, "--max-tokens", "1", "--json", str(file), *raw).code == 0
         lengths.append(json.loads(file.read_text())["prompt_tokens"])
     assert lengths == [len("user: hello\nassistant: "), len("hello")]
+
+
+def test_an_answer_in_a_chat_begins_a_text_and_a_raw_one_goes_on_with_its_prompt(penstock, tmp_path):
+    """A real model whose every token is the first one: its last norm leaves nothing of what it computed."""
+    names = ["▁the", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    vocabulary = tokenizers.Tokenizer(models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[], byte_fallback=True))
+    vocabulary.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    vocabulary.decoder = decoders.Sequence(steps)
+    tensors = tiny_tensors(TINY_LLAMA)
+    directory = write_tiny_model(tmp_path / "model", tensors={**tensors, "model.norm.weight": torch.zeros(TINY_LLAMA.hidden)})
+    vocabulary.save(str(directory / "tokenizer.json"))
+    (directory / "generation_config.json").write_text('{"eos_token_id": 2}')
+    given = ("--model", str(directory), "--device", "cpu", "--device-kv-blocks", "64", "--temperature", "0", "--max-tokens", "3")
+    assert penstock("generate", "hello", *given).out == "the the the\n"
+    assert penstock("generate", "hello", *given, "--raw").out == " the the the\n"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from penstock.engine.text import TextStream, stop_strings
 class Bytes:
     """Tokens are bytes; those from 256 on are special."""
 
-    def token_bytes(self, id: int) -> bytes:
+    errors = "replace"
+
+    def token_bytes(self, id: int, first: bool = False) -> bytes:
         return bytes([id])
 
     def is_special(self, id: int) -> bool:

@@ -240,7 +240,9 @@ def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up: list[int] = []
 
     class Counting:
-        def token_bytes(self, id: int) -> bytes:
+        errors = "replace"
+
+        def token_bytes(self, id: int, first: bool = False) -> bytes:
             looked_up.append(id)
             return REAL.token_bytes(id)
 

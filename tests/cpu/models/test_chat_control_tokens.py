@@ -18,6 +18,8 @@ from penstock.models.tokenizer import Tokenizer
 from support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
+TEXTUAL = type(REAL._backend).from_str(REAL._backend.to_str())  # takes spellings of special tokens as text
+TEXTUAL.encode_special_tokens = True
 SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
 TURN = "{{ '<|im_start|>' + message['role'] + '\n' + %s + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -112,7 +114,7 @@ def test_text_between_special_tokens_is_cut_as_text_alone_would_be() -> None:
     content = "see <|im_end|> and <|im_start|> 12"
     ids = tokenizer(TEMPLATES["plain"]).encode_chat([{"role": "user", "content": content}])
     inside = ids[1 : ids.index(2)]
-    assert inside == REAL._textual.encode(f"user\n{content}", add_special_tokens=False).ids
+    assert inside == TEXTUAL.encode(f"user\n{content}", add_special_tokens=False).ids
     assert not special(inside)
 
 
@@ -147,7 +149,7 @@ def test_private_characters_in_messages_stay_what_they_are(monkeypatch: pytest.M
     monkeypatch.setattr(chat_module.secrets, "choice", lambda _: next(draws))
     messages = [{"role": "user", "content": "\U000f0001<|im_end|>"}]
     ids = tokenizer(TEMPLATES["plain"]).encode_chat(messages)
-    expected = REAL._textual.encode("user\n\U000f0001<|im_end|>", add_special_tokens=False).ids
+    expected = TEXTUAL.encode("user\n\U000f0001<|im_end|>", add_special_tokens=False).ids
     assert ids[1 : 1 + len(expected)] == expected
 
 

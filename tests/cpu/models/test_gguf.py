@@ -320,8 +320,12 @@ def test_the_data_is_checked_to_be_there_before_anything_is_written(tmp_path: Pa
 
 FOREIGN = {
     "architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, qwen3"),
-    "pre-tokenizer": ({"tokenizer.ggml.pre": "deepseek"}, "pre-tokenizer 'deepseek' is not supported; supported are smollm, qwen2"),
-    "tokenizer": ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama' is not supported"),
+    "pre-tokenizer": (
+        {"tokenizer.ggml.pre": "deepseek"},
+        "pre-tokenizer 'deepseek' is not supported; supported are smollm, gpt-2, qwen2, llama-bpe, tekken",
+    ),
+    "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer model 'bert' is not supported; supported are gpt2 and llama"),
+    "half a tokenizer": ({"tokenizer.ggml.model": "llama"}, "has no usable tokenizer.ggml.scores"),
     "rope scaling": ({"llama.rope.scaling.type": "yarn"}, "rope scaling of type 'yarn'"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import threading
 import unicodedata
 from collections.abc import Callable
@@ -18,11 +19,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, ModelError
+from penstock.models.chat import ChatTemplate
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
+from penstock.models.token_bytes import BYTE_OF
+from penstock.models.tokenizer import NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
 from support.embedded import embedded_tokenizer
+from support.vocabularies import vocabulary
 
 REAL = embedded_tokenizer()
 VOCABULARY = REAL.vocab_size
@@ -143,28 +147,38 @@ def test_the_bound_is_met_by_the_longest_token_and_bytes_that_are_lost_do_not_co
     assert len(REAL.encode("\x04" * 100_000 + "hi", most=1)) == 1
 
 
-def test_others_run_while_a_text_is_encoded() -> None:
-    """Turns of another thread, counted: a call that keeps the interpreter for itself leaves it none."""
-    turns, over = 0, threading.Event()
+SENTENCEPIECE = Tokenizer(vocabulary("SentencePiece BPE"), (), ChatTemplate("<|user|>{{ messages[0].content }}<|end|>", {}))
+
+
+@pytest.mark.parametrize(("tokenizer", "text"), [(REAL, "7" * 200_000), (SENTENCEPIECE, "7 " * 200_000)], ids=["bytes", "SentencePiece"])
+def test_others_run_while_a_text_is_encoded(tokenizer: Tokenizer, text: str) -> None:
+    """No thread is made to give the interpreter up, so that another one has a turn where it is given up, and only there."""
+    turns, inside, over = 0, False, False
 
     def turn() -> None:
         nonlocal turns
-        while not over.is_set():
-            turns += 1
-            os.sched_yield()
+        while not over:
+            turns += inside
+            os.sched_yield()  # which gives it up
 
     def turns_during(work: Callable[[], object]) -> int:
-        before = turns
+        nonlocal inside, turns
+        turns, inside = 0, True
         work()
-        return turns - before
+        inside = False
+        return turns
 
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)  # before the other thread can ask for the interpreter
     other = threading.Thread(target=turn)
     other.start()
     try:
-        held = turns_during(lambda: REAL._backend.encode("7" * 200_000))
-        assert turns_during(lambda: REAL.encode("7" * 200_000)) > 10 * (held + 1)
+        assert turns_during(lambda: tokenizer._backend.encode(text)) == 0, "else the rest proves nothing"
+        assert turns_during(lambda: tokenizer.encode(text)) > 0
+        assert turns_during(lambda: tokenizer.encode_chat([{"role": "user", "content": text}])) > 0
     finally:
-        over.set()
+        sys.setswitchinterval(interval)
+        over = True
         other.join()
 
 
@@ -334,7 +348,7 @@ def rewrite_json(name: str, text: str) -> Callable[[Path], None]:
 
 def use_words(directory: Path) -> None:
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.decoder = decoders.BPEDecoder()
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
@@ -342,7 +356,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (lambda directory: (directory / "tokenizer.json").unlink(), "tokenizer.json is missing or not a tokenizer"),
     "not JSON": (rewrite_json("tokenizer.json", "{"), "tokenizer.json is missing or not a tokenizer"),
     "another object": (rewrite_json("tokenizer.json", '{"version": "1.0"}'), "tokenizer.json is missing or not a tokenizer"),
-    "not byte-level": (use_words, "not a byte-level BPE"),
+    "a decoder that looks ahead": (use_words, "decoder is not supported: BPEDecoder"),
     "config not JSON": (rewrite_json("tokenizer_config.json", "nonsense"), "tokenizer_config.json is not valid JSON"),
     "config not an object": (rewrite_json("generation_config.json", "[1]"), "generation_config.json must hold a JSON object"),
     "end id not a number": (rewrite_json("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),

@@ -196,6 +196,6 @@ def test_a_stream_says_null_usage_in_every_chunk_but_the_last_where_usage_was_as
 
 def test_a_prompt_whose_source_nobody_told_counts_as_computed() -> None:
     sampling = SamplingParams(max_tokens=1)
-    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, (), None)
+    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, (), Prompt([1, 2, 3]), False)
     details = usage_of([Prompt([1, 2, 3])], [untold], 1)["prompt_tokens_details"]
     assert details == {"cached_tokens": 0, "kv_source": {}}

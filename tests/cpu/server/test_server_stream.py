@@ -162,8 +162,8 @@ def event(text: str | bytes, **fields) -> TokenEvent:
 
 def a_choice(echo: Prompt | None = None, **fields) -> ChoiceText:
     tokenizer, sampling = ScriptedTokenizer(), SamplingParams(max_tokens=100, **fields)
-    scored = None if echo is None else echo._replace(offsets=prompt_offsets(tokenizer, echo))
-    return ChoiceText(tokenizer, sampling, stop_strings(sampling.stop), scored)
+    prompt = Prompt(()) if echo is None else echo._replace(offsets=prompt_offsets(tokenizer, echo))
+    return ChoiceText(tokenizer, sampling, stop_strings(sampling.stop), prompt, echo is not None)
 
 
 def test_scores_wait_until_their_text_is_certain() -> None:

@@ -24,7 +24,7 @@ _PATIENCE = 60.0
 _COLD_PATIENCE = 240.0
 # Of the bound, for those that find a good part of their prompt: somebody who is in the middle of a conversation is not kept waiting as long
 # as somebody who begins one.
-_KNOWN_SHARE = 0.175
+_KNOWN_SHARE = 0.165
 _GOOD_PART = 0.25
 _PRIORITY_S = 1e8  # between priorities, where a number stands for both: above any time of arrival
 _MOST_PRIORITY = 1000  # the same for all beyond

@@ -1,0 +1,384 @@
+"""Every kind of vocabulary: text there and back, ids decoded as the library decodes them, and streams that join to the whole."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders
+from tokenizers.decoders import DecodeStream
+
+from penstock.engine.text import TextStream, stop_strings
+from penstock.errors import InvalidRequest, ModelError
+from penstock.models.token_bytes import BYTE_TOKEN, Spelling, TokenSpelling
+from penstock.models.tokenizer import Tokenizer
+from support.vocabularies import KINDS, SPECIAL, vocabulary
+
+SPELL_ALL = ("byte-level BPE", "SentencePiece BPE", "SentencePiece BPE, no prefix")  # any text comes back
+WITH_BYTES = ("SentencePiece BPE", "SentencePiece BPE, Metaspace", "SentencePiece BPE, no prefix", "Unigram with bytes")
+EACH = pytest.mark.parametrize("kind", KINDS)
+CORPUS = {
+    "latin": "The quick brown fox, naïve café, Straße, Łódź, İstanbul, ﬁne ﬂow",
+    "greek, cyrillic": "Καλημέρα κόσμε; Съешь же ещё этих мягких булок",
+    "right to left": "שלום עולם \u200fמרחבא\u200e مرحبا بالعالم ١٢٣ \u202bx\u202c",
+    "indic": "नमस्ते दुनिया, வணக்கம், ನಮಸ್ಕಾರ, বাংলা, ไทยไม่มีช่องว่าง, བོད་སྐད་",
+    "east asian": "東京は日本の首都です。今日は、안녕하세요 세계 𠮷野家 㐀",
+    "rare planes": "𐍈𐌰 𓀀𓂀 𝔘𝔫𝔦 🜁 \U000e0041 \U0010ffff \U000f0001",
+    "emoji": "🙂👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷🇩🇪🇯 ❤️ 1️⃣ 🧑🏿‍🚀",
+    "combining": "e\u0301 a\u0300\u0323\u0308 Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯ \u0301 가\u11a8",
+    "blanks": "a  b   c\td\t\te \n\n\n  f\r\n\u00a0g\u2003h\u3000i\u2028j   ",
+    "controls": "a\x00b\x01\x1b[0m\x7f\x80\x9f\ufeffz\u200bq\u00ad",
+    "marks": "\ufffd is text, so is \ufffd\ufffd, and <0x41> <0xE2> ##ing <s </s",
+    "code": "def f(x):\n    return {'a': [1, 2.5e-3], \"b\": x**2}  # §\n\n\tif x:\n\t\tpass\n",
+}
+TEXT = st.one_of(st.text(max_size=40), st.lists(st.one_of(st.sampled_from([*CORPUS.values(), " ", "  ", "\n"])), max_size=4).map("".join))
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer(vocabulary(kind))
+
+
+def by_token(kind: str, ids: list[int], skip_special: bool = True) -> str:
+    """Streamed, one token a push."""
+    stream = TextStream(tokenizer(kind) if skip_special else Shown(tokenizer(kind)), begins=True)
+    return "".join(stream.push([id]).text for id in ids) + stream.finish()
+
+
+class Shown:
+    """Special tokens have text."""
+
+    def __init__(self, of: Tokenizer) -> None:
+        self.errors, self.token_bytes = of.errors, of.token_bytes
+
+    def is_special(self, id: int) -> bool:
+        return False
+
+
+def also(*cases: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def with_examples(test: Callable[..., None]) -> Callable[..., None]:
+        for case in cases:
+            test = example(*case)(test)
+        return test
+
+    return with_examples
+
+
+def is_broken(kind: str, ids: list[int]) -> bool:
+    """Whether bytes in a row are no text: the library then replaces the whole row, good characters too."""
+    rows = itertools.groupby(ids, key=lambda id: BYTE_TOKEN.fullmatch(vocabulary(kind).id_to_token(id) or "") is not None)
+    for is_byte, row in rows:
+        if is_byte and kind in WITH_BYTES:
+            try:
+                bytes(int((vocabulary(kind).id_to_token(id) or "")[3:5], 16) for id in row).decode()
+            except UnicodeDecodeError:
+                return True
+    return False
+
+
+def as_sentencepiece(kind: str, ids: list[int]) -> str:
+    """What SentencePiece says: of bytes in a row each whole character stands, and each byte that is in none is one mark."""
+    pieces = []
+    for is_byte, row in itertools.groupby(
+        (vocabulary(kind).id_to_token(id) or "" for id in ids), key=lambda token: BYTE_TOKEN.fullmatch(token) is not None
+    ):
+        if not is_byte:
+            pieces += [token.replace("▁", " ") for token in row]
+            continue
+        data = bytes(int(token[3:5], 16) for token in row)
+        while data:
+            text, length = "\ufffd", 1
+            for end in range(1, min(4, len(data)) + 1):
+                try:
+                    text, length = data[:end].decode(), end
+                    break
+                except UnicodeDecodeError:
+                    continue
+            pieces.append(text)
+            data = data[length:]
+    text = "".join(pieces)
+    return text[text.startswith(" ") and kind != "SentencePiece BPE, no prefix" :]
+
+
+# ------------------------------------------------------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize("kind", SPELL_ALL)
+@pytest.mark.parametrize("name", CORPUS)
+def test_every_script_comes_back(kind: str, name: str) -> None:
+    model = tokenizer(kind)
+    for text in (CORPUS[name], f" {CORPUS[name]}", f"\n {CORPUS[name]}  "):
+        ids = model.encode(text, add_special=False)
+        assert model.decode(ids) == text and by_token(kind, ids) == text
+
+
+@pytest.mark.parametrize("kind", SPELL_ALL)
+@given(TEXT)
+@settings(max_examples=60, deadline=None)
+@also(*((text,) for text in CORPUS.values()), ("",), (" ",), ("  a",), ("\n",), ("\0",), ("a ",), ("\ufffd",))
+def test_any_text_comes_back(kind: str, text: str) -> None:
+    text = text.replace("▁", "_")  # SentencePiece writes blanks so: it cannot tell the two apart
+    text = text if kind != "byte-level BPE" else "".join(text.split("<|"))  # spellings of special tokens
+    for token in SPECIAL:
+        text = text.replace(token, "")
+    assert tokenizer(kind).decode(tokenizer(kind).encode(text, add_special=False)) == text
+
+
+@EACH
+@given(TEXT)
+@settings(max_examples=40, deadline=None)
+@also(*((text,) for text in CORPUS.values()), ("",), (" a",), ("▁a ▁",), ("<s>a</s> b",), ("a <s> <|user|>\n b",))
+def test_encoded_text_decodes_and_streams_as_the_library_decodes_it(kind: str, text: str) -> None:
+    text = text.replace("<0x", "<Ox") if kind.startswith("Unigram") else text  # the library's Unigram reads names of bytes in text as bytes
+    ids = tokenizer(kind).encode(text)
+    assert not is_broken(kind, ids)
+    for skip in (True, False):
+        whole = vocabulary(kind).decode(ids, skip_special_tokens=skip)
+        assert tokenizer(kind).decode(ids, skip) == whole == by_token(kind, ids, skip)
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- any ids
+
+
+def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
+    size = tokenizer(kind).vocab_size
+    some_bytes = [id for token, id in vocabulary(kind).get_vocab().items() if BYTE_TOKEN.fullmatch(token)]
+    one = st.integers(0, size - 1)
+    return st.lists(st.one_of(one, st.sampled_from(some_bytes)) if some_bytes else one, max_size=24)
+
+
+@EACH
+@given(st.data(), st.booleans(), st.lists(st.integers(0, 30), max_size=6))
+@settings(max_examples=80, deadline=None)
+def test_any_ids_in_any_pushes_join_to_the_decoded_whole(kind: str, data: st.DataObject, skip: bool, cuts: list[int]) -> None:
+    ids = data.draw(ids_of(kind))
+    model = tokenizer(kind)
+    edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    stream = TextStream(model if skip else Shown(model), begins=True)
+    text = "".join(stream.push(ids[a:b]).text for a, b in itertools.pairwise(edges)) + stream.finish()
+    assert text == model.decode(ids, skip) == by_token(kind, ids, skip)
+    kept = [id for id in ids if not (skip and model.is_special(id))]
+    if not is_broken(kind, kept):
+        assert text == vocabulary(kind).decode(kept, skip_special_tokens=False)
+    if kind in WITH_BYTES:
+        assert text == as_sentencepiece(kind, kept)
+
+
+def as_ids(kind: str, *tokens: str | bytes) -> list[int]:
+    """Bytes are byte tokens, text is a token."""
+    names = [name for token in tokens for name in ([token] if isinstance(token, str) else [f"<0x{byte:02X}>" for byte in token])]
+    ids = [vocabulary(kind).token_to_id(name) for name in names]
+    assert None not in ids, names
+    return ids  # type: ignore[return-value]
+
+
+BROKEN = [
+    ((b"\xe2\x82\xac",), "€"),  # one character of three tokens
+    ((b"\xf0\x9f\x99\x82\xf0\x9f\x99\x82",), "🙂🙂"),
+    ((b"\xc3\xa9\xe2A",), "é\ufffdA"),  # what was whole stays, though the row is broken behind it
+    ((b"A\xff\xf0\x9f\x99\x82\xf0\x9f",), "A\ufffd🙂\ufffd\ufffd"),
+    ((b"\xe2\x82",), "\ufffd\ufffd"),  # unfinished at the end: a mark for each byte
+    ((b"\xed\xa0\x80",), "\ufffd\ufffd\ufffd"),  # half of a surrogate pair
+    ((b"\xc0\x80",), "\ufffd\ufffd"),  # NUL in two bytes
+    ((b"\xe2", "</s>", b"\x82\xac"), "€"),  # special tokens are not there
+    ((b"\xe2", "a", b"\x82\xac"), "\ufffda\ufffd\ufffd"),
+    ((b"\xef\xbf\xbd",), "\ufffd"),  # it is what the bytes say
+    ((b"\x00\t\n",), "\0\t\n"),
+    ((b" ", "▁the"), " the"),  # the first blank of a text goes, also as a byte
+    (("▁", "▁the"), " the"),
+    (("</s>", "▁the"), "the"),
+    (("a", "▁the"), "a the"),
+    ((b"\xe2", "▁the"), "\ufffd the"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "text"), BROKEN, ids=repr)
+@pytest.mark.parametrize("kind", ["SentencePiece BPE", "Unigram with bytes"])
+def test_bytes_that_are_tokens(kind: str, tokens: tuple[str | bytes, ...], text: str) -> None:
+    ids = as_ids(kind, *tokens)
+    assert tokenizer(kind).decode(ids) == text == by_token(kind, ids)
+
+
+def test_offsets_of_byte_tokens_point_at_the_character_they_belong_to_or_the_mark_they_became() -> None:
+    kind = "SentencePiece BPE"
+
+    def offsets(*tokens: str | bytes) -> tuple[int, ...]:
+        return TextStream(tokenizer(kind)).push(as_ids(kind, *tokens)).offsets
+
+    assert offsets(b"\xe2\x82\xac", "a") == (0, 0, 0, 1)
+    assert offsets(b"\xe2\x82", "a") == (0, 0, 2)  # two marks stand for the two bytes
+    assert offsets(b"\xf0\x9f\x99\xe2\x82\xac") == (0, 0, 0, 3, 3, 3)
+    assert offsets("▁the", "▁the") == (0, 4)
+
+
+def test_an_answer_goes_on_with_its_prompt_or_begins_a_text() -> None:
+    ids = as_ids("SentencePiece BPE", "</s>", "▁the", "▁the")
+    assert TextStream(tokenizer("SentencePiece BPE")).push(ids) == (" the the", False, (0, 0, 4))
+    begun = TextStream(tokenizer("SentencePiece BPE"), begins=True)
+    assert begun.push(ids[:1]).text == "" and begun.first is None
+    assert begun.push(ids[1:]) == ("the the", False, (0, 3)) and begun.first == 1
+
+
+@EACH
+def test_a_prompt_and_what_goes_on_with_it_are_the_text_of_both(kind: str) -> None:
+    ids = tokenizer(kind).encode("the blocks of a cache and the engine, 東京 and more", add_special=False)
+    whole = tokenizer(kind).decode(ids)
+    for cut in range(1, len(ids)):
+        stream = TextStream(tokenizer(kind))
+        text = stream.push(ids[cut:]).text + stream.finish()
+        before = TextStream(tokenizer(kind), begins=True)
+        head = before.push(ids[:cut]).text
+        assert whole.startswith(head) and (head + text == whole or before.finish()), "but for a character that was cut in two"
+
+
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_stop_strings_are_found_across_blanks_and_bytes(kind: str) -> None:
+    ids = tokenizer(kind).encode("one two 🙂 three", add_special=False)
+    for stop, left in ((" two", "one"), ("🙂", "one two "), (" 🙂 t", "one two"), ("ne t", "o")):
+        stream = TextStream(tokenizer(kind), stop_strings((stop,)), begins=True)
+        assert "".join(stream.push([id]).text for id in ids) + stream.finish() == left
+
+
+def test_special_tokens_that_are_recognised_in_normalized_text_are_special_and_shown_as_they_are_written() -> None:
+    """The library shows them with the mark that its normalizer puts before them, and also where they are to be left out."""
+    backend = tokenizers.Tokenizer.from_str(vocabulary("SentencePiece BPE").to_str())
+    backend.add_special_tokens([AddedToken("<s>", normalized=True)])
+    model = Tokenizer(backend)
+    ids = [*model.encode("the", add_special=False), 1]
+    assert model.decode(ids) == "the" and model.decode(ids, skip_special=False) == "the<s>"
+
+
+# ---------------------------------------------------------------------------------------------------- what the library's own stream does
+
+
+def library_stream(kind: str, ids: list[int]) -> str:
+    stream = DecodeStream(skip_special_tokens=True)
+    return "".join(stream.step(vocabulary(kind), id) or "" for id in ids)
+
+
+@EACH
+@pytest.mark.parametrize("name", [name for name in CORPUS if name != "marks"])
+def test_ordinary_text_streams_as_the_librarys_own_stream_has_it(kind: str, name: str) -> None:
+    ids = tokenizer(kind).encode(CORPUS[name] + " end", add_special=False)
+    assert by_token(kind, ids) == library_stream(kind, ids)
+
+
+def test_why_the_librarys_own_stream_is_not_used() -> None:
+    """Each of these is the reason why ours is kept. Where one of them no longer holds, docs/tokenizers.md is to be looked at again."""
+    kind = "SentencePiece BPE"
+    unfinished = as_ids(kind, "a", b"\xe2\x82")
+    assert library_stream(kind, unfinished) == "a" and by_token(kind, unfinished) == "a\ufffd\ufffd"
+    marks = as_ids(kind, "a", b"\xef\xbf\xbd")
+    assert library_stream(kind, marks) == "a" and by_token(kind, marks) == "a\ufffd"
+    taken_back = as_ids(kind, b"\xc3\xa9\xe2A")
+    assert library_stream(kind, taken_back) == "é" and vocabulary(kind).decode(taken_back) == "\ufffd" * 4
+    assert by_token(kind, taken_back) == tokenizer(kind).decode(taken_back) == "é\ufffdA"
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- decoders
+
+D = decoders
+REFUSED = {
+    "looks ahead": (D.BPEDecoder(), "BPEDecoder"),
+    "drops repetitions": (D.CTC(), "CTC"),
+    "replaces in what bytes spell": (D.Sequence([D.ByteFallback(), D.Replace("▁", " ")]), "Replace behind ByteFallback or Fuse"),
+    "replaces across tokens": (D.Sequence([D.Fuse(), D.Replace("ab", "c")]), "Replace behind ByteFallback or Fuse"),
+    "strips two": (D.Sequence([D.Fuse(), D.Strip(" ", 2, 0)]), "Strip of anything but one leading character"),
+    "strips the end": (D.Sequence([D.Fuse(), D.Strip(" ", 0, 1)]), "Strip of anything but one leading character"),
+    "strips twice": (D.Sequence([D.Fuse(), D.Strip(" ", 1, 0), D.Strip(" ", 1, 0)]), "Strip of anything but one leading character"),
+    "strips each row of bytes": (D.Sequence([D.ByteFallback(), D.Strip(" ", 1, 0)]), "Strip of anything but one leading character"),
+    "more than byte-level": (D.Sequence([D.ByteLevel(), D.Strip(" ", 1, 0)]), "Strip beside ByteLevel"),
+    "byte-level behind others": (D.Sequence([D.Fuse(), D.ByteLevel()]), "beside ByteLevel"),
+}
+
+
+@pytest.mark.parametrize(("decoder", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_decoder_whose_text_is_not_that_of_its_tokens_in_a_row_is_refused_by_name(decoder: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=f"decoder is not supported: .*{message}"):
+        TokenSpelling(decoder)
+
+
+SPELLED = [
+    (None, "a", b" a", b"a"),
+    (D.ByteLevel(), "\u0120a", b" a", b" a"),
+    (D.Sequence([D.ByteLevel()]), "<東>", "<東>".encode(), "<東>".encode()),
+    (D.Metaspace(), "▁a", b" a", b"a"),
+    (D.Metaspace(prepend_scheme="never"), "▁a", b" a", b" a"),
+    (D.WordPiece(), "##a", b"a", b"##a"),
+    (D.WordPiece(), "a", b" a", b"a"),
+    (D.WordPiece(), ".", b".", b"."),
+    (D.Sequence([D.Replace("▁", " "), D.ByteFallback(), D.Fuse(), D.Strip(" ", 1, 0)]), "▁a", b" a", b"a"),
+    (D.Sequence([D.Replace("▁", " "), D.ByteFallback(), D.Fuse()]), "▁a", b" a", b" a"),
+    (D.ByteFallback(), "<0xe2>", b"\xe2", b"\xe2"),
+    (D.ByteFallback(), "<0x41>", b"A", b"A"),
+    (D.ByteFallback(), "<0x4>", b"<0x4>", b"<0x4>"),
+    (D.Metaspace(), "<0xE2>", b"<0xE2>", b"<0xE2>"),
+    (D.Strip("a", 1, 0), "aab", b"ab", b"ab"),
+]
+
+
+@pytest.mark.parametrize(("decoder", "token", "inside", "first"), SPELLED, ids=repr)
+def test_bytes_of_a_token_behind_another_and_as_the_first(decoder: Any, token: str, inside: bytes, first: bytes) -> None:
+    assert TokenSpelling(decoder).of(token) == Spelling(inside, first)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- long and too long
+
+
+@EACH
+@given(TEXT, st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+@also(("▁" * 30, 0), (" " * 40, 1), ("🙂" * 5, 0), ("\ufb03" * 9, 0))
+def test_a_prompt_that_fits_is_never_refused_for_its_bytes(kind: str, text: str, spare: int) -> None:
+    ids = vocabulary(kind).encode(text).ids
+    assert tokenizer(kind).encode(text, most=len(ids) + spare) == ids
+
+
+def test_where_every_byte_is_a_token_a_prompt_that_cannot_fit_is_refused_before_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in WITH_BYTES:
+        model = Tokenizer(vocabulary(kind))
+        longest = max(len(token.encode()) for token in vocabulary(kind).get_vocab())
+        monkeypatch.setattr(model, "_ids", None)
+        with pytest.raises(InvalidRequest, match=f"{10 * longest + 1} bytes, which are more than 10 tokens"):
+            model.encode("7" * (10 * longest + 1), most=10)
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordPiece", "words"])
+def test_where_any_number_of_characters_may_be_one_unknown_token_none_are_refused_for_their_bytes(kind: str) -> None:
+    assert tokenizer(kind)._bound is None
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x41, 0xFF])
+def test_a_vocabulary_that_lacks_a_byte_may_lose_any_number_of_characters(byte: int) -> None:
+    lacking = tokenizers.Tokenizer.from_str(vocabulary("SentencePiece BPE").to_str().replace(f"<0x{byte:02X}>", f"<Ox{byte:02X}>"))
+    assert Tokenizer(lacking)._bound is None
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        tokenizers.normalizers.Replace("aaaa", "b"),
+        tokenizers.normalizers.Replace(tokenizers.Regex("a+"), "bbbbbbbb"),
+        tokenizers.normalizers.Replace("a", ""),
+        tokenizers.normalizers.Strip(),
+        tokenizers.normalizers.NFKC(),
+        tokenizers.normalizers.StripAccents(),
+    ],
+    ids=repr,
+)
+def test_where_a_normalizer_may_shorten_a_text_none_are_refused_for_their_bytes(normalizer: Any) -> None:
+    backend = tokenizers.Tokenizer.from_str(vocabulary("SentencePiece BPE").to_str())
+    backend.normalizer = tokenizers.normalizers.Sequence([backend.normalizer, normalizer])
+    assert Tokenizer(backend)._bound is None
+
+
+def test_added_tokens_longer_than_any_word_count() -> None:
+    backend = tokenizers.Tokenizer.from_str(vocabulary("SentencePiece BPE").to_str())
+    backend.add_tokens([AddedToken("=" * 400, normalized=False)])
+    assert len(Tokenizer(backend).encode("=" * 4000, add_special=False, most=10)) == 10

@@ -1,0 +1,127 @@
+"""A vocabulary that writes blanks as tokens' first characters and rare characters as bytes, through every route that has text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from served import MODEL, Served, completion, serving
+
+from penstock.models.chat import ChatTemplate
+from penstock.models.tokenizer import Tokenizer
+from support.scripted_engine import ScriptedEngine
+from support.vocabularies import vocabulary
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|end|>"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
+ANSWER = "the blocks of 東京 🙂\n\t end"
+SENTENCEPIECE = Tokenizer(vocabulary("SentencePiece BPE"), (2,), ChatTemplate(TEMPLATE, ROLES))
+IDS = SENTENCEPIECE.encode(ANSWER, add_special=False)
+
+
+@pytest.fixture
+def saying() -> Iterator[Served]:
+    engine = ScriptedEngine(lambda prompt, sampling: list(IDS))
+    engine.tokenizer = SENTENCEPIECE  # type: ignore[assignment]
+    with serving(engine) as running:
+        yield running
+        running.assert_idle()
+
+
+def messages(text: str = "which blocks") -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_an_answer_that_begins_with_a_blank_token() -> None:
+    """And has a character of four tokens: else the rest proves nothing."""
+    assert SENTENCEPIECE.token_bytes(IDS[0]) == b" the"
+    assert [SENTENCEPIECE.token_bytes(id) for id in IDS].count(b"\xf0") == 1
+
+
+def test_a_chat_answer_is_a_text_of_its_own_whole_and_streamed(saying: Served) -> None:
+    chat = saying.client().chat.completions
+    whole = chat.create(model=MODEL, messages=messages(), max_tokens=100)
+    assert whole.choices[0].message.content == ANSWER == vocabulary("SentencePiece BPE").decode(IDS)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chat.create(model=MODEL, messages=messages(), max_tokens=100, stream=True)]
+    assert "".join(pieces) == ANSWER and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_the_bytes_of_a_chats_scored_tokens_in_a_row_are_its_text(saying: Served) -> None:
+    reply = saying.client().chat.completions.create(model=MODEL, messages=messages(), max_tokens=100, logprobs=True, top_logprobs=2)
+    scored = reply.choices[0].logprobs.content
+    assert bytes(byte for token in scored for byte in token.bytes).decode() == ANSWER
+    assert scored[0].token == "the" and scored[1].token == " blocks"
+    assert all(any(top.token == token.token and top.bytes == token.bytes for top in token.top_logprobs) for token in scored)
+
+
+def test_the_answer_sent_back_is_cut_as_it_was_generated(saying: Served) -> None:
+    """So that the next turn finds its prefix."""
+    turn = [*messages(), {"role": "assistant", "content": ANSWER}, *messages("and then")]
+    saying.client().chat.completions.create(model=MODEL, messages=messages(), max_tokens=100)
+    saying.client().chat.completions.create(model=MODEL, messages=turn, max_tokens=100)
+    (first, *_), (second, *_) = saying.engine.submitted
+    assert second[: len(first) + len(IDS)] == [*first, *IDS]
+
+
+def test_a_completion_goes_on_with_its_prompt(saying: Served) -> None:
+    client = saying.client().completions
+    assert client.create(model=MODEL, prompt="all", max_tokens=100).choices[0].text == f" {ANSWER}"
+    assert client.create(model=MODEL, prompt="all", max_tokens=100, echo=True).choices[0].text == f"all {ANSWER}"
+    streamed = client.create(model=MODEL, prompt="all", max_tokens=100, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == f"all {ANSWER}"
+    ids = SENTENCEPIECE.encode("all of the", add_special=False)
+    assert client.create(model=MODEL, prompt=ids, max_tokens=100, echo=True).choices[0].text == f"all of the {ANSWER}"
+
+
+@pytest.mark.parametrize("prompt", ["all of the 東京", " two  blanks", "a 🙂 b", ""])
+def test_offsets_of_scored_tokens_point_at_their_text(saying: Served, prompt: str) -> None:
+    reply = saying.client().completions.create(model=MODEL, prompt=prompt, max_tokens=100, echo=True, logprobs=1)
+    text, scores = reply.choices[0].text, reply.choices[0].logprobs
+    assert text == f"{prompt} {ANSWER}" and scores.tokens[0] == "<s>" and scores.text_offset[0] == 0
+    num_prompt = len(SENTENCEPIECE.encode(prompt))
+    for at, (token, offset) in enumerate(zip(scores.tokens, scores.text_offset, strict=True)):
+        if token.startswith("bytes:"):
+            assert text[offset] in "🙂東京"
+        elif at:
+            own = token[1:] if at == 1 < num_prompt else token  # the blank before the first word is the tokenizer's
+            assert text.startswith(own, offset), (at, token, offset)
+    assert scores.text_offset[num_prompt] == len(prompt)
+
+
+def test_stop_strings_are_found_where_the_text_has_them(saying: Served) -> None:
+    chat = saying.client().chat.completions
+    for stop, left in (("🙂", "the blocks of 東京 "), ("the", ""), (" blocks", "the"), ("\t end", "the blocks of 東京 🙂\n")):
+        choice = chat.create(model=MODEL, messages=messages(), max_tokens=100, stop=[stop]).choices[0]
+        assert (choice.message.content or "", choice.finish_reason) == (left, "stop")
+    stopped = saying.client().completions.create(model=MODEL, prompt="all", max_tokens=100, stop=[" the"]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == ("", "stop"), "the text goes on with a blank, which is part of the stop string"
+
+
+def test_text_goes_to_the_librarys_tokens_and_back(saying: Served) -> None:
+    library = vocabulary("SentencePiece BPE")
+    for special in (True, False):
+        body = {"prompt": f"  {ANSWER}", "add_special_tokens": special}
+        tokens = saying.http.post("/tokenize", json=body).json()["tokens"]
+        assert tokens == library.encode(f"  {ANSWER}", add_special_tokens=special).ids
+        text = saying.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+        assert text == library.decode(tokens, skip_special_tokens=False)
+        assert text == (f"<s>   {ANSWER}" if special else f"  {ANSWER}")
+
+
+def test_a_character_of_several_tokens_is_sent_when_it_is_whole(saying: Served) -> None:
+    body = completion("all", stream=True, max_tokens=100)
+    lines = saying.http.post("/v1/completions", json=body).text.split("\n\n")
+    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
+    assert "".join(pieces) == f" {ANSWER}" and any("🙂" in piece for piece in pieces) and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_what_messages_spell_stays_text(saying: Served) -> None:
+    text = "a<|end|> <|user|>b</s><s>"
+    saying.client().chat.completions.create(model=MODEL, messages=messages(text), max_tokens=1)
+    ids = list(saying.engine.submitted[0][0])
+    assert [id for id in ids if SENTENCEPIECE.is_special(id)] == [1, 3, 4]
+    assert SENTENCEPIECE.decode(ids[2:-1]) == text
