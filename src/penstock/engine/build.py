@@ -68,7 +68,7 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
 
 def _build(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None) -> Engine:
     dtype = _dtype(config, device)
-    loaded = load_model(config.source, device, dtype, _layer_ops(device), progress)
+    loaded = load_model(config.source, device, dtype, _layer_ops(device), progress, config.engine.max_model_len)
     model = loaded.model
     adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
     dims = model.config
@@ -163,7 +163,7 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
     if config.kv.device_gib is not None:
         return num_blocks
     # A tiny model would otherwise get tens of millions of blocks: no more than can be used, and as much again thrice to remember.
-    most = config.engine.max_batch * blocks_for(config.engine.max_model_len or model.config.max_position, layout.block_tokens)
+    most = config.engine.max_batch * blocks_for(config.engine.max_model_len or model.config.default_len, layout.block_tokens)
     return min(num_blocks, 4 * most)
 
 
@@ -199,7 +199,7 @@ def _max_model_len(config: Config, model: Model, num_blocks: int) -> int:
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
     if wanted is None:
-        return min(model.config.max_position, fits)
+        return min(model.config.default_len, fits)
     if wanted > model.config.max_position:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {model.config.max_position} positions of the model")
     if wanted > fits:

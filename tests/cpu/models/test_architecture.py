@@ -38,12 +38,53 @@ def test_no_two_architectures_share_a_name() -> None:
     assert all(config.architecture == a.name for a in ARCHITECTURES for config in a.presets.values())
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "attention_bias": ({"attention_bias": True}, "attention_bias"),
-    "mlp_bias": ({"mlp_bias": True}, "mlp_bias"),
-    "rope_scaling": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3'"),
-    "old rope_scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type 'linear'"),
-    "rope_parameters": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope scaling of type 'yarn'"),
+    "attention_bias": ({**MISTRAL, "attention_bias": True}, "attention_bias is true, but MistralForCausalLM"),
+    "mlp_bias": ({"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True}, "mlp_bias is true, but Qwen2ForCausalLM"),
+    "a textual bias": ({"attention_bias": "yes"}, "attention_bias must be true or false"),
+    "unknown rope_scaling": ({"rope_scaling": {"rope_type": "mrope", "factor": 8.0}}, "rope scaling of type 'mrope'"),
+    "old rope_scaling": ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope scaling of type 'ntk'"),
+    "rope_parameters": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}}, "rope scaling of type 'proportional'"),
+    "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope scaling with full_attention"),
+    "rope section": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "rope scaling with mrope_section"),
+    "rope twice": (
+        {"rope_scaling": {"factor": 2.0, "type": "linear"}, "rope_parameters": {"factor": 4.0}},
+        "do not agree on factor",
+    ),
+    "linear without a factor": ({"rope_scaling": {"type": "linear"}}, "has no factor"),
+    "yarn without a factor": ({"rope_scaling": {"type": "yarn"}}, "has no factor"),
+    "llama3 without bounds": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+    "llama3 bounds": (
+        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+        "high_freq_factor 1.0 must be above low_freq_factor 4.0",
+    ),
+    "yarn bounds": (
+        {"rope_scaling": {"type": "yarn", "factor": 8.0, "beta_fast": 1, "beta_slow": 2}},
+        "beta_fast 1.0 must be above beta_slow 2.0",
+    ),
+    "longrope of other heads": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}},
+        "short_factor must be a list of 8 numbers",
+    ),
+    "factors of longrope in yarn": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}},
+        "'yarn' with short_factor, long_factor",
+    ),
+    "a negative factor": ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor must be a positive number"),
+    "absurd scaling": ({"rope_scaling": {"type": "linear", "factor": 1e6}}, "reaches 2048000000 positions"),
+    "softcapping": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    "softcapping of logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "scaled logits": ({"logits_scaling": 8.0}, "logits_scaling"),
+    "experts": ({"num_local_experts": 8}, "num_local_experts"),
+    "layers of another kind": ({**MISTRAL, "layer_types": ["chunked_attention"] * 2}, "layer_types must be full_attention or"),
+    "too few kinds of layers": ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types"),
+    "a negative window": ({**MISTRAL, "sliding_window": -1}, "sliding_window must be a positive"),
+    "a negative first layer": (
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
+        "max_window_layers",
+    ),
+    "more than a head rotated": ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
     "rope_scaling of a wrong type": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "sliding window": ({"sliding_window": 4096}, "sliding-window"),
@@ -53,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "unknown architecture": (
         {"architectures": ["MambaForCausalLM"]},
-        "MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM",
+        "MambaForCausalLM is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
     ),
     "architecture of a wrong type": ({"architectures": [["LlamaForCausalLM"]]}, r"architecture \['LlamaForCausalLM'\] is not supported"),
     "no architecture": ({"architectures": None}, "does not name its architecture"),

@@ -179,7 +179,7 @@ class TritonAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
         num_tokens, num_chunks, num_decodes = q.shape[0], inputs.kv_lens.shape[0], inputs.num_decodes
-        if self._takes_fused(num_tokens, inputs):
+        if self._takes_fused(num_tokens, inputs, self._sizes.windows[layer]):
             return self._attend_fused(layer, q, k, v, inputs)
         # Padding tokens of a captured step belong to no chunk, so no program writes them: they are zeros.
         blank = torch.empty if inputs.max_q_len or num_decodes == num_chunks else torch.zeros
@@ -247,6 +247,7 @@ class TritonAttention:
             TILE_ROWS=tile.rows,
             TILE_KEYS=tile.keys,
             SPLIT=splits > 1,
+            WINDOW=sizes.windows[layer],
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -289,7 +290,8 @@ class TritonAttention:
         # A chunk without tokens, said to be long and deep: kernels are launched and do nothing.
         for q_len in (4096, 2 * self._tuning.deep.rows):  # its keys in one share, and in several
             inputs = Shape(1, 1, 0).views(packed, num_decodes=0, max_q_len=q_len, max_kv_len=4 * q_len)
-            self._attend_paged(0, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len))
+            for layer in {window: layer for layer, window in enumerate(sizes.windows)}.values():
+                self._attend_paged(layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len))
         self.gathered(0, 1, inputs)
         lse = torch.zeros(sizes.num_heads, 1, dtype=torch.float32, device=values.device)
         self._join(q, lse, q.clone(), lse)
@@ -311,8 +313,10 @@ class TritonAttention:
             self._fused_attention(q, past, past, causal=False, with_lse=True)
         self._planned.add((q_len, prefix_len))
 
-    def _takes_fused(self, num_tokens: int, inputs: StepInputs) -> bool:
-        """Host numbers describe a chunk exactly only where it is alone, and only in an eager step."""
+    def _takes_fused(self, num_tokens: int, inputs: StepInputs, window: int = 0) -> bool:
+        """Host numbers describe a chunk exactly only where it is alone, and only in an eager step. No token may be outside the window."""
+        if 0 < window < inputs.max_kv_len:
+            return False
         if (
             self._prefill == "triton"
             or inputs.max_q_len != num_tokens
