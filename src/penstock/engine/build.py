@@ -36,7 +36,7 @@ from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
 
-_CPU_KV_GIB = 1.0
+CPU_KV_GIB = 1.0
 _CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
 _CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
 _CUDA_CHUNK_MS = 150.0  # more than 8192 tokens of a short prompt take: the rate of prefill stays, only deep chunks get smaller
@@ -155,7 +155,7 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
         free = free_bytes(model.device)
         num_bytes = free - max(free * _CUDA_SPARE_SHARE, _working_bytes(config, model) + _CUDA_SPARE_GIB * GIB)
     else:
-        num_bytes = _CPU_KV_GIB * GIB
+        num_bytes = CPU_KV_GIB * GIB
     num_blocks = int(num_bytes) // layout.block_bytes
     if num_blocks < 2:
         size = f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less than two KV blocks of {layout.block_bytes / 1024:.0f} KiB"

