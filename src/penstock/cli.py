@@ -113,6 +113,12 @@ def _add_serve(commands: Any) -> None:
     group.add_argument(
         "--allow-special-tokens-in-text", action="store_true", help="text of chat messages may spell special tokens, and open turns by that"
     )
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says",
+    )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
 

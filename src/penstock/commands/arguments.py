@@ -18,6 +18,7 @@ from penstock.config import (
     SCHEDULINGS,
     Config,
     EngineConfig,
+    GenerationConfigName,
     KvConfig,
     LoraConfig,
     ModelSource,
@@ -222,8 +223,9 @@ def lora_flag(several: bool) -> argparse.ArgumentParser:
 
 def config_of(args: argparse.Namespace) -> Config:
     positions = args.max_model_len if args.load_format == "dummy" else None  # random weights know no longest context
+    generation_config: GenerationConfigName = getattr(args, "generation_config", "none")  # other commands have defaults of their own
     return Config(
-        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed, positions),
+        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(
             args.max_model_len,

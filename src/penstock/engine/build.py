@@ -106,6 +106,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         max_model_len=max_model_len,
         max_open=budget.max_batch * _WAITING_PER_ROW,
         seed=config.engine.seed,
+        sampling=loaded.sampling,
         sanitizer=sanitizer,
     )
     return Engine(parts)

