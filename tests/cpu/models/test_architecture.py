@@ -132,11 +132,28 @@ def test_plain_rope_may_be_spelled_in_both_ways() -> None:
 
 def test_a_qwen3_config_may_name_a_window_that_it_does_not_use() -> None:
     for unused in (
-        {"sliding_window": 4096, "use_sliding_window": False},
-        {"sliding_window": 4096},
+        {"sliding_window": 40, "max_window_layers": 0, "use_sliding_window": False},
+        {"sliding_window": 40, "max_window_layers": 0},
         {"layer_types": ["full_attention"] * 3},
+        {"sliding_window": 40, "max_window_layers": 3, "use_sliding_window": True},
+        {"sliding_window": 2048, "max_window_layers": 0, "use_sliding_window": True},  # no context is longer
     ):
-        assert parse_config({**config_json(TINY_QWEN3), **unused}, "config.json").architecture == "qwen3"
+        assert parse_config({**config_json(TINY_QWEN3), **unused}, "config.json").windows == ()
+
+
+def test_a_config_says_which_layers_have_a_window() -> None:
+    def windows(name: str, **fields: Any) -> tuple[int, ...]:
+        raw = {**config_json(TINY_QWEN3), "architectures": [name], "max_position_embeddings": 8192, **fields}
+        return parse_config(raw, "config.json").windows
+
+    assert windows("MistralForCausalLM") == (4096,) * 3, "as transformers takes it where a config does not say"
+    assert windows("MistralForCausalLM", sliding_window=None) == ()
+    assert windows("Phi3ForCausalLM", sliding_window=2047) == (2047,) * 3
+    assert windows("Phi3ForCausalLM") == windows("LlamaForCausalLM", sliding_window=None) == ()
+    on = {"use_sliding_window": True, "sliding_window": 64}
+    assert windows("Qwen2ForCausalLM", **on) == () and windows("Qwen2ForCausalLM", **on, max_window_layers=1) == (0, 64, 64)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows("Qwen3ForCausalLM", **on, layer_types=kinds) == (64, 0, 64)
 
 
 def test_llama_derives_the_head_size_and_kv_heads_that_old_configs_leave_out() -> None:
