@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import GIB, Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
+from penstock.config import GIB, Config, DeviceName, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
 from penstock.engine.engine import Engine
 from penstock.models.registry import parse_config
 from penstock.models.weights import read_json
@@ -156,13 +156,13 @@ def save(reference: Any, directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(directory: Path, max_model_len: int | None = TOTAL, lora: Path | None = None) -> Iterator[Engine]:
-    """Chunks of three blocks, a host tier that has room for all, and the sanitizer."""
+def served(directory: Path, lora: Path | None = None, device: DeviceName = "cpu") -> Iterator[Engine]:
+    """Chunks of three blocks, a host tier that has room for all, the sanitizer, and sequences that are as long as the run allows."""
     adapters = () if lora is None else (("tuned", str(lora)),)
     config = Config(
-        source=ModelSource(str(directory), device="cpu", dtype="float32"),
+        source=ModelSource(str(directory), device=device, dtype="float32"),
         kv=KvConfig(device_blocks=64),
-        engine=EngineConfig(max_model_len, max_batch=4, prefill_chunk=48),
+        engine=EngineConfig(TOTAL, max_batch=4, prefill_chunk=48),
         offload=OffloadConfig(host_gib=(1 << 26) / GIB, load_always=True),
         lora=LoraConfig(adapters),
     )
@@ -191,25 +191,25 @@ def largest_error(expected: torch.Tensor, prompt: list[int], found: Collected) -
     return float((torch.tensor([entry.logprob for entry in scored]).double() - theirs).abs().max())
 
 
-def assert_parity(engine: Engine, reference: Any, adapter: Any = None) -> None:
+def assert_parity(engine: Engine, reference: Any, adapter: Any = None, tolerance: float = TOLERANCE) -> None:
     """Alone with its prompt scored, beside another, and once more from host memory."""
     prompt = IDS[:PROMPT]
     scored = submit(engine, prompt, adapter=adapter, max_tokens=DECODED, logprobs=0, prompt_logprobs=0)
     run_all(engine)
     expected = their_logprobs(reference, prompt + scored.tokens)
     assert expected.std() > 0.5
-    assert largest_error(expected, prompt, scored) < TOLERANCE
+    assert largest_error(expected, prompt, scored) < tolerance
     beside = submit(engine, IDS[PROMPT:], max_tokens=DECODED)
     first = submit(engine, prompt, adapter=adapter, max_tokens=DECODED, logprobs=0)
     run_all(engine)
     settle_all(engine)
     assert beside.tokens and first.tokens == scored.tokens
-    assert largest_error(expected, prompt, first) < TOLERANCE
+    assert largest_error(expected, prompt, first) < tolerance
     engine._parts.cache.reset(["device"])
     again = submit(engine, prompt, adapter=adapter, max_tokens=DECODED, logprobs=0)
     run_all(engine)
     assert again.source is not None and again.source.host == PROMPT // 16 * 16
-    assert largest_error(expected, prompt, again) < TOLERANCE
+    assert largest_error(expected, prompt, again) < tolerance
 
 
 @pytest.mark.parametrize("family", FAMILIES)

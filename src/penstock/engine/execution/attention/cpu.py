@@ -146,17 +146,20 @@ class _Preparation:
         self._token_width = sizes.num_kv_heads * sizes.head_dim
         self._rows_per_slot = sizes.num_layers * 2 * sizes.block_tokens
         self._workspace = arena.new_empty(0)
+        self._has_windows = any(sizes.windows)
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def step(self, inputs: StepInputs) -> _Step:
         num_tokens = len(inputs.positions)
         is_single = num_tokens == 1 and self._dtype == torch.float32
         spans = list(self._spans(inputs))
+        tokens = self._single(inputs) if is_single else self._several(inputs)
+        if not self._has_windows:
+            return _Step(inputs, tokens, [self._plan(spans, 0, num_tokens)] * self._sizes.num_layers)
         longest = max((span.kv_len for span in spans), default=0)
         # A window that leaves nothing out is none: such layers share a plan with those that see all.
         windows = [window if window < longest else 0 for window in self._sizes.windows]
         plans = {window: self._plan(spans, window, num_tokens) for window in dict.fromkeys(windows)}
-        tokens = self._single(inputs) if is_single else self._several(inputs)
         return _Step(inputs, tokens, [plans[window] for window in windows])
 
     def _plan(self, spans: list[_Span], window: int, num_tokens: int) -> _Plan:
