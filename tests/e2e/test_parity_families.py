@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -276,3 +277,20 @@ def test_an_adapter_on_a_family_computes_what_transformers_computes_with_merged_
         loaded = engine.adapters.find("tuned")
         assert loaded is not None
         assert_parity(engine, reference, loaded.adapter)
+
+
+def test_a_served_model_scores_a_prompt_as_transformers_does(tmp_path: Path, start_server: Callable[..., tuple[Any, str]]) -> None:
+    """Over HTTP: stretched positions, biases and a window, sharded safetensors, prompts in chunks."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+    fields = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "max_position_embeddings": TRAINED}
+    reference = their_model("Qwen2", rope, **fields)
+    directory = save(reference, tmp_path / "model")
+    _, url = start_server("--model", str(directory), "--device", "cpu", "--prefill-chunk", "48", "--sanitize=strict")
+    ask = {"model": "model", "prompt": IDS[:PROMPT], "max_tokens": DECODED, "echo": True, "logprobs": 0, "temperature": 0}
+    reply = httpx.post(f"{url}/v1/completions", json={**ask, "ignore_eos": True}, timeout=60).json()
+    found = reply["choices"][0]["logprobs"]["token_logprobs"]
+    assert len(found) == TOTAL and found[0] is None
+    expected = their_logprobs(reference, IDS[:PROMPT])
+    theirs = expected[range(PROMPT - 1), IDS[1:PROMPT]]
+    assert float((torch.tensor(found[1:PROMPT]).double() - theirs).abs().max()) < TOLERANCE
+    assert abs(found[PROMPT] - float(expected[-1].max())) < TOLERANCE

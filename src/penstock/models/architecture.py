@@ -198,6 +198,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (0,),
     "num_local_experts": (0,),
     "no_rope_layers": ([],),
+    "lm_head_bias": (False,),
+    "rope_interleaved": (False,),
     "qk_layernorm": (False,),
     "use_qk_norm": (False,),
     "use_mrope": (False,),
