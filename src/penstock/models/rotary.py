@@ -142,6 +142,7 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
         raise ModelError(f"{where}: rope scaling of type {kind!r} with {', '.join(lists)} is not supported, only longrope has them")
     # Phi-3 has it outside, and there it counts; a scheme whose config does not say it was trained with the context that it states.
     trained = outer.count("original_max_position_embeddings", fields.count("original_max_position_embeddings", stated, most), most)
+    fields.need(theta > 1 or kind != "yarn", f"rope_theta {theta} must be above 1 for yarn")
     scaling = _parse_scaling(kind, fields, rotary_dim, stated, trained)
     reach = _reach(scaling, stated)
     if reach > most:

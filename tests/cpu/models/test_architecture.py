@@ -63,6 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"type": "yarn", "factor": 8.0, "beta_fast": 1, "beta_slow": 2}},
         "beta_fast 1.0 must be above beta_slow 2.0",
     ),
+    "yarn without turns": ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_theta 1.0 must be above 1"),
     "longrope of other heads": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}},
         "short_factor must be a list of 8 numbers",

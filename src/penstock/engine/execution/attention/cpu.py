@@ -3,6 +3,7 @@ up the values where they lie. Owns that workspace and one step's indices and mas
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,7 +27,7 @@ LONE_TOKENS = 512  # a single token that attends to at least so many is computed
 LONE_GROUP = 4  # unless more query heads than this share a KV head, since each of them reads the values again
 KEY_BYTES = 768 << 10  # keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
 BAND_TOKENS = 128  # of a longer chunk that attend together in a layer with a window: every key that one of them sees is read for all
-KEPT_MASKS = 64
+KEPT_MASKS = 16  # behind the first window all full bands have the same
 SCORE_ALIGN = 256  # MKL multiplies 4 rows and more several times faster into a matrix whose rows are a multiple of so many floats apart
 INT32_ROWS = 1 << 31  # an arena of at most so many rows has indices of half the width, which saves a third of the time that values take
 
@@ -39,6 +40,14 @@ class _Span(NamedTuple):
     kv_len: int  # tokens that it attends to, from the first that any of its own sees
     table: Tensor  # int64 slots, exactly those that hold them
     skipped: int = 0  # tokens of the first slot that none of its own sees
+
+    def within(self, window: int, block_tokens: int) -> _Span:
+        """Without what none of its tokens sees."""
+        first = self.kv_len - self.q_len + 1 - window
+        if not window or first <= 0:
+            return self
+        num_blocks, skipped = divmod(first, block_tokens)
+        return _Span(self.q_begin, self.q_len, self.kv_len - first, self.table[num_blocks:], skipped)
 
 
 class _Layer(NamedTuple):
@@ -147,7 +156,6 @@ class _Preparation:
         self._rows_per_slot = sizes.num_layers * 2 * sizes.block_tokens
         self._workspace = arena.new_empty(0)
         self._has_windows = any(sizes.windows)
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def step(self, inputs: StepInputs) -> _Step:
         num_tokens = len(inputs.positions)
@@ -174,19 +182,11 @@ class _Preparation:
                 else:
                     long.append(self._long(span))
             else:
-                seen = self._seen(span, window)
+                seen = span.within(window, self._sizes.block_tokens)
                 (alone if self._is_lone(seen, num_tokens) else batched).append(seen)
         lone = [self._lone(span) for span in alone]
         short = [self._short(group, window) for group in self._grouped(batched)]
         return _Plan(lone, short, long, bands, _only(num_tokens, lone, short))
-
-    def _seen(self, span: _Span, window: int) -> _Span:
-        """Without the blocks that none of its tokens sees."""
-        first = span.kv_len - span.q_len + 1 - window
-        if not window or first <= 0:
-            return span
-        num_blocks, skipped = divmod(first, self._sizes.block_tokens)
-        return _Span(span.q_begin, span.q_len, span.kv_len - first, span.table[num_blocks:], skipped)
 
     def _single(self, inputs: StepInputs) -> _Single:
         half, size = self._sizes.head_dim // 2, self._sizes.block_tokens
@@ -293,26 +293,15 @@ class _Preparation:
 
     def _bands(self, span: _Span, window: int) -> Iterator[_Band]:
         """A few tokens at a time, each over the keys that one of them sees."""
+        size = self._sizes.block_tokens
         for begin in range(0, span.q_len, BAND_TOKENS):
             num = min(BAND_TOKENS, span.q_len - begin)
             kv_len = span.kv_len - span.q_len + begin + num
-            part = self._seen(_Span(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)]), window)
+            part = _Span(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)]).within(window, size)
             keys = self._key_rows(part)
-            gather = torch.cat([keys, keys + self._sizes.block_tokens])
-            mask = self._band_mask(num, part.kv_len, window)
+            gather = torch.cat([keys, keys + size])
+            mask = _band_mask(num, part.kv_len, window, self._dtype)
             yield _Band(part.q_begin, part.q_begin + num, gather, self._space(len(gather), self._token_width), mask)
-
-    def _band_mask(self, num_tokens: int, num_keys: int, window: int) -> Tensor:
-        """[num_tokens, num_keys] where the last token is the last key. Behind the first window it is the same for all full bands."""
-        shape = (num_tokens, num_keys, window)
-        if shape not in self._masks:
-            if len(self._masks) >= KEPT_MASKS:
-                self._masks.clear()
-            last_visible = torch.arange(num_keys - num_tokens, num_keys)[:, None]
-            keys = torch.arange(num_keys)
-            hidden = (keys > last_visible) | (keys <= last_visible - window)
-            self._masks[shape] = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-        return self._masks[shape]
 
     def _space(self, num_rows: int, width: int) -> Tensor:
         """Room to gather into, the same for all: each is read before the next is gathered."""
@@ -459,6 +448,15 @@ def _rows_of(group: list[_Span]) -> Tensor | slice:
     if begins == list(range(begins[0], begins[0] + len(group) * q_len, q_len)):
         return slice(begins[0], begins[0] + len(group) * q_len)
     return (torch.tensor(begins)[:, None] + torch.arange(q_len)).flatten()
+
+
+@functools.lru_cache(maxsize=KEPT_MASKS)
+def _band_mask(num_tokens: int, num_keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """[num_tokens, num_keys] where the last token is the last key."""
+    last_visible = torch.arange(num_keys - num_tokens, num_keys)[:, None]
+    keys = torch.arange(num_keys)
+    hidden = (keys > last_visible) | (keys <= last_visible - window)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

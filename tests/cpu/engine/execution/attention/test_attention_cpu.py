@@ -319,7 +319,7 @@ def test_windows_that_hide_nothing_are_computed_as_if_there_were_none() -> None:
 
 
 WINDOW_FAULTS = {
-    "a token sees one key more": ("first = span.kv_len - span.q_len + 1 - window", "first = span.kv_len - span.q_len - window"),
+    "a token sees one key more": ("first = self.kv_len - self.q_len + 1 - window", "first = self.kv_len - self.q_len - window"),
     "a token of a short chunk sees one key more": ("torch.arange(longest) <= last_visible", "torch.arange(longest) < last_visible"),
     "a token of a long chunk sees one key more": ("(keys <= last_visible - window)", "(keys < last_visible - window)"),
     "a token of a long chunk sees one key less": ("(keys <= last_visible - window)", "(keys <= last_visible - window + 1)"),
