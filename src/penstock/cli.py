@@ -18,8 +18,11 @@ from penstock.commands.arguments import (
     config_of,
     config_with_one_lora,
     device_flag,
+    dtype_flag,
     engine_flags,
+    kv_gib_flag,
     lora_flag,
+    max_model_len_flag,
     model_flag,
     new_file,
     sampling_flags,
@@ -28,7 +31,7 @@ from penstock.commands.arguments import (
     without_secrets,
 )
 from penstock.commands.bench_arguments import add_bench
-from penstock.config import ServerConfig
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ServerConfig
 from penstock.errors import ConfigError, PenstockError, UserError
 
 EXIT_FAILED = 1
@@ -110,6 +113,12 @@ def _add_serve(commands: Any) -> None:
     group.add_argument(
         "--allow-special-tokens-in-text", action="store_true", help="text of chat messages may spell special tokens, and open turns by that"
     )
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says",
+    )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
 
@@ -183,15 +192,20 @@ def _cache(args: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: Any) -> None:
-    about = "Check that this machine can run Penstock: packages, devices, memory, weights, and a tiny generation."
-    parser = commands.add_parser("doctor", help="check this machine", description=about)
+    about = "Check that this machine can run Penstock: packages, devices, memory, a tiny generation; and whether a model would load."
+    parser = commands.add_parser("doctor", help="check this machine, and a model", description=about)
     model_flag(parser)
     device_flag(parser)
+    dtype_flag(parser)
+    kv_gib_flag(parser)
+    max_model_len_flag(parser)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the checks there")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    source = ModelSource(args.model, device=args.device, dtype=args.dtype)
+    config = Config(source, KvConfig(device_gib=args.device_kv_gib), EngineConfig(args.max_model_len))
     from penstock.commands.doctor import doctor
 
-    return doctor(args.model, args.device, args.json)
+    return doctor(config, args.json)

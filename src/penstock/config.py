@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+GenerationConfigName = Literal["auto", "none"]
 SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["returning", "lru", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "cost")  # the default first
@@ -54,9 +55,11 @@ class ModelSource:
     dtype: DtypeName = "auto"  # auto: float32 on CPU (no bf16 units there), bfloat16 on CUDA
     seed: int = 0  # of dummy weights
     positions: int | None = None  # of dummy weights, where more tokens are wanted than the model's own config allows
+    generation_config: GenerationConfigName = "auto"  # whether generation_config.json states defaults of requests that leave fields out
 
     def __post_init__(self) -> None:
         _need(self.load_format in ("auto", "dummy"), f"--load-format must be auto or dummy, got {self.load_format!r}")
+        _need(self.generation_config in ("auto", "none"), f"--generation-config must be auto or none, got {self.generation_config!r}")
         _need(self.device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {self.device!r}")
         own = f"{self.positions} positions: only dummy weights can have others than the model's own"
         _need(self.positions is None or self.load_format == "dummy", own)

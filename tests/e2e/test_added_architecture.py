@@ -49,7 +49,8 @@ class FusedToy(Architecture):
 @pytest.fixture(autouse=True)
 def added(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(registry, "ARCHITECTURES", (*registry.ARCHITECTURES, FusedToy()))
+    others = tuple(architecture for architecture in registry.ARCHITECTURES if architecture.name != FusedToy.name)
+    monkeypatch.setattr(registry, "ARCHITECTURES", (*others, FusedToy()))
 
 
 def load(path: Path, load_format: str = "auto") -> Model:

@@ -423,8 +423,9 @@ def test_many_random_batches_agree() -> None:
 
 
 @on_gpu
-def test_no_step_compiles_anything_after_the_first_of_its_kind() -> None:
-    config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=1)
+@pytest.mark.parametrize("windows", [(), (100, 0)], ids=["no windows", "windows"])
+def test_no_step_compiles_anything_after_the_first_of_its_kind(windows: tuple[int, ...]) -> None:
+    config = replace(ragged_config(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=len(windows) or 1), windows=windows)
 
     def run(*spans: Span) -> None:
         step = make_step(spans, config, dtype=HALF)
@@ -446,6 +447,41 @@ def test_no_step_compiles_anything_after_the_first_of_its_kind() -> None:
     assert compiled() == before
 
 
+# ------------------------------------------------------------------------------------------------------------- windows
+
+WINDOWED = (Span(70, 1), Span(33, 1), Span(3, 1), Span(41, 3), Span(30, 37))
+
+
+def windowed(*windows: int, **sizes: int) -> ModelConfig:
+    sizes = sizes or {"num_heads": 3, "num_kv_heads": 1}
+    return replace(ragged_config(num_layers=len(windows), **sizes), windows=windows)
+
+
+@pytest.mark.parametrize("window", [1, 16, 34, 64] if INTERPRETED else [1, 7, 16, 33, 34, 35, 63, 64, 65, 71, 4096])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_window_hides_what_it_hides_in_the_reference(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_splits(monkeypatch, splits)
+    assert_agrees(make_step(WINDOWED, windowed(window, num_heads=2, num_kv_heads=1, head_dim=16), seed=window))
+
+
+def test_layers_with_and_without_a_window_stand_side_by_side() -> None:
+    assert_agrees(make_step(WINDOWED, windowed(20, 0), seed=41))
+
+
+@on_gpu
+@pytest.mark.parametrize("window", [100, 512, 1000])
+def test_windows_over_long_contexts_agree_in_half_precision(window: int) -> None:
+    config = windowed(window, 0, num_heads=8, num_kv_heads=2, head_dim=128)
+    spans = (*(Span(num, 1) for num in (5000, 777, 99, 100, 511, 512)), Span(0, 1500), Span(1400, 700))
+    assert_agrees(make_step(spans, config, dtype=HALF, seed=window))
+
+
+def test_a_chunk_whose_window_hides_keys_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step((Span(0, 40),), windowed(39, 40), dtype=HALF)
+    attention = TritonAttention(step.arena, step.config, step.rope, prefill="sdpa")
+    assert [attention._fuses(0, 40, window) for window in (39, 40, 0)] == [(0, False), (0, True), (0, True)]
+
+
 # -------------------------------------------------------------------------------------------------------------- faults
 
 FAULTS = {
@@ -460,6 +496,13 @@ FAULTS = {
 }  # fmt: skip
 
 
+WINDOW_FAULTS = {
+    "a window open by one": ("> last_visible[:, None] - WINDOW", ">= last_visible[:, None] - WINDOW"),
+    "a window closed by one": ("> last_visible[:, None] - WINDOW", "> 1 + last_visible[:, None] - WINDOW"),
+    "keys that some rows do not see taken as seen by all": ("tl.cdiv(tl.maximum(key_end - WINDOW, 0), TILE_KEYS)", "tl.cdiv(0, TILE_KEYS)"),
+    "keys of the window left out": ("tile * TILE_TOKENS + 1 - WINDOW", "tile * TILE_TOKENS + 1 - WINDOW + TILE_KEYS"),
+}  # fmt: skip
+
 FAULTY = (Span(60, 1), Span(35, 1), Span(7, 12))
 
 
@@ -473,6 +516,16 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path, monkeypatc
     with_splits(monkeypatch, 4)
     step = make_step(FAULTY, SMALL)
     with mutated(triton_kernels, *FAULTS[fault], tmp_path) as mutant:
+        monkeypatch.setattr(backend, "kernels", mutant)
+        with pytest.raises(AssertionError):
+            assert_agrees(step)
+
+
+@pytest.mark.parametrize("fault", WINDOW_FAULTS)
+def test_a_fault_in_windows_turns_the_comparison_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_splits(monkeypatch, 2)
+    step = make_step(FAULTY, windowed(20, num_heads=2, num_kv_heads=1, head_dim=16))
+    with mutated(triton_kernels, *WINDOW_FAULTS[fault], tmp_path) as mutant:
         monkeypatch.setattr(backend, "kernels", mutant)
         with pytest.raises(AssertionError):
             assert_agrees(step)

@@ -87,6 +87,7 @@ class ScriptedEngine:
         self.adapters = adapters or AdapterStore(name, lambda directory: AdapterFiles("", AdapterWeights(())))
         self.tokenizer = ScriptedTokenizer()
         self.max_model_len = max_model_len
+        self.sampling: dict[str, Any] = {}
         self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
         self.adapted: list[Adapter | None] = []  # by what was submitted
         self.hinted: list[tuple[int, str, CacheHint | None]] = []  # priority, session and hint, by what was submitted

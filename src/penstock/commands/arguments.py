@@ -18,6 +18,7 @@ from penstock.config import (
     SCHEDULINGS,
     Config,
     EngineConfig,
+    GenerationConfigName,
     KvConfig,
     LoraConfig,
     ModelSource,
@@ -74,15 +75,13 @@ def _model_flags(group: Any) -> None:
         "--load-format", choices=("auto", "dummy"), default=source.load_format, help="dummy: random weights, nothing is read from disk"
     )
     device_flag(group)
-    group.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default=source.dtype, help="auto: float32 on the CPU, bfloat16 on CUDA"
-    )
+    dtype_flag(group)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of dummy weights, and of requests that bring no seed of their own")
 
 
 def _memory_flags(group: Any) -> None:
     group.add_argument("--block-tokens", type=int, default=KvConfig().block_tokens, metavar="N", help="tokens in one KV block")
-    group.add_argument("--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)")
+    kv_gib_flag(group)
     group.add_argument("--device-kv-blocks", type=int, metavar="N", help="the same in blocks; give one of the two")
     group.add_argument(
         "--no-prefix-cache",
@@ -132,12 +131,7 @@ def ssd_dir_flag(group: Any, required: bool) -> None:
 
 def _step_flags(group: Any) -> None:
     engine = EngineConfig()
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow any)",
-    )
+    max_model_len_flag(group)
     group.add_argument("--max-batch", type=int, default=engine.max_batch, metavar="N", help="requests that run at once")
     group.add_argument(
         "--prefill-chunk", type=int, default=0, metavar="N", help="prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA"
@@ -181,6 +175,24 @@ def device_flag(group: Any) -> None:
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a usable GPU")
 
 
+def dtype_flag(group: Any) -> None:
+    choices = ("auto", "float32", "bfloat16")
+    group.add_argument("--dtype", choices=choices, default=ModelSource().dtype, help="auto: float32 on the CPU, bfloat16 on CUDA")
+
+
+def kv_gib_flag(group: Any) -> None:
+    group.add_argument("--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)")
+
+
+def max_model_len_flag(group: Any) -> None:
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow any)",
+    )
+
+
 def sampling_flags(temperature: float, max_tokens: int) -> argparse.ArgumentParser:
     """A parent for the commands that write text."""
     parent = Parser(add_help=False)
@@ -211,8 +223,9 @@ def lora_flag(several: bool) -> argparse.ArgumentParser:
 
 def config_of(args: argparse.Namespace) -> Config:
     positions = args.max_model_len if args.load_format == "dummy" else None  # random weights know no longest context
+    generation_config: GenerationConfigName = getattr(args, "generation_config", "none")  # other commands have defaults of their own
     return Config(
-        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed, positions),
+        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(
             args.max_model_len,

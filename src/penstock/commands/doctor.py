@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,8 +20,11 @@ from rich.text import Text
 from penstock.bench.machine import cpu_name, describe_machine, device_of, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 from penstock.errors import ModelError
+from penstock.kv.memory.layout import ITEM_BYTES, BlockLayout
 from penstock.lanes.cuda import describe_gpus
-from penstock.models.loader import embedded_file
+from penstock.models.loader import ModelFacts, inspect_model
+from penstock.models.model import ModelConfig
+from penstock.models.registry import BUILT_IN, EMBEDDED
 
 LOW_MEMORY_GIB = 2.0  # the embedded model and its KV take about that much
 OLDEST_PYTHON = (3, 11)
@@ -52,8 +56,7 @@ class Check:
     hint: str = ""
 
 
-def doctor(model: str, device: DeviceName, json_file: Path | None) -> int:
-    config = Config(ModelSource(model, device=device))
+def doctor(config: Config, json_file: Path | None) -> int:
     checks = list(_checks(config))
     Console().print(_table(checks))
     if json_file is not None:
@@ -65,7 +68,9 @@ def _checks(config: Config) -> Iterator[Check]:
     yield from (_python(), _torch(), _device(config))
     if device_of(config) == "cuda":
         yield _triton()
-    yield from (_memory(), _weights(config.source.model), _cache_folder())
+    yield _memory()
+    yield from _model(config)
+    yield _cache_folder()
     yield from (_optional(package, use) for package, use in OPTIONAL.items())
     yield _attempt("generation", lambda: _tiny_generation(config.source.device))
 
@@ -86,8 +91,6 @@ def _python() -> Check:
 
 
 def _torch() -> Check:
-    import torch
-
     return Check("torch", Status.OK, f"{torch.__version__}, {torch.get_num_threads()} threads on {cpu_name()}")
 
 
@@ -118,19 +121,73 @@ def _memory() -> Check:
     return Check("memory", Status.WARN if low else Status.OK, detail, "close something, or lower --device-kv-gib" if low else "")
 
 
-def _weights(model: str) -> Check:
-    from penstock.models.registry import BUILT_IN, EMBEDDED
+def _model(config: Config) -> Iterator[Check]:
+    """Whether it would load, and what it takes: from its config and the headers of its files, before any tensor is read."""
+    model = config.source.model
+    try:
+        facts = inspect_model(model, config.engine.max_model_len)
+    except (ModelError, ModuleNotFoundError) as error:
+        status = Status.WARN if model == EMBEDDED else Status.FAIL  # most machines run other models
+        yield Check("model", status, str(error), f"give a path to a supported model, or one of {', '.join(BUILT_IN)}")
+        return
+    dims = facts.config
+    chat = "" if facts.has_chat_template else ", no chat template"
+    kind = f"{dims.architecture}, {dims.num_layers} layers, {dims.num_heads} heads over {dims.num_kv_heads} for KV, width {dims.hidden}"
+    yield Check("model", Status.OK, f"{facts.name}: {kind}, {_positions(dims)}, vocabulary {dims.vocab}{chat}")
+    yield from _sizes(config, facts)
 
-    if model == EMBEDDED:
-        try:
-            return Check("weights", Status.OK, f"{model}: {embedded_file()}")
-        except ModelError as error:
-            return Check("weights", Status.WARN, str(error), "or use --load-format dummy")
-    if model in BUILT_IN:
-        return Check("weights", Status.OK, f"{model} has none of its own", "it runs with --load-format dummy")
-    if Path(model).expanduser().exists():
-        return Check("weights", Status.OK, model)
-    return Check("weights", Status.FAIL, f"{model} does not exist", f"give a path, or one of {', '.join(BUILT_IN)}")
+
+def _positions(dims: ModelConfig) -> str:
+    scheme = "" if dims.rope_scaling is None else f", {dims.rope_scaling.kind} positions up to {dims.max_position}"
+    windows = [window for window in dims.windows if window]
+    window = f", a window of {max(windows)} in {len(windows)} layers" if windows else ""
+    return f"context {dims.default_len}{scheme}{window}"
+
+
+def _sizes(config: Config, facts: ModelFacts) -> Iterator[Check]:
+    from penstock.engine.build import layout_for
+
+    device = device_of(config)
+    layout = layout_for(config, facts.config, torch.device(device))
+    weight_bytes, room = facts.num_parameters * ITEM_BYTES[layout.dtype], _free_bytes(device)
+    files = f", files {facts.file_bytes / GIB:.2f} GiB" if facts.file_bytes else "; it has none of its own"
+    detail = f"{facts.num_parameters / 1e6:.1f} million parameters, {weight_bytes / GIB:.2f} GiB in {layout.dtype}{files}"
+    if weight_bytes > room:
+        yield Check(
+            "weights", Status.FAIL, f"{detail}; {room / GIB:.1f} GiB are free", "use a smaller model, or another --device or --dtype"
+        )
+    else:
+        yield Check("weights", Status.OK, detail, "" if facts.file_bytes else "it runs with --load-format dummy")
+    yield _kv(config, facts.config, layout, max(0.0, room - weight_bytes) / GIB)
+
+
+def _kv(config: Config, dims: ModelConfig, layout: BlockLayout, left_gib: float) -> Check:
+    """How many tokens fit into what KV gets; weights leave `left_gib`."""
+    from penstock.engine.build import CPU_KV_GIB
+
+    by_default = CPU_KV_GIB if device_of(config) == "cpu" else left_gib
+    gib, source = (by_default, "by default") if config.kv.device_gib is None else (config.kv.device_gib, "--device-kv-gib")
+    token_bytes = layout.block_bytes // layout.block_tokens
+    held = int(gib * GIB) // layout.block_bytes * layout.block_tokens
+    wanted = config.engine.max_model_len or dims.default_len
+    detail = (
+        f"{token_bytes} bytes per token in {layout.dtype}, {GIB // layout.block_bytes * layout.block_tokens} tokens per GiB; "
+        f"{gib:.2f} GiB ({source}) hold {held} tokens; one context of {wanted} takes {wanted * token_bytes / GIB:.2f} GiB"
+    )
+    if wanted > dims.max_position:
+        return Check("KV", Status.FAIL, detail, f"--max-model-len: the model has {dims.max_position} positions")
+    if gib > left_gib or held < 2 * layout.block_tokens:
+        return Check(
+            "KV", Status.FAIL, f"{detail}; weights leave {left_gib:.2f} GiB free", "change --device-kv-gib, or use a smaller model"
+        )
+    if held < wanted:
+        return Check("KV", Status.WARN, detail, f"a request has at most {held} tokens; raise --device-kv-gib for more")
+    return Check("KV", Status.OK, detail)
+
+
+def _free_bytes(device: str) -> float:
+    gpus = describe_gpus()
+    return float(gpus[0]["free_gib"]) * GIB if device == "cuda" and gpus else float(psutil.virtual_memory().available)
 
 
 def _cache_folder() -> Check:

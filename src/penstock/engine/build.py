@@ -36,7 +36,7 @@ from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
 
-_CPU_KV_GIB = 1.0
+CPU_KV_GIB = 1.0
 _CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
 _CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
 _CUDA_CHUNK_MS = 150.0  # more than 8192 tokens of a short prompt take: the rate of prefill stays, only deep chunks get smaller
@@ -68,7 +68,7 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
 
 def _build(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None) -> Engine:
     dtype = _dtype(config, device)
-    loaded = load_model(config.source, device, dtype, _layer_ops(device), progress)
+    loaded = load_model(config.source, device, dtype, _layer_ops(device), progress, config.engine.max_model_len)
     model = loaded.model
     adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
     dims = model.config
@@ -106,6 +106,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         max_model_len=max_model_len,
         max_open=budget.max_batch * _WAITING_PER_ROW,
         seed=config.engine.seed,
+        sampling=loaded.sampling,
         sanitizer=sanitizer,
     )
     return Engine(parts)
@@ -155,7 +156,7 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
         free = free_bytes(model.device)
         num_bytes = free - max(free * _CUDA_SPARE_SHARE, _working_bytes(config, model) + _CUDA_SPARE_GIB * GIB)
     else:
-        num_bytes = _CPU_KV_GIB * GIB
+        num_bytes = CPU_KV_GIB * GIB
     num_blocks = int(num_bytes) // layout.block_bytes
     if num_blocks < 2:
         size = f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less than two KV blocks of {layout.block_bytes / 1024:.0f} KiB"
@@ -163,7 +164,7 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
     if config.kv.device_gib is not None:
         return num_blocks
     # A tiny model would otherwise get tens of millions of blocks: no more than can be used, and as much again thrice to remember.
-    most = config.engine.max_batch * blocks_for(config.engine.max_model_len or model.config.max_position, layout.block_tokens)
+    most = config.engine.max_batch * blocks_for(config.engine.max_model_len or model.config.default_len, layout.block_tokens)
     return min(num_blocks, 4 * most)
 
 
@@ -199,7 +200,7 @@ def _max_model_len(config: Config, model: Model, num_blocks: int) -> int:
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
     if wanted is None:
-        return min(model.config.max_position, fits)
+        return min(model.config.default_len, fits)
     if wanted > model.config.max_position:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {model.config.max_position} positions of the model")
     if wanted > fits:

@@ -10,7 +10,7 @@ import random
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,6 +64,7 @@ class EngineParts:
     max_model_len: int
     max_open: int  # requests known to the engine at once; one more is refused as overload
     seed: int
+    sampling: Mapping[str, Any]  # fields of SamplingParams that the model states for requests which leave them out
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
     recorder: Recorder | None = None  # told of every step, where somebody wants the run again
 
@@ -75,6 +76,7 @@ class Engine:
         self.name = parts.name
         self.tokenizer = parts.tokenizer
         self.max_model_len = parts.max_model_len
+        self.sampling = parts.sampling
         self._parts = parts
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")  # elsewhere compute has better use for the core
         self._outbox = Outbox()

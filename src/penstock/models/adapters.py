@@ -29,6 +29,7 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.models.architecture import EMBED, HEAD, WeightSpec
 from penstock.models.hashed_file import DIGEST_BYTES, WeightFile
+from penstock.models.layers import row_order
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import Model, ModelConfig
 from penstock.models.registry import layout
@@ -201,22 +202,27 @@ def _weights(
     tensors: Mapping[str, Tensor], config: AdapterConfig, stacks: list[tuple[WeightSpec, list[_Module]]], model: Model
 ) -> AdapterWeights:
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
+    order = row_order(model.config)
     for weight, modules in stacks:
         _, layer, name = weight.name.split(".")
         adapted = [module for module in modules if module.a in tensors]
         if adapted:
-            layers[int(layer)][name] = _stacked(tensors, config, adapted, model)
+            layers[int(layer)][name] = _stacked(tensors, config, adapted, model, order if name == "qkv" else None)
     return AdapterWeights(tuple(layers))
 
 
-def _stacked(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module], model: Model) -> LoraWeight:
+def _stacked(
+    tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module], model: Model, order: Tensor | None
+) -> LoraWeight:
     """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before the copy to the device, which
-    is over when it returns: nothing is left for other lanes to wait for."""
+    is over when it returns: nothing is left for other lanes to wait for. `order`: of the stack's rows in the model."""
     a = torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype)
     parts = []
     at = 0
     for module in adapted:
         b = (tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype)
+        if order is not None:
+            b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
         ranks = slice(at, at + b.shape[1])
         parts.append(LoraPart(module.rows, ranks, b.to(model.device)))
         at = ranks.stop

@@ -10,7 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder
+from penstock.models.fields import Fields
 from penstock.models.model import ModelConfig
+from penstock.models.rotary import RopeFactors, parse_rope, rope_scaling_of_gguf
 
 # A damaged number must not become a loop over a billion layers or a table of terabytes.
 _MAX_LAYERS = 4096
@@ -53,6 +55,9 @@ class Architecture(ABC):
     config_name: ClassVar[str]  # in `architectures` of config.json
     presets: ClassVar[Mapping[str, ModelConfig]] = {}  # dimensions that users can ask for by name
     model: ClassVar[type[Decoder]] = Decoder
+    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # fields of config.json to the biases of ModelConfig that they turn on
+    in_gguf: ClassVar[bool] = True  # whether GGUF files call it by its name
+    rotates_partly: ClassVar[bool] = False  # whether its heads may turn in part (`partial_rotary_factor`)
     interleaved_in_gguf: ClassVar[tuple[str, ...]] = ()  # endings of names: in GGUF files the halves of their heads are interleaved
 
     @abstractmethod
@@ -79,60 +84,76 @@ class Architecture(ABC):
     def parse_config(self, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """The dimensions in a parsed config.json; `where` names it in errors. Whatever would change the mathematics is refused."""
         _refuse_unsupported(raw, where)
-        if self.has_window(raw):
-            raise ModelError(f"{where}: sliding-window attention is not supported")
-        fields = _Fields(raw, where)
+        fields = Fields(raw, where)
         heads = fields.count("num_attention_heads")
+        kv_heads = fields.count("num_key_value_heads", heads)
         hidden = fields.count("hidden_size")
-        config = ModelConfig(
+        head_dim = fields.count("head_dim", self.default_head_dim(hidden, heads))
+        fields.need(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads")
+        fields.need(head_dim % 2 == 0, f"head_dim {head_dim} is odd, so its halves cannot be rotated")
+        num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
+        rope = parse_rope(raw, head_dim, MAX_POSITION, where)
+        if rope.rotary_dim != head_dim and not self.rotates_partly:
+            raise ModelError(f"{where}: partial_rotary_factor is not supported, whole heads are rotated")
+        windows = self.windows(raw, num_layers, where)
+        return ModelConfig(
             architecture=self.name,
-            num_layers=fields.count("num_hidden_layers", most=_MAX_LAYERS),
+            num_layers=num_layers,
             hidden=hidden,
             num_heads=heads,
-            num_kv_heads=fields.count("num_key_value_heads", heads),
-            head_dim=fields.count("head_dim", self.default_head_dim(hidden, heads)),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             ffn=fields.count("intermediate_size"),
             vocab=fields.count("vocab_size"),
-            max_position=fields.count("max_position_embeddings", most=MAX_POSITION),
-            rope_theta=_rope_theta(raw, where),
+            max_position=rope.max_position,
+            rope_theta=rope.theta,
             norm_eps=fields.positive("rms_norm_eps"),
             tied_embeddings=fields.flag("tie_word_embeddings", False),
             eos_ids=token_ids(raw.get("eos_token_id"), f"eos_token_id in {where}"),
+            context=0 if rope.context == rope.max_position else rope.context,
+            rope_scaling=rope.scaling,
+            rotary_dim=0 if rope.rotary_dim == head_dim else rope.rotary_dim,
+            windows=windows if any(window and window < rope.max_position for window in windows) else (),
+            **self.biases(fields),
         )
-        if config.num_heads % config.num_kv_heads:
-            raise ModelError(f"{where}: {config.num_heads} query heads are not a multiple of {config.num_kv_heads} KV heads")
-        if config.head_dim % 2:
-            raise ModelError(f"{where}: head_dim {config.head_dim} is odd, so its halves cannot be rotated")
-        return config
 
     def default_head_dim(self, hidden: int, heads: int) -> int | None:
         """Where config.json does not say it. None: it must."""
         return hidden // heads
 
-    def has_window(self, raw: Mapping[str, Any]) -> bool:
-        """Whether a config.json asks for attention that does not reach all tokens before."""
+    def biases(self, fields: Fields) -> dict[str, bool]:
+        """The fields of ModelConfig that say which projections have a bias."""
+        for name in {"attention_bias", "mlp_bias"} - self.bias_fields.keys():
+            fields.need(not fields.flag(name, False), f"{name} is true, but {self.config_name} with such a bias is not supported")
+        return {bias: fields.flag(name, False) for name, biases in self.bias_fields.items() for bias in biases}
+
+    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
+        """`ModelConfig.windows`. Here a window is refused; an architecture with windows says how its config states them."""
         layer_types = raw.get("layer_types") or []
         if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-            return True
-        return bool(raw.get("use_sliding_window", raw.get("sliding_window") is not None))
+            raise ModelError(f"{where}: sliding-window attention (layer_types) is not supported in {self.config_name}")
+        if raw.get("use_sliding_window", raw.get("sliding_window") is not None):
+            raise ModelError(f"{where}: sliding-window attention (sliding_window) is not supported in {self.config_name}")
+        return ()
 
-    def config_of_gguf(self, metadata: Mapping[str, Any], tensors: Container[str], where: str) -> dict[str, Any]:
-        """The config.json that the metadata and the names of `tensors` of a GGUF file amount to."""
+    def config_of_gguf(self, metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str) -> dict[str, Any]:
+        """The config.json that the metadata and the names of `tensors` of a GGUF file amount to; `factors` are its tensors of rotary
+        factors."""
 
         def entry(key: str, default: Any = None) -> Any:
             return metadata.get(f"{self.name}.{key}", default)
 
-        if entry("expert_count", 0) or entry("attention.sliding_window", 0):
-            raise ModelError(f"{where}: experts and sliding windows are not supported")
+        if entry("expert_count", 0):
+            raise ModelError(f"{where}: experts (expert_count) are not supported")
         heads, hidden = entry("attention.head_count"), entry("embedding_length")
         derived = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
         head_dim = entry("attention.key_length") or derived
-        if entry("attention.value_length", head_dim) != head_dim or entry("rope.dimension_count", head_dim) != head_dim:
-            raise ModelError(f"{where}: keys, values and rotated dimensions of unequal width are not supported")
-        scaling = entry("rope.scaling.type", "none")
-        if "rope_freqs.weight" in tensors or entry("rope.scale_linear", 1.0) != 1.0:
-            scaling = "frequency factors"
+        if entry("attention.value_length", head_dim) != head_dim:
+            raise ModelError(f"{where}: keys and values of unequal width are not supported")
+        rotated = entry("rope.dimension_count", head_dim)
+        partial = rotated != head_dim and isinstance(rotated, int) and isinstance(head_dim, int)
         vocabulary = metadata.get("tokenizer.ggml.tokens")
+        window = entry("attention.sliding_window") or None
         return {
             "architectures": [self.config_name],
             "model_type": self.name,  # not ours to read: it lets others load the converted directory
@@ -145,9 +166,14 @@ class Architecture(ABC):
             "vocab_size": entry("vocab_size", len(vocabulary) if isinstance(vocabulary, list) else None),
             "max_position_embeddings": entry("context_length"),
             "rope_theta": entry("rope.freq_base", 10000.0),
-            "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
+            "rope_scaling": rope_scaling_of_gguf(metadata, self.name, factors, where),
+            "partial_rotary_factor": rotated / head_dim if partial else None,
             "rms_norm_eps": entry("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in tensors,
+            "sliding_window": window,
+            "use_sliding_window": window is not None,
+            "attention_bias": "blk.0.attn_output.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         }
 
 
@@ -159,67 +185,60 @@ def token_ids(value: Any, what: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-class _Fields:
-    """Typed access to a config's entries; a wrong one is named in a ModelError."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self._raw, self._where = raw, where
-
-    def count(self, name: str, default: int | None = None, most: int = 1 << 24) -> int:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"{self._where}: {name} must be a positive whole number, got {value!r}")
-        if value > most:
-            raise ModelError(f"{self._where}: {name} is {value}; more than {most} cannot be right")
-        return value
-
-    def positive(self, name: str) -> float:
-        return positive(self._get(name, None), name, self._where)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self._where}: {name} must be true or false, got {value!r}")
-        return value
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self._raw.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"{self._where} has no {name}")
-        return value
-
-
-def positive(value: Any, name: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ModelError(f"{where}: {name} must be a positive number, got {value!r}")
-    return float(value)
+# Fields of other architectures and of derived ones that would change what a layer computes, with the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "logits_scaling": (1, 1.0),
+    "logit_scale": (1, 1.0),
+    "embedding_multiplier": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "no_rope_layers": ([],),
+    "lm_head_bias": (False,),
+    "rope_interleaved": (False,),
+    "qk_layernorm": (False,),
+    "use_qk_norm": (False,),
+    "use_mrope": (False,),
+    "alibi": (False,),
+}
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
-    for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name):
-            raise ModelError(f"{where}: {name} is true, but projections with a bias are not supported")
     if raw.get("quantization_config") is not None:
         raise ModelError(f"{where}: quantized weights (quantization_config) are not supported; use the original weights or a GGUF file")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu")
+    for name, neutral in _NEUTRAL.items():
+        if raw.get(name) is not None and raw[name] not in neutral:
+            raise ModelError(f"{where}: {name} is {raw[name]!r}, which is not supported")
 
 
-def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
-    rope = {**_section(raw, "rope_scaling", where), **_section(raw, "rope_parameters", where)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in (None, "default"):
-        raise ModelError(f"{where}: rope scaling of type {kind!r} is not supported, only plain rotary positions")
-    if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ModelError(f"{where}: partial_rotary_factor is not supported, whole heads are rotated")
-    return positive(rope.get("rope_theta", raw.get("rope_theta", 10000.0)), "rope_theta", where)
+def stated_windows(raw: Mapping[str, Any], num_layers: int, first: int, where: str) -> tuple[int, ...]:
+    """`ModelConfig.windows` where `sliding_window` alone says that there are some: in the layers that `layer_types` names, or from `first`
+    on."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        layers = [layer >= first for layer in range(num_layers)]
+    else:
+        known = {"full_attention": False, "sliding_attention": True}
+        if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+            raise ModelError(f"{where}: layer_types must be {' or '.join(known)} for each of {num_layers} layers, got {kinds!r}")
+        layers = [known[kind] for kind in kinds]
+    if not any(layers) or raw.get("sliding_window") is None:
+        return ()
+    window = Fields(raw, where).count("sliding_window")
+    return tuple(window if is_windowed else 0 for is_windowed in layers)
 
 
-def _section(raw: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    section = raw.get(name)
-    if section is None:
-        return {}
-    if not isinstance(section, dict):
-        raise ModelError(f"{where}: {name} must be an object, got {section!r}")
-    return section
+def switched_windows(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
+    """The same where `use_sliding_window` turns windows on, from layer `max_window_layers` on."""
+    fields = Fields({"sliding_window": 4096, "max_window_layers": 28, **raw}, where)
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    first = raw.get("max_window_layers", 28)
+    fields.need(isinstance(first, int) and first >= 0, f"max_window_layers must be a number of layers, got {first!r}")
+    return stated_windows({"sliding_window": 4096, **raw}, num_layers, first, where)

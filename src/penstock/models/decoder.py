@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.models.layers import rope_table
+from penstock.models.layers import rope_table, row_order
 from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates
 
 
@@ -24,6 +24,10 @@ class DecoderLayer(NamedTuple):
     down: Tensor
     q_norm: Tensor | None = None  # [head_dim], shared by all query heads
     k_norm: Tensor | None = None  # [head_dim], shared by all KV heads
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class Decoder:
@@ -41,6 +45,10 @@ class Decoder:
             if name.startswith("layers."):
                 _, index, field = name.split(".")
                 layers[int(index)][field] = tensor
+        order = row_order(config)
+        if order is not None:
+            for tensor in (layer[name] for layer in layers for name in ("qkv", "qkv_bias") if name in layer):
+                tensor.copy_(tensor[order.to(self.device)])
         self.layers = [DecoderLayer(**layer) for layer in layers]  # a weight that no field takes is an error
         self.norm = weights["norm"]
         self.output = self.embedding if config.tied_embeddings else weights["head"]
@@ -64,17 +72,20 @@ class Decoder:
         return self.ops.linear(x, self.output)
 
     def _linear(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
-        y = self.ops.linear(x, getattr(self.layers[index], name))
+        layer = self.layers[index]
+        y = self.ops.linear(x, getattr(layer, name), getattr(layer, f"{name}_bias"))
         if lora is not None:
             lora.add(index, name, x, y)
         return y
 
     def _linear_shares(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
-        if lora is None:
-            return self.ops.linear_shares(x, getattr(self.layers[index], name))
+        layer = self.layers[index]
+        if lora is None and getattr(layer, f"{name}_bias") is None:
+            return self.ops.linear_shares(x, getattr(layer, name))
         return self._linear(index, name, x, lora)
 
     def _gated(self, index: int, x: Tensor, lora: Updates | None) -> Tensor:
-        if lora is None:
-            return self.ops.gated(x, self.layers[index].gate_up)
+        layer = self.layers[index]
+        if lora is None and layer.gate_up_bias is None:
+            return self.ops.gated(x, layer.gate_up)
         return self.ops.silu_mul(self._linear(index, "gate_up", x, lora))

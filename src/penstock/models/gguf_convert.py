@@ -22,6 +22,7 @@ from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
+from penstock.models.rotary import FACTOR_TENSORS
 from penstock.models.tokenizer_files import tokenizer_files
 from penstock.models.weights import check_tensors, listed, read_json, tensor_digest
 
@@ -31,7 +32,7 @@ Loaded = TypeVar("Loaded")
 Content = Mapping[str, bytes]  # digests of tensors by name, as `tensor_digest` makes them
 Load = Callable[[Path], tuple[Loaded, Content]]
 
-CONVERTER_VERSION = 4  # part of every cached copy's name: raise it whenever the converted bytes or files change
+CONVERTER_VERSION = 5  # part of every cached copy's name: raise it whenever the converted bytes or files change
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides
@@ -125,7 +126,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _convert(source: GgufFile, digest: bytes, directory: Path, progress: Progress) -> None:
     """Write the model directory, and the manifest that says what was written and from what."""
-    raw = config_of_gguf(source.metadata, source.tensors, str(source.path))
+    raw = gguf_config(source)
     config = parse_config(raw, str(source.path))
     files = {"config.json": json.dumps(raw).encode(), **tokenizer_files(source.metadata, str(source.path))}
     with (directory / WEIGHTS).open("wb") as file:
@@ -145,14 +146,28 @@ def _convert(source: GgufFile, digest: bytes, directory: Path, progress: Progres
     sync_directory(directory)
 
 
-def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
-    """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
+def gguf_config(source: GgufFile) -> dict[str, Any]:
+    """The config.json that a file amounts to."""
+    factors = {name: source.numbers(source.tensors[name]) for name in FACTOR_TENSORS if name in source.tensors}
+    return config_of_gguf(source.metadata, source.tensors, factors, str(source.path))
+
+
+def check_gguf(source: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
+    """The model's tensors by their names in safetensors files. All of them are there, in the shapes that the model has."""
     names = _names(config)
-    named = {names.get(name, name): tensor for name, tensor in source.tensors.items()}  # one without a place stays, and is found unexpected
+    # One without a place stays, and is found unexpected.
+    named = {names.get(name, name): tensor for name, tensor in source.tensors.items() if name not in FACTOR_TENSORS}
     encodings = {name: source.encoding(tensor) for name, tensor in named.items()}
     check_tensors({name: (tensor.shape, encodings[name].dtype) for name, tensor in named.items()}, config, source.path)
     for name, tensor in named.items():  # all there, before any is written
         source.check_inside(tensor, encodings[name].row_bytes)
+    return named
+
+
+def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
+    """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
+    named = check_gguf(source, config)
+    encodings = {name: source.encoding(tensor) for name, tensor in named.items()}
     header, total = _header(named, encodings)
     file.write(header)
     interleaved = architecture_of(config).interleaved_in_gguf

@@ -109,7 +109,7 @@ class GgufFile:
         import gguf
 
         encoding = self.encoding(tensor)
-        whole = None if interleaved is None else unpermute(self._rows(tensor, encoding.row_bytes, slice(0, tensor.num_rows)), interleaved)
+        whole = None if interleaved is None else self._unpermuted(tensor, encoding, interleaved)
         for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
             raw = self._rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
             if not encoding.plain:
@@ -118,6 +118,24 @@ class GgufFile:
                 except NotImplementedError as error:
                     raise ModelError(f"{self.path}: tensor {tensor.name}: {error}") from error
             yield np.ascontiguousarray(raw).reshape(-1).data
+
+    def numbers(self, tensor: GgufTensor) -> list[float]:
+        """A short vector of plain numbers."""
+        encoding = self.encoding(tensor)
+        if encoding.dtype != "F32" or not encoding.plain or tensor.num_rows != 1:
+            raise ModelError(f"{self.path}: tensor {tensor.name} is no vector of float32")
+        self.check_inside(tensor, encoding.row_bytes)
+        values: list[float] = self._rows(tensor, encoding.row_bytes, slice(0, 1)).view(np.float32)[0].tolist()
+        return values
+
+    def _unpermuted(self, tensor: GgufTensor, encoding: GgufEncoding, head_dim: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All of it; the values of a vector are the rows of a matrix of one column."""
+        rows = self._rows(tensor, encoding.row_bytes, slice(0, tensor.num_rows))
+        if len(tensor.shape) > 1:
+            return unpermute(rows, head_dim)
+        if not encoding.plain:
+            raise ModelError(f"{self.path}: tensor {tensor.name} is a quantized vector, which is not supported")
+        return unpermute(rows.reshape(-1, encoding.item_bytes), head_dim).reshape(rows.shape)
 
     def _rows(self, tensor: GgufTensor, row_bytes: int, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """As [rows, row_bytes]."""

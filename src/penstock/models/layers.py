@@ -9,16 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.model import ModelConfig
+from penstock.models.rotary import plain_frequencies
 
 
 class TorchLayerOps:
     """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is applied."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # For a few rows MKL takes up to twice as long with the weight transposed in the call as with the operands exchanged.
         if len(x) >= 4 and x.dtype == torch.float32 and x.device.type == "cpu" and weight.is_contiguous():
-            return torch.mm(weight, x.t()).t()
-        return F.linear(x, weight)
+            product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
+            return product.t()
+        return F.linear(x, weight, bias)
 
     def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.linear(x, weight)
@@ -57,12 +59,33 @@ def rope_table(config: ModelConfig) -> Tensor:
     """float32 [max_position, head_dim] on the CPU: cos of the half-rotation angles, then their sin.
 
     The angles are float32 products, as in training: float64 angles would differ by 5e-4 at position 8000 from those that the
-    weights were fitted to.
+    weights were fitted to. Pairs that do not turn have a cos of 1 and a sin of 0; `row_order` puts them last.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
+    dim, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
+    frequencies = plain_frequencies(config.rope_theta, dim) if scaling is None else scaling.frequencies(config.rope_theta, dim)
     angles = torch.arange(config.max_position, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    if scaling is not None and scaling.attention_factor != 1.0:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    still = (config.head_dim - dim) // 2
+    return torch.cat((F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))) if still else (cos, sin), dim=-1)
+
+
+def row_order(config: ModelConfig) -> Tensor | None:
+    """The rows of q, k and v in the order in which a model has them; None: as files have them.
+
+    Where a part of each head turns, files have its first half, its second half, and behind them what stands still. The kernels turn value i
+    with value i + head_dim / 2, so half of what stands still goes behind the first half. Scores are sums over a head's values: the same
+    order in q and k changes none.
+    """
+    turning, half = config.rotary_dim // 2, config.head_dim // 2
+    if not turning:
+        return None
+    first, second, still = torch.arange(config.head_dim).split((turning, turning, config.head_dim - 2 * turning))
+    head = torch.cat((first, still[: half - turning], second, still[half - turning :]))
+    rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
+    rotated = config.num_heads + config.num_kv_heads
+    return torch.cat((rows[:rotated, head], rows[rotated:])).flatten()
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

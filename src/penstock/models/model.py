@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.models.rotary import RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,24 @@ class ModelConfig:
     norm_eps: float
     tied_embeddings: bool
     eos_ids: tuple[int, ...] = ()
+    context: int = 0  # tokens of a sequence where nobody asks for more; 0: max_position
+    rope_scaling: RopeScaling | None = None  # None: plain rotary positions
+    rotary_dim: int = 0  # values of a head that turn with its position; 0: all
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int, ...] = ()  # by layer: tokens that a token sees, itself included; 0: all before it. (): all layers see all
+
+    def settled(self, max_model_len: int | None) -> ModelConfig:
+        """For a run of sequences with at most so many tokens. None: as many as the model has by default."""
+        if self.rope_scaling is None:
+            return self
+        return dataclasses.replace(self, rope_scaling=self.rope_scaling.settled(max_model_len or self.default_len))
+
+    @property
+    def default_len(self) -> int:
+        """Tokens of a sequence where nobody asks for more."""
+        return self.context or self.max_position
 
     @property
     def scale(self) -> float:
@@ -34,7 +55,9 @@ class ModelConfig:
     @property
     def positions(self) -> str:
         """How positions get into keys: KV under another scheme never matches."""
-        return f"rope half-rotation theta={self.rope_theta!r}"
+        plain = f"rope half-rotation theta={self.rope_theta!r}"
+        partial = f" of {self.rotary_dim} values" if self.rotary_dim else ""
+        return f"{plain}{partial}" if self.rope_scaling is None else f"{plain}{partial} scaling={self.rope_scaling}"
 
     @property
     def qkv_width(self) -> int:
@@ -49,7 +72,8 @@ class PagedKv(Protocol):
         of every token to its slot. Returns q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of each request's tokens over its own cached KV. Returns [T, num_heads * head_dim].
+        """Causal attention of each request's tokens over its own cached KV, as far as the layer's window reaches. Returns
+        [T, num_heads * head_dim].
         `k` and `v` are this step's own, as returned by `rotate_and_write`; a backend may read them from there instead of the cache."""
 
 
@@ -63,8 +87,9 @@ class Updates(Protocol):
 class LayerOps(Protocol):
     """The pieces of a layer that are not attention, one implementation per device."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[T, in] by [out, in] -> [T, out]. How `weight` lies in memory is the loader's choice for the device."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, in] by [out, in], plus [out] where there is a bias -> [T, out]. How `weight` lies in memory is the loader's choice for the
+        device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

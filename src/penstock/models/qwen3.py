@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from penstock.models.architecture import Architecture, WeightSpec, stack
+from penstock.models.architecture import Architecture, WeightSpec, stack, switched_windows
+from penstock.models.llama import separate_layer
 from penstock.models.model import ModelConfig
 
 QWEN3_4B = ModelConfig(
@@ -34,29 +35,16 @@ class Qwen3(Architecture):
     name = "qwen3"
     config_name = "Qwen3ForCausalLM"
     presets: ClassVar[Mapping[str, ModelConfig]] = {"qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_0_6B, "tiny-qwen3": TINY_QWEN3}
+    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("qkv_bias", "out_bias")}
 
     def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
-        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
-        return (
-            stack("attn_norm", ("input_layernorm.weight", hidden)),
-            stack(
-                "qkv",
-                ("self_attn.q_proj.weight", q_rows, hidden),
-                ("self_attn.k_proj.weight", kv_rows, hidden),
-                ("self_attn.v_proj.weight", kv_rows, hidden),
-            ),
-            stack("q_norm", ("self_attn.q_norm.weight", dim)),
-            stack("k_norm", ("self_attn.k_norm.weight", dim)),
-            stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
-            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
-            stack("gate_up", ("mlp.gate_proj.weight", ffn, hidden), ("mlp.up_proj.weight", ffn, hidden)),
-            stack("down", ("mlp.down_proj.weight", hidden, ffn)),
-        )
+        norms = [stack(name, (f"self_attn.{name}.weight", config.head_dim)) for name in ("q_norm", "k_norm")]
+        weights = separate_layer(config)
+        at = [weight.name for weight in weights].index("out")
+        return (*weights[:at], *norms, *weights[at:])
 
     def default_head_dim(self, hidden: int, heads: int) -> int | None:
         return None
 
-    def has_window(self, raw: Mapping[str, Any]) -> bool:
-        """Configs state a window that is off unless `use_sliding_window` turns it on."""
-        return super().has_window({"use_sliding_window": False, **raw})
+    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
+        return switched_windows(raw, num_layers, where)

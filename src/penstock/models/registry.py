@@ -9,12 +9,19 @@ from typing import Any
 from penstock.errors import ModelError
 from penstock.models.architecture import Architecture, WeightSpec
 from penstock.models.llama import Llama
+from penstock.models.mistral import Mistral
 from penstock.models.model import ModelConfig
+from penstock.models.phi3 import Phi3
+from penstock.models.qwen2 import Qwen2
 from penstock.models.qwen3 import Qwen3
+from penstock.models.rotary import RopeFactors
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     Llama(),
+    Mistral(),
+    Qwen2(),
     Qwen3(),
+    Phi3(),
 )
 EMBEDDED = "smollm2-135m"  # the only built-in name that has weights, in a package of its own
 
@@ -44,10 +51,10 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     raise ModelError(f"{where}: architecture {', '.join(map(str, names))} is not supported; supported are {', '.join(known)}")
 
 
-def config_of_gguf(metadata: Mapping[str, Any], tensors: Container[str], where: str) -> dict[str, Any]:
-    """The config.json that the metadata and the names of tensors of a GGUF file amount to."""
-    known = {architecture.name: architecture for architecture in ARCHITECTURES}
+def config_of_gguf(metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str) -> dict[str, Any]:
+    """The config.json that the metadata, the names of tensors and the rotary factors of a GGUF file amount to."""
+    known = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.in_gguf}
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in known:
         raise ModelError(f"{where}: architecture {name!r} is not supported; supported are {', '.join(known)}")
-    return known[name].config_of_gguf(metadata, tensors, where)
+    return known[name].config_of_gguf(metadata, tensors, factors, where)

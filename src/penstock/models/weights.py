@@ -45,7 +45,7 @@ def load_directory(directory: Path, config: ModelConfig, device: torch.device, d
     """The model's tensors on `device` in `dtype`. Every byte is read once, hashed, and copied from there to where it stays."""
     with ExitStack() as stack:
         files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
-        stored = _stored(files)
+        stored = stored_tensors(files)
         check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
         sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
         reading = stack.enter_context(closing(read_pieces(piece for source in sources for _, piece in _pieces(source))))
@@ -64,7 +64,7 @@ def load_directory(directory: Path, config: ModelConfig, device: torch.device, d
     return loaded
 
 
-def _stored(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
+def stored_tensors(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
     """The tensors of all files together."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
@@ -223,7 +223,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def dummy_weights(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-    """Random weights made on the device: norms of one, matrices normal with a deviation of fan-in ** -0.5, so that every
+    """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in ** -0.5, so that every
     projection keeps its input's scale and logits differ. The same seed, dtype and kind of device give the same weights."""
     generator = torch.Generator(device=device).manual_seed(seed % 2**63)
     total, done = sum(weight.numel for weight in layout(config)), 0
@@ -231,7 +231,7 @@ def dummy_weights(config: ModelConfig, seed: int, device: torch.device, dtype: t
     for weight in layout(config):
         tensor = empty_weight(weight, device, dtype)
         if tensor.dim() == 1:
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if weight.name.endswith("_bias") else 1.0)
         else:
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
         weights[weight.name] = tensor
@@ -250,7 +250,8 @@ def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Iterable[by
     are as they are by default are left out, so that a new one changes no model that does without it."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
-    numbers.pop("eos_ids", None)  # when to stop changes no KV
+    for without_effect in ("eos_ids", "context"):  # when to stop, and how long a sequence may be, change no KV
+        numbers.pop(without_effect, None)
     return _framed(b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), str(dtype).encode(), *content])
 
 

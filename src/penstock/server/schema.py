@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -92,7 +93,9 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def _params(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+    def _params(
+        self, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=max_tokens,
@@ -100,7 +103,7 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             prompt_logprobs=prompt_logprobs,
             stop=self.stops,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
-            **given,
+            **{**defaults, **given},
         )
 
     def options(self) -> dict[str, Any]:
@@ -146,12 +149,12 @@ class CompletionBody(Generating, kw_only=True):
             if len(kinds) != 1:
                 what = "must not be empty" if not kinds else "must not mix strings, token ids and lists of token ids"
                 raise InvalidRequest(f"prompt {what}", "prompt")
-        self.sampling(1)
+        self.sampling(1, {})
 
-    def sampling(self, room: int) -> SamplingParams:
-        """`room`: tokens that fit the context behind the prompt."""
+    def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`room`: tokens that fit the context behind the prompt. `defaults`: what the model states for fields that are not given."""
         max_tokens = min(DEFAULT_COMPLETION_TOKENS, max(room, 1)) if self.max_tokens is None else self.max_tokens
-        return self._params(max_tokens, self.num_logprobs, self.num_logprobs if self.echo else None)
+        return self._params(defaults, max_tokens, self.num_logprobs, self.num_logprobs if self.echo else None)
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -218,16 +221,16 @@ class ChatBody(Generating, kw_only=True):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
         try:
-            self.sampling(1)
+            self.sampling(1, {})
         except InvalidRequest as error:
             if error.param == "logprobs":
                 raise InvalidRequest(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from None
             raise
 
-    def sampling(self, room: int) -> SamplingParams:
-        """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less."""
+    def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less. `defaults`: as above."""
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self._params(max(room, 1) if given is None else given, self.num_logprobs)
+        return self._params(defaults, max(room, 1) if given is None else given, self.num_logprobs)
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -38,6 +38,8 @@ class ContiguousKv:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
         visible = torch.arange(len(keys), device=q.device)[None, :] <= self._positions[:, None]
+        if self._config.windows and (window := self._config.windows[layer]):
+            visible &= torch.arange(len(keys), device=q.device)[None, :] > self._positions[:, None] - window
         group = self._config.num_heads // self._config.num_kv_heads
         keys, values = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (keys, values))
         out = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=visible, scale=self._config.scale)

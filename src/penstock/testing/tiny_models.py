@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.models.llama import TINY_LLAMA
 from penstock.models.model import ModelConfig
 from penstock.models.qwen3 import TINY_QWEN3
 from penstock.models.registry import architecture_of, layout
+from penstock.models.rotary import RopeScaling
 from penstock.models.weights import INDEX
 
 __all__ = ["CHAT_TEMPLATE", "TINY_LLAMA", "TINY_QWEN3", "tiny_tensors", "tiny_tokenizer", "write_tiny_gguf", "write_tiny_model"]
@@ -26,6 +28,13 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_NUMBERS = {  # of each rotary scheme that config.json states
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "longrope": ("attention_factor", "short_factors", "long_factors"),
+}
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CORPUS = """
 A penstock is a gate that lets the right amount of water from a reservoir to a turbine. When the gate opens too early, the water
@@ -43,7 +52,8 @@ def tiny_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     tensors = {}
     for part in (part for weight in layout(config) for part in weight.parts):
         noise = torch.randn(part.shape, generator=generator)
-        tensors[part.name] = 1 + 0.3 * noise if len(part.shape) == 1 else noise * part.shape[-1] ** -0.5
+        is_norm = len(part.shape) == 1 and not part.name.endswith(".bias")
+        tensors[part.name] = 1 + 0.3 * noise if is_norm else 0.3 * noise if len(part.shape) == 1 else noise * part.shape[-1] ** -0.5
     return tensors
 
 
@@ -101,7 +111,35 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
         "eos_token_id": 2,
+        **_optional_fields(config),
     }
+
+
+def _optional_fields(config: ModelConfig) -> dict[str, Any]:
+    """Those that many configs do not have."""
+    fields: dict[str, Any] = {}
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = _rope_scaling(config.rope_scaling)
+        fields["max_position_embeddings"] = config.default_len
+        fields["original_max_position_embeddings"] = config.rope_scaling.trained_len or None
+    if config.rotary_dim:
+        fields["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    if config.out_bias:
+        fields["attention_bias"] = True
+    if config.mlp_bias:
+        fields["mlp_bias"] = True
+    if config.windows:
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        fields |= {"sliding_window": max(config.windows), "use_sliding_window": True, "layer_types": kinds}
+    elif config.architecture == "mistral":
+        fields["sliding_window"] = None
+    return fields
+
+
+def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    numbers = {name: value for name in _NUMBERS[scaling.kind] if (value := getattr(scaling, name)) is not None}
+    renamed = {"short_factors": "short_factor", "long_factors": "long_factor"}
+    return {"rope_type": scaling.kind, **{renamed.get(k, k): list(v) if isinstance(v, tuple) else v for k, v in numbers.items()}}
 
 
 def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int = 0, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -111,7 +149,7 @@ def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int =
     kind = config.architecture
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position)
+    writer.add_context_length(config.default_len)
     writer.add_embedding_length(config.hidden)
     writer.add_feed_forward_length(config.ffn)
     writer.add_head_count(config.num_heads)
@@ -120,7 +158,10 @@ def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int =
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
+    _add_gguf_optional(writer, config)
     _add_gguf_tokenizer(writer, {"tokenizer.ggml.pre": "smollm", **(metadata or {})})
+    for name, factors in _gguf_factors(config).items():
+        writer.add_tensor(name, np.array(factors, np.float32))
     names = gguf.get_tensor_name_map(next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), config.num_layers).mapping
     for name, tensor in tiny_tensors(config, seed).items():
         module, _, which = name.rpartition(".")
@@ -130,6 +171,42 @@ def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int =
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_gguf_optional(writer: Any, config: ModelConfig) -> None:
+    """As llama.cpp's converter writes them."""
+    import gguf
+
+    scaling = config.rope_scaling
+    if config.rotary_dim:
+        writer.add_rope_dimension_count(config.rotary_dim)
+    if config.windows:
+        writer.add_sliding_window(max(config.windows))
+    if scaling is None or scaling.kind == "llama3":
+        return
+    if scaling.kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.kind))
+        writer.add_rope_scaling_factor(scaling.factor)
+    if scaling.kind == "longrope":
+        writer.add_rope_scaling_attn_factors(scaling.attention_factor)
+    if scaling.trained_len:
+        writer.add_rope_scaling_orig_ctx_len(scaling.trained_len)
+
+
+def _gguf_factors(config: ModelConfig) -> dict[str, Sequence[float]]:
+    """The tensors that llama.cpp's converter writes for llama3 and longrope: what each pair's frequency is divided by."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.kind not in ("llama3", "longrope"):
+        return {}
+    if scaling.kind == "longrope":
+        return {"rope_factors_long.weight": scaling.long_factors, "rope_factors_short.weight": scaling.short_factors}
+    factors = []
+    for pair in range(config.head_dim // 2):
+        waves = scaling.trained_len / (2 * math.pi * config.rope_theta ** (2 * pair / config.head_dim))
+        smooth = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        smooth = min(1.0, max(0.0, smooth))
+        factors.append(1 / ((1 - smooth) / scaling.factor + smooth))
+    return {"rope_freqs.weight": factors}
 
 
 def _add_gguf_tokenizer(writer: Any, texts: Mapping[str, Any]) -> None:
@@ -148,8 +225,8 @@ def _add_gguf_tokenizer(writer: Any, texts: Mapping[str, Any]) -> None:
 def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any, Any]:
     """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved: from the format, not from our description."""
     rows = tensor.numpy()
-    if config.architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight")):
-        heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1])
+    if config.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+        heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1] if rows.ndim > 1 else 1)
         rows = np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
     return rows
 

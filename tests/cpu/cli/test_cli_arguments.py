@@ -145,7 +145,7 @@ def test_version_is_told(penstock):
 
 
 def test_defaults_are_those_of_the_config():
-    assert config_of(cli.make_parser().parse_args(["chat"])) == Config()
+    assert config_of(cli.make_parser().parse_args(["serve"])) == Config()
 
 
 def test_every_engine_flag_reaches_the_config():

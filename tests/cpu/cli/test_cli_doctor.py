@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
 
 from penstock.commands import doctor
-from penstock.config import GIB
+from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource
+from penstock.models.hashed_file import WeightFile
+from penstock.models.registry import layout
+from penstock.models.rotary import RopeScaling
+from penstock.testing.tiny_models import TINY_LLAMA, config_json, tiny_tensors, write_tiny_gguf, write_tiny_model
 
 
 def _checks(file) -> dict[str, dict[str, str]]:
@@ -20,7 +25,7 @@ def test_a_machine_that_can_run_it_gets_a_zero_and_a_file(penstock, tmp_path):
     ran = penstock("doctor", "--model", "tiny-llama", "--device", "cpu", "--json", str(file))
     assert ran.code == 0, ran.out
     checks = _checks(file)
-    assert {"python", "torch", "device", "memory", "weights", "cache folder", "generation"} <= set(checks)
+    assert {"python", "torch", "device", "memory", "model", "weights", "KV", "cache folder", "generation"} <= set(checks)
     assert checks["generation"]["status"] == "ok" and "32 prompt tokens reused" in checks["generation"]["detail"]
     assert all(name in ran.out for name in checks)
     assert checks["python"]["hint"] == ""
@@ -32,8 +37,8 @@ def test_a_missing_model_and_an_unwritable_cache_fail_with_hints(penstock, tmp_p
     file = tmp_path / "doctor.json"
     assert penstock("doctor", "--model", "/no/model", "--device", "cpu", "--json", str(file)).code == 1
     checks = _checks(file)
-    assert (checks["weights"]["status"], checks["cache folder"]["status"]) == ("fail", "fail")
-    assert "tiny-llama" in checks["weights"]["hint"] and "PENSTOCK_CACHE" in checks["cache folder"]["hint"]
+    assert (checks["model"]["status"], checks["cache folder"]["status"]) == ("fail", "fail")
+    assert "tiny-llama" in checks["model"]["hint"] and "PENSTOCK_CACHE" in checks["cache folder"]["hint"]
 
 
 @pytest.mark.parametrize(
@@ -72,3 +77,90 @@ def test_little_memory_is_a_warning_that_says_what_to_do(monkeypatch, available_
     check = doctor._memory()
     assert check.status == status and bool(check.hint) == (status == "warn")
     assert check.detail == f"{available_gib:.1f} of 256.0 GiB available"
+
+
+# ---------------------------------------------------------------------------------------------------------- a model by its path
+
+
+def model_checks(config: Config) -> dict[str, doctor.Check]:
+    return {check.name: check for check in doctor._model(config)}
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each read of a file of weights."""
+    reads: list[int] = []
+    whole = WeightFile.read_into
+
+    def read_into(self: WeightFile, room: memoryview, start: int) -> None:
+        reads.append(len(room))
+        whole(self, room, start)
+
+    monkeypatch.setattr(WeightFile, "read_into", read_into)
+    return reads
+
+
+QWEN2 = dataclasses.replace(
+    TINY_LLAMA,
+    architecture="qwen2",
+    qkv_bias=True,
+    windows=(0, 40),
+    rope_scaling=RopeScaling("yarn", 4.0, 2048, 1.1, 32.0, 1.0),
+    max_position=8192,
+)
+
+
+@pytest.mark.parametrize("kind", ["directory", "sharded", "gguf"])
+def test_a_model_is_judged_by_its_headers_alone(kind, tmp_path, monkeypatch):
+    config = dataclasses.replace(QWEN2, windows=()) if kind == "gguf" else QWEN2
+    if kind == "gguf":
+        path = write_tiny_gguf(tmp_path / "model.gguf", config)
+    else:
+        path = write_tiny_model(tmp_path / "model", config, shards=3 if kind == "sharded" else 1)
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    reads = counted_reads(monkeypatch)
+    checks = model_checks(Config(ModelSource(str(path), device="cpu"), KvConfig(device_gib=0.5)))
+    parameters = sum(weight.numel for weight in layout(config))
+    assert 0 < sum(reads) < sum(file.stat().st_size for file in files) - 4 * parameters + 64
+    assert [check.status for check in checks.values()] == [doctor.Status.OK] * 3, checks
+    assert "qwen2, 2 layers, 4 heads over 2 for KV, width 64, context 8192, yarn positions up to 8192" in checks["model"].detail
+    assert ("a window of 40 in 1 layers" in checks["model"].detail) == (kind != "gguf")
+    assert f"{parameters / 1e6:.1f} million parameters, {4 * parameters / GIB:.2f} GiB in float32" in checks["weights"].detail
+    assert "512 bytes per token in float32, 2097152 tokens per GiB; 0.50 GiB (--device-kv-gib) hold 1048576 tokens" in checks["KV"].detail
+
+
+def test_a_model_that_would_not_load_fails_for_the_reason_that_a_load_gives(tmp_path, penstock):
+    path = write_tiny_model(tmp_path / "model")
+    tensors = tiny_tensors(TINY_LLAMA)
+    tensors.pop("model.norm.weight")
+    write_tiny_model(path, tensors=tensors)
+    checks = model_checks(Config(ModelSource(str(path), device="cpu")))
+    assert checks["model"].status is doctor.Status.FAIL and "missing tensors: model.norm.weight" in checks["model"].detail
+    write_tiny_model(path)
+    (path / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), "hidden_act": "gelu"}))
+    checks = model_checks(Config(ModelSource(str(path), device="cpu")))
+    assert set(checks) == {"model"} and "hidden_act 'gelu'" in checks["model"].detail
+    assert penstock("doctor", "--model", str(path), "--device", "cpu").code == 1
+
+
+def test_half_the_dtype_is_half_the_memory():
+    single, half = (model_checks(Config(ModelSource("qwen3-0.6b", device="cpu", dtype=dtype))) for dtype in ("float32", "bfloat16"))
+    assert ("2.22 GiB in float32" in single["weights"].detail, "1.11 GiB in bfloat16" in half["weights"].detail) == (True, True)
+    assert "229376 bytes per token" in single["KV"].detail and "114688 bytes per token" in half["KV"].detail
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "given_gib", "max_model_len", "weights", "kv"),
+    [
+        (2.0, None, None, "fail", "fail"),  # 2.22 GiB of weights
+        (8.0, None, None, "ok", "warn"),  # 1 GiB is no whole context
+        (32.0, 9.0, None, "ok", "ok"),
+        (8.0, 9.0, None, "ok", "fail"),
+        (8.0, None, 4096, "ok", "ok"),
+        (8.0, None, 40961, "ok", "fail"),
+    ],
+)
+def test_sizes_are_held_against_what_is_free(monkeypatch, free_gib, given_gib, max_model_len, weights, kv):
+    monkeypatch.setattr(doctor, "_free_bytes", lambda device: free_gib * GIB)
+    config = Config(ModelSource("qwen3-0.6b", device="cpu"), KvConfig(device_gib=given_gib), EngineConfig(max_model_len))
+    checks = model_checks(config)
+    assert (checks["weights"].status, checks["KV"].status) == (weights, kv)

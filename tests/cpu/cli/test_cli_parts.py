@@ -22,6 +22,7 @@ from penstock.config import Config, ModelSource
 from penstock.contract import KvSource, SamplingParams
 from penstock.errors import ModelError
 from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey
+from penstock.models import loader
 from penstock.models.registry import EMBEDDED
 from penstock.models.tokenizer import ByteTokenizer
 from support.scripted_engine import ScriptedEngine
@@ -183,19 +184,16 @@ def test_sizes_read_well(num_bytes: int, told: str) -> None:
 # -------------------------------------------------------------------------------------------------------------------- doctor
 
 
-def test_weights_are_found_by_name_and_by_path_and_missed_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (doctor._weights(str(tmp_path)).status, doctor._weights(str(tmp_path)).detail) == (doctor.Status.OK, str(tmp_path))
-    assert doctor._weights("tiny-llama").status is doctor.Status.OK and "dummy" in doctor._weights("tiny-llama").hint
-    assert doctor._weights(str(tmp_path / "none")).status is doctor.Status.FAIL
-    monkeypatch.setattr(doctor, "embedded_file", lambda: Path("/weights"))
-    assert (doctor._weights(EMBEDDED).status, doctor._weights(EMBEDDED).detail) == (doctor.Status.OK, f"{EMBEDDED}: /weights")
+def test_a_built_in_name_is_known_and_an_embedded_model_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {check.name: check for check in doctor._model(Config(ModelSource("tiny-llama", device="cpu")))}
+    assert named["model"].status is named["weights"].status is doctor.Status.OK and "dummy" in named["weights"].hint
 
     def missing() -> Path:
         raise ModelError("they are not in this package")
 
-    monkeypatch.setattr(doctor, "embedded_file", missing)
-    check = doctor._weights(EMBEDDED)
-    assert (check.status, check.detail, check.hint) == (doctor.Status.WARN, "they are not in this package", "or use --load-format dummy")
+    monkeypatch.setattr(loader, "embedded_file", missing)
+    (check,) = doctor._model(Config(ModelSource(EMBEDDED, device="cpu")))
+    assert (check.name, check.status, check.detail) == ("model", doctor.Status.WARN, "they are not in this package")
 
 
 def test_a_machine_with_a_gpu_is_asked_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +230,6 @@ def test_the_exit_code_says_whether_anything_failed(
 ) -> None:
     checks = [doctor.Check(f"check {i}", doctor.Status(status), "found", "do this") for i, status in enumerate(statuses)]
     monkeypatch.setattr(doctor, "_checks", lambda config: iter(checks))
-    assert doctor.doctor("tiny-llama", "cpu", None) == code
+    assert doctor.doctor(Config(ModelSource("tiny-llama", device="cpu")), None) == code
     shown = capsys.readouterr().out
     assert all(word in shown for check in checks for word in (check.name, check.status, "do this"))

@@ -77,14 +77,14 @@ def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
 
 def test_where_no_size_is_given_a_tiny_model_gets_no_more_than_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(tiny_config(max_batch=2, max_model_len=100), kv=KvConfig())
-    model = type("M", (), {"device": torch.device("cpu"), "config": type("C", (), {"max_position": 2048})})()
+    model = type("M", (), {"device": torch.device("cpu"), "config": type("C", (), {"default_len": 2048})})()
     layout = type("L", (), {"block_bytes": BLOCK_BYTES, "block_tokens": 16})()
     assert building._num_blocks(config, layout, model) == 4 * 2 * 7  # type: ignore[arg-type]
     whole = replace(config, engine=replace(config.engine, max_model_len=None))
     assert building._num_blocks(whole, layout, model) == 4 * 2 * 128  # type: ignore[arg-type]
-    monkeypatch.setattr(building, "_CPU_KV_GIB", 5 * BLOCK_BYTES / GIB)
+    monkeypatch.setattr(building, "CPU_KV_GIB", 5 * BLOCK_BYTES / GIB)
     assert building._num_blocks(config, layout, model) == 5, "nor more than there is room for"  # type: ignore[arg-type]
-    monkeypatch.setattr(building, "_CPU_KV_GIB", 1.5 * BLOCK_BYTES / GIB)
+    monkeypatch.setattr(building, "CPU_KV_GIB", 1.5 * BLOCK_BYTES / GIB)
     with pytest.raises(ConfigError):
         building._num_blocks(config, layout, model)  # type: ignore[arg-type]
 

@@ -141,6 +141,7 @@ def test_an_adapter_replaced_by_one_of_equal_size_and_time_computes_everything(
 
 OTHER_CONFIGS: dict[str, dict[str, Any]] = {
     "rotary base": {"rope_theta": 20000.0},
+    "rotary scaling": {"rope_scaling": {"rope_type": "linear", "factor": 1.5}},
     "norm epsilon": {"rms_norm_eps": 1e-2},
     "heads of another width": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
 }

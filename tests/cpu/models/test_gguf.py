@@ -300,7 +300,7 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_p
         try:
             with WeightFile(path) as file:
                 source = GgufFile(file)
-            parse_config(config_of_gguf(source.metadata, source.tensors, "x"), "x")
+            parse_config(config_of_gguf(source.metadata, source.tensors, {}, "x"), "x")
             gguf_convert.tokenizer_files(source.metadata, "x")
         except ModelError:
             refused += 1
@@ -319,14 +319,14 @@ def test_the_data_is_checked_to_be_there_before_anything_is_written(tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------------ foreign
 
 FOREIGN = {
-    "architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, qwen3"),
+    "architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, qwen2, qwen3, phi3"),
     "pre-tokenizer": (
         {"tokenizer.ggml.pre": "deepseek"},
         "pre-tokenizer 'deepseek' is not supported; supported are smollm, gpt-2, qwen2, llama-bpe, tekken",
     ),
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer model 'bert' is not supported; supported are gpt2 and llama"),
     "half a tokenizer": ({"tokenizer.ggml.model": "llama"}, "has no usable tokenizer.ggml.scores"),
-    "rope scaling": ({"llama.rope.scaling.type": "yarn"}, "rope scaling of type 'yarn'"),
+    "rope scaling": ({"llama.rope.scaling.type": "yarn²"}, "rope scaling of type 'yarn²'"),
 }
 
 

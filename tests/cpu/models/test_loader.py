@@ -152,10 +152,10 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+            "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Mistral",
         ),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3' is not supported"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 8.0}}, "rope scaling of type 'mrope' is not supported"),
+        ({"num_local_experts": 8}, "num_local_experts"),
     ],
 )
 def test_a_directory_whose_config_is_unsupported_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:

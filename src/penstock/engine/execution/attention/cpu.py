@@ -3,7 +3,8 @@ up the values where they lie. Owns that workspace and one step's indices and mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ LONE_TOKENS = 512  # a single token that attends to at least so many is computed
 # in a step of its own it always is, since then there is nobody to share a call with
 LONE_GROUP = 4  # unless more query heads than this share a KV head, since each of them reads the values again
 KEY_BYTES = 768 << 10  # keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
+BAND_TOKENS = 128  # of a longer chunk that attend together in a layer with a window: every key that one of them sees is read for all
+KEPT_MASKS = 16  # behind the first window all full bands have the same
 SCORE_ALIGN = 256  # MKL multiplies 4 rows and more several times faster into a matrix whose rows are a multiple of so many floats apart
 INT32_ROWS = 1 << 31  # an arena of at most so many rows has indices of half the width, which saves a third of the time that values take
 
@@ -34,8 +37,17 @@ class _Span(NamedTuple):
 
     q_begin: int
     q_len: int
-    kv_len: int
-    table: Tensor  # int64 slots, exactly those that hold kv_len tokens
+    kv_len: int  # tokens that it attends to, from the first that any of its own sees
+    table: Tensor  # int64 slots, exactly those that hold them
+    skipped: int = 0  # tokens of the first slot that none of its own sees
+
+    def within(self, window: int, block_tokens: int) -> _Span:
+        """Without what none of its tokens sees."""
+        first = self.kv_len - self.q_len + 1 - window
+        if not window or first <= 0:
+            return self
+        num_blocks, skipped = divmod(first, block_tokens)
+        return _Span(self.q_begin, self.q_len, self.kv_len - first, self.table[num_blocks:], skipped)
 
 
 class _Layer(NamedTuple):
@@ -103,16 +115,33 @@ class _Long(NamedTuple):
     space: Tensor  # where they are gathered
 
 
+class _Band(NamedTuple):
+    """Some tokens of a longer chunk in a layer with a window that leaves out keys."""
+
+    begin: int
+    end: int
+    gather: Tensor  # [2 * keys] rows of the arena at layer 0: keys, then values
+    space: Tensor  # where they are gathered
+    mask: Tensor  # [tokens, keys], added to the scores
+
+
+class _Plan(NamedTuple):
+    """How the tokens of a step attend in layers of one window."""
+
+    lone: list[_Lone]
+    short: list[_Short]
+    long: list[_Long]
+    bands: list[_Band]
+    only: _Lone | _Short | None  # what covers all tokens in their order, so that nothing is put together
+
+
 @dataclass(slots=True)
 class _Step:
     """What depends on the step alone and serves all its layers."""
 
     inputs: StepInputs
     tokens: _Single | _Several
-    lone: list[_Lone]
-    short: list[_Short]
-    long: list[_Long]
-    only: _Lone | _Short | None  # what covers all tokens in their order, so that nothing is put together
+    plans: Sequence[_Plan]  # by layer
 
 
 class _Preparation:
@@ -126,22 +155,38 @@ class _Preparation:
         self._token_width = sizes.num_kv_heads * sizes.head_dim
         self._rows_per_slot = sizes.num_layers * 2 * sizes.block_tokens
         self._workspace = arena.new_empty(0)
+        self._has_windows = any(sizes.windows)
 
     def step(self, inputs: StepInputs) -> _Step:
         num_tokens = len(inputs.positions)
         is_single = num_tokens == 1 and self._dtype == torch.float32
+        spans = list(self._spans(inputs))
+        tokens = self._single(inputs) if is_single else self._several(inputs)
+        if not self._has_windows:
+            return _Step(inputs, tokens, [self._plan(spans, 0, num_tokens)] * self._sizes.num_layers)
+        longest = max((span.kv_len for span in spans), default=0)
+        # A window that leaves nothing out is none: such layers share a plan with those that see all.
+        windows = [window if window < longest else 0 for window in self._sizes.windows]
+        plans = {window: self._plan(spans, window, num_tokens) for window in dict.fromkeys(windows)}
+        return _Step(inputs, tokens, [plans[window] for window in windows])
+
+    def _plan(self, spans: list[_Span], window: int, num_tokens: int) -> _Plan:
         alone: list[_Span] = []
         batched: list[_Span] = []
         long: list[_Long] = []
-        for span in self._spans(inputs):
+        bands: list[_Band] = []
+        for span in spans:
             if span.q_len > SHORT_TOKENS:
-                long.append(self._long(span))
+                if window and span.kv_len > window:
+                    bands += self._bands(span, window)
+                else:
+                    long.append(self._long(span))
             else:
-                (alone if self._is_lone(span, num_tokens) else batched).append(span)
+                seen = span.within(window, self._sizes.block_tokens)
+                (alone if self._is_lone(seen, num_tokens) else batched).append(seen)
         lone = [self._lone(span) for span in alone]
-        short = [self._short(group) for group in self._grouped(batched)]
-        tokens = self._single(inputs) if is_single else self._several(inputs)
-        return _Step(inputs, tokens, lone, short, long, _only(num_tokens, lone, short))
+        short = [self._short(group, window) for group in self._grouped(batched)]
+        return _Plan(lone, short, long, bands, _only(num_tokens, lone, short))
 
     def _single(self, inputs: StepInputs) -> _Single:
         half, size = self._sizes.head_dim // 2, self._sizes.block_tokens
@@ -194,7 +239,7 @@ class _Preparation:
     def _key_rows(self, span: _Span) -> Tensor:
         """[kv_len] rows of the arena at layer 0 that hold the keys; the values follow a block's tokens later."""
         within = torch.arange(self._sizes.block_tokens)
-        return (span.table[:, None] * self._rows_per_slot + within).flatten()[: span.kv_len]
+        return (span.table[:, None] * self._rows_per_slot + within).flatten()[span.skipped : span.skipped + span.kv_len]
 
     def _lone(self, span: _Span) -> _Lone:
         sizes = self._sizes
@@ -204,22 +249,22 @@ class _Preparation:
         starts = torch.arange(0, values.numel(), span.kv_len, dtype=width)
         stride = span.kv_len if sizes.group < 4 else -(-span.kv_len // SCORE_ALIGN) * SCORE_ALIGN
         scores = torch.empty(sizes.num_kv_heads, sizes.group, stride)[..., : span.kv_len]
-        return _Lone(span.q_begin, list(self._parts(span.table, scores)), scores.flatten(0, 1), values, starts)
+        return _Lone(span.q_begin, list(self._parts(span, scores)), scores.flatten(0, 1), values, starts)
 
-    def _parts(self, table: Tensor, scores: Tensor) -> Iterator[_Part]:
+    def _parts(self, span: _Span, scores: Tensor) -> Iterator[_Part]:
         """Behind kv_len the last block may hold anything, so what lies there is never multiplied, and not weighed with 0."""
         sizes = self._sizes
         block_width = sizes.block_tokens * self._token_width
         part_blocks = max(1, KEY_BYTES // (block_width * self._dtype.itemsize))
-        begin = 0
-        for gather in (table * (2 * sizes.num_layers)).split(part_blocks):
+        begin, skipped = 0, span.skipped
+        for gather in (span.table * (2 * sizes.num_layers)).split(part_blocks):
             space = self._space(len(gather), block_width)
-            of_part = scores[..., begin : begin + len(gather) * sizes.block_tokens]
-            tokens = space.view(-1, sizes.num_kv_heads, sizes.head_dim)[: of_part.shape[-1]]
+            of_part = scores[..., begin : begin + len(gather) * sizes.block_tokens - skipped]
+            tokens = space.view(-1, sizes.num_kv_heads, sizes.head_dim)[skipped : skipped + of_part.shape[-1]]
             yield _Part(gather, space, tokens.permute(1, 2, 0), of_part)
-            begin += len(gather) * sizes.block_tokens
+            begin, skipped = begin + of_part.shape[-1], 0
 
-    def _short(self, group: list[_Span]) -> _Short:
+    def _short(self, group: list[_Span], window: int) -> _Short:
         sizes = self._sizes
         group = sorted(group, key=lambda span: span.q_begin)
         longest, q_len = max(span.kv_len for span in group), group[0].q_len
@@ -232,7 +277,10 @@ class _Preparation:
         mask = None
         if q_len > 1 or any(span.kv_len != longest for span in group):
             last_visible = torch.tensor([s.kv_len for s in group])[:, None] - q_len + torch.arange(q_len)
-            hidden = torch.arange(longest) > last_visible[:, None, :, None].expand(-1, sizes.group, -1, -1)
+            last_visible = last_visible[:, None, :, None].expand(-1, sizes.group, -1, -1)
+            hidden = torch.arange(longest) > last_visible
+            if window:
+                hidden |= torch.arange(longest) <= last_visible - window
             mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
             mask = mask.view(len(group), 1, sizes.group * q_len, longest)
         return _Short(_rows_of(group), gather.flatten(), self._space(gather.numel(), self._token_width), mask, len(group), q_len)
@@ -242,6 +290,18 @@ class _Preparation:
         keys = span.table[: self._sizes.num_blocks(prefix_len)] * (2 * self._sizes.num_layers)
         space = self._space(2 * len(keys), self._sizes.block_tokens * self._token_width)
         return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]), space)
+
+    def _bands(self, span: _Span, window: int) -> Iterator[_Band]:
+        """A few tokens at a time, each over the keys that one of them sees."""
+        size = self._sizes.block_tokens
+        for begin in range(0, span.q_len, BAND_TOKENS):
+            num = min(BAND_TOKENS, span.q_len - begin)
+            kv_len = span.kv_len - span.q_len + begin + num
+            part = _Span(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)]).within(window, size)
+            keys = self._key_rows(part)
+            gather = torch.cat([keys, keys + size])
+            mask = _band_mask(num, part.kv_len, window, self._dtype)
+            yield _Band(part.q_begin, part.q_begin + num, gather, self._space(len(gather), self._token_width), mask)
 
     def _space(self, num_rows: int, width: int) -> Tensor:
         """Room to gather into, the same for all: each is read before the next is gathered."""
@@ -290,18 +350,21 @@ class CpuAttention:
         step = self._step
         if step is None or step.inputs is not inputs:
             raise InvariantBroken("attend before this step's KV was written")
-        if isinstance(step.only, _Lone):
-            return self._attend_lone(layer, q, step.only).view(1, -1)
-        if step.only is not None:
-            return self._attend_short(layer, q, step.only).flatten(1)
+        plan = step.plans[layer]
+        if isinstance(plan.only, _Lone):
+            return self._attend_lone(layer, q, plan.only).view(1, -1)
+        if plan.only is not None:
+            return self._attend_short(layer, q, plan.only).flatten(1)
         out = q.new_zeros(q.shape)
-        for lone in step.lone:
+        for lone in plan.lone:
             out[lone.row] = self._attend_lone(layer, q[lone.row], lone)
-        for short in step.short:
+        for short in plan.short:
             out[short.rows] = self._attend_short(layer, q[short.rows], short)
-        for chunk in step.long:
+        for chunk in plan.long:
             own = slice(chunk.begin, chunk.end)
             out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
+        for band in plan.bands:
+            out[band.begin : band.end] = self._attend_band(layer, q[band.begin : band.end], band)
         return out.flatten(1)
 
     def _prepared(self, layer: int, inputs: StepInputs) -> _Step:
@@ -355,6 +418,15 @@ class CpuAttention:
         joined = torch.lerp(own.float(), before.reshape(own.shape).float(), weight)
         return joined.squeeze(0).transpose(0, 1)
 
+    def _attend_band(self, layer: int, q: Tensor, band: _Band) -> Tensor:
+        """[tokens, heads, head_dim]. The query heads of a KV head are a batch over the same keys, so that one mask serves all."""
+        sizes = self._sizes
+        kv = torch.index_select(self._layers[layer].rows, 0, band.gather, out=band.space)
+        keys, values = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2).unsqueeze(1).expand(-1, sizes.group, -1, -1, -1)
+        queries = q.view(len(q), sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(2, 1, 0, 3)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=band.mask, scale=sizes.scale)
+        return out.permute(2, 1, 0, 3).reshape(q.shape)
+
 
 def _from_layer(arena: Tensor, layer: int) -> _Layer:
     _, _, _, block_tokens, num_kv_heads, head_dim = arena.shape
@@ -376,6 +448,15 @@ def _rows_of(group: list[_Span]) -> Tensor | slice:
     if begins == list(range(begins[0], begins[0] + len(group) * q_len, q_len)):
         return slice(begins[0], begins[0] + len(group) * q_len)
     return (torch.tensor(begins)[:, None] + torch.arange(q_len)).flatten()
+
+
+@functools.lru_cache(maxsize=KEPT_MASKS)
+def _band_mask(num_tokens: int, num_keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """[num_tokens, num_keys] where the last token is the last key."""
+    last_visible = torch.arange(num_keys - num_tokens, num_keys)[:, None]
+    keys = torch.arange(num_keys)
+    hidden = (keys > last_visible) | (keys <= last_visible - window)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

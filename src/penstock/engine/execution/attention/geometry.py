@@ -21,6 +21,7 @@ class Geometry:
     head_dim: int
     scale: float
     norm_eps: float
+    windows: tuple[int, ...]  # by layer: tokens that a token sees, itself included; 0: all before it
 
     @classmethod
     def of(cls, arena: Tensor, config: ModelConfig, rope: Tensor) -> Geometry:
@@ -38,6 +39,9 @@ class Geometry:
             )
         if tuple(rope.shape) != (config.max_position, config.head_dim):
             raise InvariantBroken(f"rope table {tuple(rope.shape)} is not [{config.max_position}, {config.head_dim}]")
+        windows = config.windows or (0,) * config.num_layers
+        if len(windows) != config.num_layers or min(windows) < 0:
+            raise InvariantBroken(f"windows {windows} of {config.num_layers} layers")
         return cls(
             num_layers=config.num_layers,
             block_tokens=arena.shape[3],
@@ -46,6 +50,7 @@ class Geometry:
             head_dim=config.head_dim,
             scale=config.scale,
             norm_eps=config.norm_eps,
+            windows=windows,
         )
 
     @property

@@ -42,14 +42,15 @@ class ReferenceAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        q_starts, kv_lens = inputs.q_starts.tolist(), inputs.kv_lens.tolist()
+        q_starts, kv_lens, window = inputs.q_starts.tolist(), inputs.kv_lens.tolist(), self._sizes.windows[layer]
         for chunk, kv_len in enumerate(kv_lens):
             begin, end = q_starts[chunk], q_starts[chunk + 1]
             keys, values = self._cached(layer, chunk, kv_len, inputs)
             for token in range(begin, end):
                 visible = kv_len - (end - 1 - token)
+                first = max(0, visible - window) if window else 0
                 if visible > 0:
-                    out[token] = self._one_token(q[token], keys[:visible], values[:visible])
+                    out[token] = self._one_token(q[token], keys[first:visible], values[first:visible])
         return out.view(q.shape[0], -1)
 
     def _normalise(self, heads: Tensor, weight: Tensor | None) -> Tensor:

@@ -166,7 +166,7 @@ class TritonAttention:
         self._fused = fused
         self._fused_sizes = fused_sizes or FusedSizes()
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
-        self._step: tuple[StepInputs, list[_Part]] | None = None  # of the eager step that is being launched: the same for all layers
+        self._step: tuple[StepInputs, dict[int, list[_Part]]] | None = None  # the eager step being launched: its parts, by window
         self._num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
         self._layout = {
             "SLOT_STRIDE": arena.stride(0),
@@ -212,7 +212,7 @@ class TritonAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
         num_tokens, num_chunks, num_decodes = q.shape[0], inputs.kv_lens.shape[0], inputs.num_decodes
-        parts = self._parts(inputs)
+        parts = self._parts(inputs, self._sizes.windows[layer])
         if len(parts) == 1 and parts[0].own_fused and not num_decodes:
             return self._attend_fused(layer, q, k, v, q, inputs, parts[0])
         # Padding tokens of a captured step belong to no chunk, so no program writes them: they are zeros.
@@ -232,16 +232,18 @@ class TritonAttention:
                 out[launch.first_row : launch.first_row + launch.num_rows] = made
         return out
 
-    def _parts(self, inputs: StepInputs) -> list[_Part]:
+    def _parts(self, inputs: StepInputs, window: int = 0) -> list[_Part]:
         """The chunks behind the decodes of an eager step, in order; none of a captured one, whose lengths change."""
         if not inputs.spans:
             return []
-        if self._step is not None and self._step[0] is inputs:
-            return self._step[1]
+        if self._step is None or self._step[0] is not inputs:
+            self._step = inputs, {}
+        if window in self._step[1]:
+            return self._step[1][window]
         parts: list[_Part] = []
         row = inputs.num_decodes
         for chunk, (start, q_len) in enumerate(inputs.spans, inputs.num_decodes):
-            part = _Part(_Launch(chunk, 1, row, q_len, q_len), *self._fuses(start, q_len))
+            part = _Part(_Launch(chunk, 1, row, q_len, q_len), *self._fuses(start, q_len, window))
             if parts and not part.is_fused and not parts[-1].is_fused:
                 first = parts[-1].launch
                 part = _Part(
@@ -250,7 +252,7 @@ class TritonAttention:
                 parts.pop()
             parts.append(part)
             row += q_len
-        self._step = inputs, parts
+        self._step[1][window] = parts
         return parts
 
     # ------------------------------------------------------------------------------------------------- paged, by Triton
@@ -313,6 +315,7 @@ class TritonAttention:
             TILE_KEYS=tile.keys,
             SPLIT=splits > 1,
             WITH_LSE=with_lse,
+            WINDOW=sizes.windows[layer],
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -357,8 +360,9 @@ class TritonAttention:
         q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
         # A chunk without tokens, said to be long: kernels are launched and do nothing.
         for q_len in (4096, 2 * self._tuning.deep.rows):  # its keys in one share, and in several
-            for deep, first_key in ((True, None), (True, 0), (False, 0)):
-                self._attend_paged(0, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key)
+            for layer in {window: layer for layer, window in enumerate(sizes.windows)}.values():
+                for deep, first_key in ((True, None), (True, 0), (False, 0)):
+                    self._attend_paged(layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key)
         self.gathered(0, 0, 0, 1, inputs)
         lse = torch.zeros(1, sizes.num_heads, dtype=torch.float32, device=values.device)
         self._join(q.clone(), lse, q, lse.t().contiguous())
@@ -377,10 +381,11 @@ class TritonAttention:
             self._fused_attention(q, keys, keys.clone(), causal=not num_past, with_lse=with_lse)
         self._planned.add((q_len, num_past))
 
-    def _fuses(self, start: int, q_len: int) -> tuple[int, bool]:
-        """Of a chunk of `q_len` tokens behind `start` others: how many of those fused attention takes, and whether its own."""
+    def _fuses(self, start: int, q_len: int, window: int = 0) -> tuple[int, bool]:
+        """Of a chunk of `q_len` tokens behind `start` others: how many of those fused attention takes, and whether its own. None where a
+        token is outside the window."""
         sizes, is_half = self._fused_sizes, self._values[0].element_size() == 2
-        if self._prefill == "triton" or not is_half:
+        if self._prefill == "triton" or not is_half or 0 < window < start + q_len:
             return 0, False
         if self._prefill == "sdpa":
             return start, True

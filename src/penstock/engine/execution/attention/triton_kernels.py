@@ -130,6 +130,7 @@ def _attend_tile(
     BLOCK_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One step of online softmax: keys begin..begin + TILE_KEYS, of which those before `end` exist. All in powers of two."""
@@ -142,6 +143,8 @@ def _attend_tile(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(keys[None, :] <= last_visible[:, None], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(keys[None, :] > last_visible[:, None] - WINDOW, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
     if MASKED:
         # A row that has seen no key yet keeps -inf as its largest; zero in its place keeps infinities from being subtracted.
@@ -185,12 +188,14 @@ def paged_attention_kernel(
     TILE_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (i, j, c * num_splits + s): KV head j of chunk c, for its i-th tile of tokens counted from the end, over share s of the keys.
 
     A row of the tile is one query head of one token, all heads of the KV head side by side, so that a key is loaded once for all of
-    them. Decode is the case of one token. Later tokens see more keys, so they start first.
+    them. Decode is the case of one token. Later tokens see more keys, so they start first. With a WINDOW a token sees so many keys, its
+    own included; what none of the tile's sees is not read.
     """
     TILE_TOKENS: tl.constexpr = TILE_ROWS // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -210,11 +215,18 @@ def paged_attention_kernel(
 
     # Keys that some row of the tile sees end at key_end; up to the first token's own they are visible to every row.
     key_end = kv_len - q_len + tl.minimum((tile + 1) * TILE_TOKENS, q_len)
-    share = tl.cdiv(tl.cdiv(key_end - first_key, TILE_KEYS), num_splits) * TILE_KEYS
-    begin = tl.minimum(first_key + split * share, key_end)
+    key_begin = first_key
+    if WINDOW:
+        key_begin = tl.maximum(kv_len - q_len + tile * TILE_TOKENS + 1 - WINDOW, key_begin) // TILE_KEYS * TILE_KEYS
+    share = tl.cdiv(tl.cdiv(key_end - key_begin, TILE_KEYS), num_splits) * TILE_KEYS
+    begin = tl.minimum(key_begin + split * share, key_end)
     end = tl.minimum(begin + share, key_end)
     all_visible = (kv_len - q_len + tile * TILE_TOKENS + 1) // TILE_KEYS * TILE_KEYS
     middle = tl.maximum(begin, tl.minimum(end, all_visible))
+    # From here on they are visible to every row, the last one included, whose window begins last.
+    inside_from = begin
+    if WINDOW:
+        inside_from = tl.minimum(middle, tl.maximum(begin, tl.cdiv(tl.maximum(key_end - WINDOW, 0), TILE_KEYS) * TILE_KEYS))
 
     dims = tl.arange(0, DIMS_PADDED)
     out_rows = ((split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
@@ -235,18 +247,26 @@ def paged_attention_kernel(
     # The table is read one tile ahead and carried, so that the pipeline of key loads never waits for it.
     slots = _slots_of(table_ptr, begin, end, BLOCK_TOKENS, TILE_KEYS)
     # fmt: off
-    for start in range(begin, middle, TILE_KEYS):
+    if WINDOW:
+        for start in range(begin, inside_from, TILE_KEYS):
+            next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
+            acc, largest, total = _attend_tile(
+                acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
+                SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, PRECISION,
+            )
+            slots = next_slots
+    for start in range(inside_from, middle, TILE_KEYS):
         next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
             acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, PRECISION,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, 0, PRECISION,
         )
         slots = next_slots
     for start in range(middle, end, TILE_KEYS):
         next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
             acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, PRECISION,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, PRECISION,
         )
         slots = next_slots
     # fmt: on

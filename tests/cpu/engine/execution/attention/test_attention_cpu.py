@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,9 +252,9 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
 
 
 LONE_FAULTS = {
-    "keys behind the end": ("[: of_part.shape[-1]]", "[-of_part.shape[-1] :]"),
+    "keys behind the end": ("[skipped : skipped + of_part.shape[-1]]", "[-of_part.shape[-1] :]"),
     "values one token further": ("self._key_rows(span) + sizes.block_tokens", "self._key_rows(span) + 1 + sizes.block_tokens"),
-    "keys one slot further": ("in (table * (2 * sizes.num_layers)).split", "in ((table + 1) * (2 * sizes.num_layers)).split"),
+    "keys one slot further": ("in (span.table * (2 * sizes.num_layers)).split", "in ((span.table + 1) * (2 * sizes.num_layers)).split"),
     "keys of layer 0": ("(arena.blocks, 0, part.gather", "(self._layers[0].blocks, 0, part.gather"),
     "values of layer 0": ("embedding_bag(arena.heads", "embedding_bag(self._layers[0].heads"),
     "another KV head's values": ("repeat_interleave(sizes.group, dim=0)", "repeat(sizes.group, 1)"),
@@ -270,6 +271,72 @@ def test_a_fault_in_long_contexts_turns_the_comparison_red(fault: str, tmp_path:
         mutant.KEY_BYTES = 64 << 10  # several parts
         with pytest.raises(AssertionError):
             assert_agrees(lone_step(14), mutant.CpuAttention)
+
+
+# Two layers with windows beside one that sees all. Windows of a block, of less and of more, and one that some contexts just fill.
+WINDOWS = ((16, 0, 16), (7, 40, 0), (38, 0, 38), (39, 1, 100), (300, 301, 302))
+LONG_WINDOWS = ((LONE_TOKENS - 1, 0, 40), (LONE_TOKENS + 5, 0, LONE_TOKENS))
+WIDE_SPANS = (Span(0, 300), Span(90, 200))  # several bands
+
+
+def windowed(windows: tuple[int, ...]) -> ModelConfig:
+    return dataclasses.replace(ragged_config(num_layers=len(windows)), windows=windows)
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize("block_tokens", [8, 16])
+def test_windows_hide_what_they_hide_in_the_reference(windows: tuple[int, ...], block_tokens: int) -> None:
+    assert_agrees(ragged_step(windowed(windows), SPANS, shared_blocks=1, seed=31, block_tokens=block_tokens))
+
+
+@pytest.mark.parametrize("windows", LONG_WINDOWS, ids=str)
+def test_windows_over_long_contexts_agree_with_the_reference(windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "KEY_BYTES", 64 << 10)  # several parts
+    assert_agrees(lone_step(32, windowed(windows)))
+
+
+@pytest.mark.parametrize("span", WIDE_SPANS, ids=str)
+def test_a_long_chunk_sees_its_window_whatever_band_a_token_is_in(span: Span) -> None:
+    assert_agrees(ragged_step(windowed((50, 0, 299)), [span], seed=33))
+
+
+@pytest.mark.parametrize("span", [Span(37, 1), Span(48, 1), Span(47, 1), Span(0, 1)], ids=str)
+@pytest.mark.parametrize("window", [1, 16, 37, 38, 39])
+def test_a_step_of_one_token_sees_its_window(span: Span, window: int) -> None:
+    assert_agrees(ragged_step(windowed((window, 0)), [span], seed=34))
+
+
+def test_windows_in_bfloat16_agree_as_all_else_does() -> None:
+    step = ragged_step(windowed((20, 0)), SPANS, shared_blocks=1, seed=35, dtype=torch.bfloat16)
+    assert_agrees(step, atol=4e-2)
+
+
+def test_windows_that_hide_nothing_are_computed_as_if_there_were_none() -> None:
+    step = mixed_step(36, windowed((301, 4096, 0)))
+    plain = dataclasses.replace(step, config=windowed((0, 0, 0)), arena=step.arena.clone())
+    made, expected = (outputs(CpuAttention(one.arena, one.config, one.rope), one)[:-1] for one in (step, plain))
+    assert all(torch.equal(got, want) for got, want in zip(made, expected, strict=True))
+
+
+WINDOW_FAULTS = {
+    "a token sees one key more": ("first = self.kv_len - self.q_len + 1 - window", "first = self.kv_len - self.q_len - window"),
+    "a token of a short chunk sees one key more": ("torch.arange(longest) <= last_visible", "torch.arange(longest) < last_visible"),
+    "a token of a long chunk sees one key more": ("(keys <= last_visible - window)", "(keys < last_visible - window)"),
+    "a token of a long chunk sees one key less": ("(keys <= last_visible - window)", "(keys <= last_visible - window + 1)"),
+    "a window of one layer in all": ("[plans[window] for window in windows]", "[plans[windows[0]] for window in windows]"),
+    "what is hidden of a first block is seen": ("begin, skipped = 0, span.skipped", "begin, skipped = 0, 0"),
+}  # fmt: skip
+
+
+def windows_agree(backend: Backend) -> None:
+    for spans in ((Span(45, 1),), (Span(45, 4),), (Span(45, 90),)):
+        assert_agrees(ragged_step(windowed((20, 0)), spans, seed=37), backend)
+
+
+@pytest.mark.parametrize("fault", WINDOW_FAULTS)
+def test_a_fault_in_windows_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
+    with mutated(cpu, *WINDOW_FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
+        windows_agree(mutant.CpuAttention)
 
 
 # Steps of one token, as a single conversation has them: one that begins a block, one in it, one that must not be written, and the first.

@@ -1,0 +1,26 @@
+"""The dense Qwen2 architecture, which Qwen2.5 has too: as Llama, with a bias for q, k and v, and windows in later layers where the config
+turns them on. Owns its names, its biases and its windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.models.architecture import Architecture, WeightSpec, switched_windows
+from penstock.models.fields import Fields
+from penstock.models.llama import separate_layer
+from penstock.models.model import ModelConfig
+
+
+class Qwen2(Architecture):
+    name = "qwen2"
+    config_name = "Qwen2ForCausalLM"
+
+    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
+        return separate_layer(config)
+
+    def biases(self, fields: Fields) -> dict[str, bool]:
+        return {**super().biases(fields), "qkv_bias": True}
+
+    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
+        return switched_windows(raw, num_layers, where)

@@ -1,0 +1,241 @@
+"""Rotary positions: the frequencies that the values of a head turn with, and the schemes that stretch them over more tokens than a model
+was trained with. Owns the schemes, their numbers and how a config.json spells them; the rotation itself is in `layers.py`.
+
+    scheme     frequency of a pair, f = theta ** (-2 i / dim)                                     cos and sin are multiplied by
+    linear     f / factor                                                                         1
+    dynamic    f of a larger theta, which follows from the longest sequence                       1
+    llama3     f / factor for long waves, f for short ones, a mean of both between                1
+    yarn       the same, between pairs that are counted by their turns in the trained context     1 + 0.1 ln(factor), or as stated
+    longrope   f / a factor of its own; the list follows from the longest sequence                from the ratio of contexts, or as stated
+
+`dynamic` and `longrope` follow from a length, and cached keys must all have been turned by one table. So the length is a constant of
+the run (`settled`), and what it chose is part of every key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import InvariantBroken, ModelError
+from penstock.models.fields import Fields
+
+KINDS = ("linear", "dynamic", "yarn", "llama3", "longrope")
+_KNOWN = (
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor"),
+    *("short_factor", "long_factor"),
+)
+_RENAMED = {"su": "longrope"}  # as the first Phi-3 files call it
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """One scheme, and all numbers that its table follows from. Those that it does not use are as they are by default."""
+
+    kind: str
+    factor: float = 1.0
+    trained_len: int = 0  # tokens of the context before it was stretched
+    attention_factor: float = 1.0  # multiplies cos and sin
+    beta_fast: float = 0.0  # yarn: pairs with at least so many turns in the trained context stay as they are
+    beta_slow: float = 0.0  # yarn: pairs with at most so many are stretched in full
+    truncate: bool = True  # yarn: those bounds are whole pairs
+    low_freq_factor: float = 0.0  # llama3: the same bounds, in waves per trained context
+    high_freq_factor: float = 0.0
+    short_factors: tuple[float, ...] = ()  # longrope, one per pair
+    long_factors: tuple[float, ...] = ()
+    length: int = 0  # dynamic: tokens of the longest sequence
+
+    def settled(self, length: int) -> RopeScaling | None:
+        """For a run whose sequences have at most `length` tokens. None: plain positions."""
+        if self.kind == "dynamic":
+            return dataclasses.replace(self, length=length) if length > self.trained_len else None
+        if self.kind == "longrope":
+            chosen = self.long_factors if length > self.trained_len else self.short_factors
+            return dataclasses.replace(self, short_factors=chosen, long_factors=chosen)
+        return self
+
+    def frequencies(self, theta: float, dim: int) -> Tensor:
+        """float32 [dim / 2], of a scheme that is settled."""
+        if self.kind == "dynamic":
+            if not self.length:
+                raise InvariantBroken("dynamic rotary positions without the length of the run")
+            stretch = self.factor * self.length / self.trained_len - (self.factor - 1)
+            return plain_frequencies(theta * stretch ** (dim / (dim - 2)), dim)
+        frequencies = plain_frequencies(theta, dim)
+        if self.kind == "linear":
+            return frequencies / self.factor
+        if self.kind == "longrope":
+            if self.short_factors != self.long_factors:
+                raise InvariantBroken("longrope without the length of the run")
+            return frequencies / torch.tensor(self.short_factors, dtype=torch.float32)
+        stretched = self._llama3_share(frequencies) if self.kind == "llama3" else self._yarn_share(theta, dim)
+        return frequencies * (1 - stretched) + frequencies / self.factor * stretched
+
+    def _llama3_share(self, frequencies: Tensor) -> Tensor:
+        """How much of each pair is stretched, from 0 to 1."""
+        waves = self.trained_len * frequencies / (2 * math.pi)
+        return 1 - ((waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+
+    def _yarn_share(self, theta: float, dim: int) -> Tensor:
+        first, last = (self._pair_with(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        last = last + 0.001 if first == last else last
+        return ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+
+    def _pair_with(self, turns: float, theta: float, dim: int) -> float:
+        """The pair that turns so often in the trained context, as a fraction."""
+        return dim * math.log(self.trained_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    def __str__(self) -> str:
+        """All numbers that are not as by default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if value != defaults[name]}, sort_keys=True)
+
+
+def plain_frequencies(theta: float, dim: int) -> Tensor:
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return torch.as_tensor(1.0 / (theta**exponents))
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ config.json
+
+
+class Rope(NamedTuple):
+    """What a config.json says about positions."""
+
+    theta: float
+    rotary_dim: int  # values of a head that turn, from its first on
+    scaling: RopeScaling | None
+    max_position: int  # tokens that a sequence can have
+    context: int  # tokens that it has where nobody asks for more
+
+
+def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> Rope:
+    """`most`: positions that can be right. `rope_parameters` is the newer spelling of `rope_scaling`, with the base inside."""
+    outer = Fields(raw, where)
+    rope = _merged(outer.section("rope_scaling"), outer.section("rope_parameters"), where)
+    fields = Fields(rope, where)
+    theta = fields.positive("rope_theta", outer.positive("rope_theta", 10000.0))
+    share = fields.positive("partial_rotary_factor", outer.positive("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if share > 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise ModelError(f"{where}: partial_rotary_factor {share} turns {rotary_dim} of {head_dim} values, which is not possible")
+    stated = outer.count("max_position_embeddings", most=most)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
+    if kind == "default":
+        return Rope(theta, rotary_dim, None, stated, stated)
+    if kind not in KINDS:
+        raise ModelError(f"{where}: rope scaling of type {kind!r} is not supported, only {', '.join(KINDS)}")
+    lists = [name for name in ("short_factor", "long_factor") if fields.is_set(name)]
+    if lists and kind != "longrope":
+        raise ModelError(f"{where}: rope scaling of type {kind!r} with {', '.join(lists)} is not supported, only longrope has them")
+    # Phi-3 has it outside, and there it counts; a scheme whose config does not say it was trained with the context that it states.
+    trained = outer.count("original_max_position_embeddings", fields.count("original_max_position_embeddings", stated, most), most)
+    fields.need(theta > 1 or kind != "yarn", f"rope_theta {theta} must be above 1 for yarn")
+    scaling = _parse_scaling(kind, fields, rotary_dim, stated, trained)
+    reach = _reach(scaling, stated)
+    if reach > most:
+        raise ModelError(f"{where}: rope scaling reaches {reach} positions; more than {most} cannot be right")
+    return Rope(theta, rotary_dim, scaling, reach, stated if kind in ("linear", "dynamic") else reach)
+
+
+def _reach(scaling: RopeScaling, stated: int) -> int:
+    """Positions that a scheme is for: linear and dynamic stretch what is stated, the others state what they reach or what they stretch."""
+    if scaling.kind in ("linear", "dynamic"):
+        return max(stated, int(stated * scaling.factor))
+    return max(stated, int(scaling.trained_len * scaling.factor)) if scaling.kind == "yarn" else stated
+
+
+def _merged(scaling: Mapping[str, Any], parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+    different = [name for name in scaling if name in parameters and scaling[name] != parameters[name]]
+    if different:
+        raise ModelError(f"{where}: rope_scaling and rope_parameters do not agree on {', '.join(different)}")
+    rope = {**parameters, **scaling}
+    unknown = [name for name, value in rope.items() if name not in _KNOWN and value not in (None, False)]
+    if unknown:
+        raise ModelError(f"{where}: rope scaling with {', '.join(unknown)} is not supported")
+    return rope
+
+
+def _parse_scaling(kind: str, fields: Fields, dim: int, stated: int, trained: int) -> RopeScaling:
+    if kind == "linear":
+        return RopeScaling(kind, fields.positive("factor"))
+    if kind == "dynamic":
+        fields.need(dim > 2, f"rope scaling of type dynamic needs more than {dim} values that turn")
+        return RopeScaling(kind, fields.positive("factor"), stated)
+    if kind == "llama3":
+        low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+        fields.need(low < high, f"high_freq_factor {high} must be above low_freq_factor {low}")
+        return RopeScaling(kind, fields.positive("factor"), trained, low_freq_factor=low, high_freq_factor=high)
+    factor = fields.positive("factor", stated / trained if trained != stated or kind == "longrope" else None)
+    if kind == "longrope":
+        usual = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 and trained > 1 else 1.0
+        short, long = (fields.positives(name, dim // 2) for name in ("short_factor", "long_factor"))
+        attention_factor = fields.positive("attention_factor", usual)
+        return RopeScaling(kind, 1.0, trained, attention_factor, short_factors=short, long_factors=long)
+    fast, slow = fields.positive("beta_fast", 32.0), fields.positive("beta_slow", 1.0)
+    fields.need(slow < fast, f"beta_fast {fast} must be above beta_slow {slow}")
+    attention_factor = fields.positive("attention_factor", _yarn_attention_factor(fields, factor))
+    return RopeScaling(kind, factor, trained, attention_factor, fast, slow, fields.flag("truncate", True))
+
+
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
+    """As the paper has it; DeepSeek's files weigh numerator and denominator."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if fields.is_set("mscale") and fields.is_set("mscale_all_dim"):
+        return scale(fields.positive("mscale")) / scale(fields.positive("mscale_all_dim"))
+    return scale(1.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- from GGUF metadata
+
+RopeFactors = Mapping[str, list[float]]  # the tensors of a GGUF file that hold a factor per pair, by their names
+FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def rope_scaling_of_gguf(metadata: Mapping[str, Any], name: str, factors: RopeFactors, where: str) -> dict[str, Any] | None:
+    """The `rope_scaling` of a config.json that the metadata of architecture `name` and the factors amount to. A factor per pair is how
+    llama.cpp stores both llama3 and longrope; with one list for all lengths it is the former."""
+    prefix = f"{name}.rope."
+    given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    fields = Fields(given, f"{where}: {prefix}")
+    odd = [
+        key
+        for key in ("scaling.yarn_log_multiplier", "scaling.yarn_ext_factor", "scaling.yarn_attn_factor", "scaling.alpha")
+        if given.get(key)
+    ]
+    fields.need(not odd, f"rope scaling with {', '.join(odd)} is not supported")
+    return _of_gguf(given.get("scaling.type", "none"), fields, factors)
+
+
+def _of_gguf(kind: Any, fields: Fields, factors: RopeFactors) -> dict[str, Any] | None:
+    stretch = fields.positive("scaling.factor", fields.positive("scale_linear", 1.0))
+    attention = fields.positive("scaling.attn_factor", 1.0)
+    trained = fields.count("scaling.original_context_length") if fields.is_set("scaling.original_context_length") else None
+    if factors:
+        fields.need(kind in ("none", "longrope") and stretch == 1.0, f"type {kind!r} together with {', '.join(factors)} is not supported")
+        same = factors.get(FACTOR_TENSORS[0])
+        long, short = (factors.get(name, same) for name in FACTOR_TENSORS[1:])
+        lists = {"long_factor": long, "short_factor": short}
+        return {"rope_type": "longrope", **lists, "attention_factor": attention, "original_max_position_embeddings": trained}
+    if kind == "none":
+        return None if stretch == 1.0 else {"rope_type": "linear", "factor": stretch}
+    if kind != "yarn":
+        return {"rope_type": kind, "factor": stretch}
+    betas = {name: fields.positive(f"scaling.yarn_{name}", usual) for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    own = None if attention == 1.0 else attention * (0.1 * math.log(max(stretch, 1.0)) + 1.0)
+    return {"rope_type": kind, "factor": stretch, **betas, "attention_factor": own, "original_max_position_embeddings": trained}

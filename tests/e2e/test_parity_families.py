@@ -1,0 +1,296 @@
+"""Every family and every rotary scheme against `transformers`, through the engine: prompts in chunks, batched decode, a prefix that comes
+back from host memory, adapters. Random small models with contexts that go beyond the trained length, and beyond the window."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from penstock.config import GIB, Config, DeviceName, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
+from penstock.engine.engine import Engine
+from penstock.models.registry import parse_config
+from penstock.models.weights import read_json
+from penstock.testing.sanitized import build_sanitized, check_silent
+from penstock.testing.tiny_models import tiny_tokenizer
+from support.adapters import PREFIX, adapter_tensors, write_adapter
+from support.driving import Collected, run_all, settle_all, submit
+
+TOLERANCE = 2e-5  # of a log-probability, absolute
+TRANSFORMERS = importlib.import_module("transformers")
+TRAINED = 64  # tokens of the context before it is stretched
+PROMPT, DECODED = 150, 8
+TOTAL = PROMPT + DECODED
+IDS = torch.randint(3, 512, (2 * PROMPT,), generator=torch.Generator().manual_seed(3)).tolist()
+SHORT = [0.9 + 0.05 * i for i in range(8)]
+LONG = [1.0 + 0.7 * i for i in range(8)]
+
+# What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have none.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama with wide heads": ("Llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {"sliding_window": 40, "num_key_value_heads": 1}),
+    "mistral, a window of one chunk": ("Mistral", {"sliding_window": 48}),
+    "nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "tied qwen2": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3 with biases and windows": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 47, "num_key_value_heads": 4}),
+    "phi4-mini": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+}
+
+# By the family that it is tried with: its rope parameters, and other fields.
+ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "linear": ("Llama", {"rope_type": "linear", "factor": 4.0}, {"max_position_embeddings": TRAINED}),
+    "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": TRAINED}),
+    "dynamic, not stretched": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": 512}),
+    "llama3": (
+        "Llama",
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": TRAINED,
+        },
+        {},
+    ),
+    "yarn": ("Qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}, {"head_dim": 16}),
+    "yarn beyond what the config states": (
+        "Qwen2",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
+        {"max_position_embeddings": TRAINED},
+    ),
+    "yarn, all its numbers": (
+        "Llama",
+        {
+            "rope_type": "yarn",
+            "factor": 3.0,
+            "original_max_position_embeddings": TRAINED,
+            "beta_fast": 8.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+            "attention_factor": 1.3,
+        },
+        {},
+    ),
+    "yarn with mscale": (
+        "Mistral",
+        {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": TRAINED, "mscale": 1.5, "mscale_all_dim": 0.7},
+        {"sliding_window": None},
+    ),
+    "longrope": (
+        "Phi3",
+        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        {"original_max_position_embeddings": TRAINED, "max_position_embeddings": 4 * TRAINED},
+    ),
+    "longrope, short": (
+        "Phi3",
+        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        {"original_max_position_embeddings": 200, "max_position_embeddings": 800},
+    ),
+    "longrope of a part of each head": (
+        "Phi3",
+        {"rope_type": "longrope", "short_factor": SHORT[:6], "long_factor": LONG[:6], "partial_rotary_factor": 0.75},
+        {"original_max_position_embeddings": TRAINED, "max_position_embeddings": 4 * TRAINED, "sliding_window": 100},
+    ),
+    "longrope of a Llama": (
+        "Llama",
+        {
+            "rope_type": "longrope",
+            "short_factor": SHORT,
+            "long_factor": LONG,
+            "factor": 4.0,
+            "original_max_position_embeddings": TRAINED,
+            "attention_factor": 1.1,
+        },
+        {},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def their_model(name: str, rope: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Random weights of `transformers`; norms and biases are moved off what they begin with, so that leaving one out shows."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    usual = {"vocab_size": 512, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, **(rope or {})}
+    config = getattr(TRANSFORMERS, f"{name}Config")(**{**sizes, **usual, "rope_parameters": parameters, **fields})
+    torch.manual_seed(0)
+    model = getattr(TRANSFORMERS, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.mul_(6)
+    return model.eval()
+
+
+def save(reference: Any, directory: Path) -> Path:
+    reference.save_pretrained(directory, max_shard_size="100KB")
+    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+@contextlib.contextmanager
+def served(directory: Path, lora: Path | None = None, device: DeviceName = "cpu") -> Iterator[Engine]:
+    """Chunks of three blocks, a host tier that has room for all, the sanitizer, and sequences that are as long as the run allows."""
+    adapters = () if lora is None else (("tuned", str(lora)),)
+    config = Config(
+        source=ModelSource(str(directory), device=device, dtype="float32"),
+        kv=KvConfig(device_blocks=64),
+        engine=EngineConfig(TOTAL, max_batch=4, prefill_chunk=48),
+        offload=OffloadConfig(host_gib=(1 << 26) / GIB, load_always=True),
+        lora=LoraConfig(adapters),
+    )
+    engine, sanitizer = build_sanitized(config)
+    try:
+        yield engine
+    finally:
+        engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+@torch.inference_mode()
+def their_logprobs(reference: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocab], all of them at once, so that a scheme that follows from the length has the whole one."""
+    return reference(torch.tensor([tokens])).logits[0].double().log_softmax(dim=-1)
+
+
+def largest_error(expected: torch.Tensor, prompt: list[int], found: Collected) -> float:
+    """Of the log-probabilities of all tokens, those of the prompt included where they were asked for."""
+    assert len(found.tokens) == DECODED, found.error
+    tokens = prompt + found.tokens
+    scored = [entry for entry in found.prompt_logprobs or () if entry is not None] + found.logprobs
+    first = len(tokens) - len(scored)
+    assert first in (1, len(prompt))
+    theirs = expected[range(first - 1, len(tokens) - 1), tokens[first:]]
+    return float((torch.tensor([entry.logprob for entry in scored]).double() - theirs).abs().max())
+
+
+def assert_parity(engine: Engine, reference: Any, adapter: Any = None, tolerance: float = TOLERANCE) -> None:
+    """Alone with its prompt scored, beside another, and once more from host memory."""
+    prompt = IDS[:PROMPT]
+    scored = submit(engine, prompt, adapter=adapter, max_tokens=DECODED, logprobs=0, prompt_logprobs=0)
+    run_all(engine)
+    expected = their_logprobs(reference, prompt + scored.tokens)
+    assert expected.std() > 0.5
+    assert largest_error(expected, prompt, scored) < tolerance
+    beside = submit(engine, IDS[PROMPT:], max_tokens=DECODED)
+    first = submit(engine, prompt, adapter=adapter, max_tokens=DECODED, logprobs=0)
+    run_all(engine)
+    settle_all(engine)
+    assert beside.tokens and first.tokens == scored.tokens
+    assert largest_error(expected, prompt, first) < tolerance
+    engine._parts.cache.reset(["device"])
+    again = submit(engine, prompt, adapter=adapter, max_tokens=DECODED, logprobs=0)
+    run_all(engine)
+    assert again.source is not None and again.source.host == PROMPT // 16 * 16
+    assert largest_error(expected, prompt, again) < tolerance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
+    name, fields = FAMILIES[family]
+    reference = their_model(name, **fields)
+    with served(save(reference, tmp_path)) as engine:
+        assert_parity(engine, reference)
+
+
+@pytest.mark.parametrize("scheme", ROPES)
+def test_a_rotary_scheme_computes_what_transformers_computes(scheme: str, tmp_path: Path) -> None:
+    name, rope, fields = ROPES[scheme]
+    reference = their_model(name, rope, **fields)
+    with served(save(reference, tmp_path)) as engine:
+        assert_parity(engine, reference)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in ROPES if "," not in scheme])
+def test_each_scheme_matters_at_this_length(scheme: str) -> None:
+    """Without it the comparison above would be red: what is compared is not plain positions."""
+    name, rope, fields = ROPES[scheme]
+    stretched = their_model(name, rope, **fields)
+    plain = their_model(name, {key: rope[key] for key in rope if key == "partial_rotary_factor"}, **fields)
+    tokens = IDS[:TOTAL]
+    assert float((their_logprobs(stretched, tokens) - their_logprobs(plain, tokens)).abs().max()) > 100 * TOLERANCE
+
+
+@contextlib.contextmanager
+def merged_into(model: Any, adapter: dict[str, torch.Tensor], scale: float) -> Iterator[None]:
+    with torch.no_grad():
+        for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            update = adapter[f"{PREFIX}{module}.lora_B.weight"].double() @ adapter[name].double()
+            weight = model.get_submodule(module).weight
+            weight.copy_((weight.double() + scale * update).float())
+    yield
+
+
+ADAPTED = {
+    "llama": "llama with biases",
+    "mistral": "mistral",
+    "qwen2": "qwen2 with windows",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "phi3, part of each head turned": "phi4-mini",
+}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_an_adapter_on_a_family_computes_what_transformers_computes_with_merged_weights(family: str, tmp_path: Path) -> None:
+    name, fields = FAMILIES[ADAPTED[family]]
+    reference = their_model(name, **fields)
+    directory = save(reference, tmp_path / "model")
+    config = parse_config(read_json(directory / "config.json"), "config.json")
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+    tensors = adapter_tensors(config, seed=1, modules=modules)
+    before = their_logprobs(reference, IDS[:TOTAL])
+    with (
+        served(directory, lora=write_adapter(tmp_path / "adapter", tensors)) as engine,
+        merged_into(reference, tensors, scale=2.0),
+    ):
+        assert float((their_logprobs(reference, IDS[:TOTAL]) - before).abs().max()) > 100 * TOLERANCE
+        loaded = engine.adapters.find("tuned")
+        assert loaded is not None
+        assert_parity(engine, reference, loaded.adapter)
+
+
+def test_a_served_model_scores_a_prompt_as_transformers_does(tmp_path: Path, start_server: Callable[..., tuple[Any, str]]) -> None:
+    """Over HTTP: stretched positions, biases and a window, sharded safetensors, prompts in chunks."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+    fields = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "max_position_embeddings": TRAINED}
+    reference = their_model("Qwen2", rope, **fields)
+    directory = save(reference, tmp_path / "model")
+    _, url = start_server("--model", str(directory), "--device", "cpu", "--prefill-chunk", "48", "--sanitize=strict")
+    ask = {"model": "model", "prompt": IDS[:PROMPT], "max_tokens": DECODED, "echo": True, "logprobs": 0, "temperature": 0}
+    reply = httpx.post(f"{url}/v1/completions", json={**ask, "ignore_eos": True}, timeout=60).json()
+    found = reply["choices"][0]["logprobs"]["token_logprobs"]
+    assert len(found) == TOTAL and found[0] is None
+    expected = their_logprobs(reference, IDS[:PROMPT])
+    theirs = expected[range(PROMPT - 1), IDS[1:PROMPT]]
+    assert float((torch.tensor(found[1:PROMPT]).double() - theirs).abs().max()) < TOLERANCE
+    assert abs(found[PROMPT] - float(expected[-1].max())) < TOLERANCE
