@@ -157,8 +157,8 @@ def test_a_reset_is_of_device_and_host_memory_unless_said_otherwise(
 ) -> None:
     engine = make_engine(host_blocks=16)
     asked: list[Sequence[str]] = []
-    begin = engine.cache.begin_reset
-    monkeypatch.setattr(engine.cache, "begin_reset", lambda tiers: asked.append(tuple(tiers)) or begin(tiers))
+    begin = engine.cache.reset
+    monkeypatch.setattr(engine.cache, "reset", lambda tiers: asked.append(tuple(tiers)) or begin(tiers))
     loop = EngineLoop(engine)
     loop.start()
     engine.reset_cache()

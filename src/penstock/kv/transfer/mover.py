@@ -203,6 +203,8 @@ class Mover:
     def settle(self) -> list[Transfer]:
         """Those that are over since the last call, oldest first; never blocks."""
         over: list[Transfer] = []
+        if not self._flying:
+            return over
         now = time.monotonic()
         while self._flying and self._flying[0].over():
             transfer = self._flying.popleft()
@@ -283,3 +285,17 @@ class Mover:
                 raise TransferFailed(f"{transfer.label}: {error}") from error
 
         return copy
+
+
+class NoMover(Mover):
+    """To or from a tier that holds nothing: nothing is ever in flight, and there are no lanes."""
+
+    def __init__(self) -> None:
+        self._flying = deque()
+        self._last_settled_s = 0.0
+
+    def submit(self, transfer: Transfer) -> None:
+        raise InvariantBroken(f"{transfer.label!r} was submitted, and there is nowhere to move to")
+
+    def close(self, timeout_s: float | None) -> None:
+        pass
