@@ -414,6 +414,8 @@ class KvCache:
     def settle(self) -> bool:
         """Take in transfers that are over; says whether there were any. Those between device and host memory come first: what has landed is
         written to cold tiers, and what was read from them is sent on."""
+        if not self._host.num_slots:
+            return False  # nothing is ever in flight
         before = self.num_in_flight
         self._host.expire()
         self.saves.settle()

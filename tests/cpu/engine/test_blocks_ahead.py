@@ -163,7 +163,7 @@ def test_a_copy_waits_for_a_step_that_still_uses_its_slots(
     monkeypatch.setattr(scheduler, "plan", plan_and_let_go)
     turn(engine)
     ahead = track.ahead
-    assert isinstance(ahead, BlockLoad) and last in ahead.dest_slots and len(ahead.after) == 1
+    assert isinstance(ahead, BlockLoad) and last in ahead.copies[0].dest_slots and len(ahead.after) == 1
     until(engine, lambda: ahead.settled)
     engine.cancel(running.request_id)
     run_all(engine)

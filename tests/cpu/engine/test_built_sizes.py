@@ -121,7 +121,7 @@ def test_where_no_size_is_given_host_memory_is_a_quarter_of_what_is_free_and_bou
 def test_what_the_device_keeps_is_not_saved_again_where_it_keeps_anything(make_engine: MakeEngine, prefix_cache: bool) -> None:
     cache = make_engine(host_blocks=8, prefix_cache=prefix_cache).cache
     assert cache.saves.limits.postpones == prefix_cache
-    assert cache.saves.limits.overlap_tokens == storage._CPU_OVERLAP_TOKENS and cache.saves.limits.memory is not None
+    assert cache.saves.limits.overlap_tokens == storage._CPU_OVERLAP_TOKENS and cache.saves.host.memory is not None
 
 
 def test_tiers_behind_host_memory_have_their_lanes_and_a_quarter_of_it_in_their_queue(

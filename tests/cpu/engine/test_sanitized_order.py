@@ -15,6 +15,7 @@ from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, unti
 from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan, Waits
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.transfer.checked import ByteChecks
 from penstock.kv.transfer.mover import Group
 from penstock.lanes.cpu import CpuLane
@@ -116,7 +117,8 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     load.let()
     run_all(engine)
     assert running is not None and was_replayed == captured
-    parts = [arrival.fence for one in running.loads for arrival in one.arrivals or ()]
+    copies = [copy for one in running.loads if isinstance(one, BlockLoad) for copy in one.copies]
+    parts = [arrival.fence for copy in copies for arrival in copy.arrivals or ()]
     assert len(parts) == len(each) > 1 and all(fence in waited_for for fence in parts)
 
 

@@ -105,8 +105,10 @@ class WatchedWorld(World):
 
     def close(self) -> None:
         self.cache.drain(1.0)
-        self.cache.check()
-        self.cache.close(1.0)
+        try:
+            self.cache.check()
+        finally:  # whoever watches is told of what is left when the pools are closed
+            self.cache.close(1.0)
 
     @staticmethod
     def _failing(mover: Mover) -> Failing:

@@ -323,9 +323,11 @@ class Saves:
         """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the device has. Where not, such
         blocks are being moved to host memory when this returns, with those of the `num_more` that would be next; `floor` slots stay
         available meanwhile. `tables` are open. Without a host tier every block is lost in any case."""
+        if not self.host.num_slots:
+            return True
         pool = self.pool
         num_evicted = min(num_blocks, pool.num_available) - pool.num_free
-        if num_evicted <= 0 or not self.host.num_slots or self.mover.is_late():
+        if num_evicted <= 0 or self.mover.is_late():
             return True
         if self._num_moving:
             return False  # what it frees comes first
