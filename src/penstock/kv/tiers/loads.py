@@ -307,19 +307,19 @@ class Loads:
         self.link = LinkRate(clock=time.monotonic)
         self._part_blocks = max(1, _PART_BYTES // saves.layout.block_bytes)
         self._whole = [Group((0, saves.layout.num_layers))]
-        self._loads: dict[BlockLoad, BlockTable] = {}  # in flight, and whose slots they fill
+        self._loads: dict[BlockTable, BlockLoad] = {}  # in flight, by the table whose slots they fill
         self._fetches: list[Fetch] = []  # not over
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
     @property
     def in_flight(self) -> Sequence[BlockLoad]:
-        return list(self._loads)
+        return list(self._loads.values())
 
     @property
     def reads(self) -> Sequence[Reads]:
         """Loads and fetches that are not over."""
-        return [*self._loads, *self._fetches]
+        return [*self._loads.values(), *self._fetches]
 
     @property
     def num_fetches(self) -> int:
@@ -328,18 +328,19 @@ class Loads:
     @property
     def is_cold(self) -> bool:
         """Whether a load from cold tiers is in flight."""
-        return any(load.is_cold for load in self._loads)
+        return any(load.is_cold for load in self._loads.values())
 
     def is_loading(self, table: BlockTable) -> bool:
-        return any(own is table and not load.settled for load, own in self._loads.items())
+        load = self._loads.get(table)
+        return load is not None and not load.settled
 
     def is_coming(self, number: int, key: bytes) -> bool:
         """Whether block `number` of a prefix, which has `key`, is on its way to the device and not late."""
-        return any(load.covers(number, key) and not load.over and not load.overdue for load in self._loads)
+        return any(load.covers(number, key) and not load.over and not load.overdue for load in self._loads.values())
 
     def num_abandoned(self, late: bool) -> int:
         """Slots of the device that only copies have, their tables having ended: of those that are `late`, or of the others."""
-        copies = (copy for load in self._loads if load.ended for copy in load.copies if not copy.settled)
+        copies = (copy for load in self._loads.values() if load.ended for copy in load.copies if not copy.settled)
         return sum(copy.num_blocks for copy in copies if copy.overdue == late)
 
     def pins(self) -> set[Pin]:
@@ -425,6 +426,8 @@ class Loads:
         """Fill the slots of `table` from number `first` on with the same blocks of `lease`, of which the first have `keys`; they may be
         written after `after`. What host memory has is copied, what is colder is read first. The lease ends with the load; if this raises,
         it is as it was."""
+        if table in self._loads:
+            raise InvariantBroken(f"{table.owner!r} loads blocks while others are on their way to its table")
         num_blocks = table.num_slots - first
         tier, num_same = next(iter(lease.runs_from(first)), (HOST, 0))
         kept = self.host.take_lease(lease)
@@ -439,7 +442,7 @@ class Loads:
             else:
                 self._begin_copy(load, lease, num_next >= self.saves.limits.overlap_tokens)
         except BaseException:
-            if load not in self._loads:
+            if table not in self._loads:
                 self.host.keep(lease, *kept)
             raise
         return load
@@ -493,7 +496,7 @@ class Loads:
         load = copy.load
         load.copies.append(copy)
         load.num_sent += copy.num_blocks
-        self._loads[load] = load.table
+        self._loads[load.table] = load
 
     def _groups(self, num_blocks: int, layered: bool) -> list[Group]:
         """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of them apart: a step may be
@@ -511,7 +514,7 @@ class Loads:
 
     def _begin_reads(self, load: BlockLoad, lease: HostLease) -> None:
         """Some of it is colder than host memory: that is read while the rest is copied."""
-        self._loads[load] = load.table
+        self._loads[load.table] = load
         wanted: list[tuple[int, str]] = []  # blocks that are not in host memory, and who has them
         block = 0
         for tier, num_blocks in lease.runs_from(load.first):
@@ -637,7 +640,7 @@ class Loads:
 
     def _share(self, keys: Sequence[bytes]) -> None:
         """A fetch has read these, or could not: loads that wait for some of them go on, or end there."""
-        for load in self._loads:
+        for load in self._loads.values():
             awaited = {key: load.awaited.pop(key)[0] for key in keys if key in load.awaited}
             slots, pin = self.host.pin_each(list(awaited), load.label)
             if pin is not None:
@@ -727,9 +730,9 @@ class Loads:
         for fetch in self._fetches:
             self._advance_fetch(fetch)
         self._fetches = [fetch for fetch in self._fetches if not fetch.over]
-        for load in self._loads:
+        for load in self._loads.values():
             self._advance(load)
-        for load in [load for load in self._loads if load.over]:
+        for load in [load for load in self._loads.values() if load.over]:
             self._end(load)
 
     def _advance(self, load: BlockLoad) -> None:
@@ -755,7 +758,7 @@ class Loads:
     def _end(self, load: BlockLoad) -> None:
         """It is over: nothing protects its sources any more."""
         self.host.end_handles(load.kept)
-        del self._loads[load]
+        del self._loads[load.table]
 
     def check(self) -> None:
         """Raises where fetches have reserved more than they may."""
