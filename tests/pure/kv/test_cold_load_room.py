@@ -231,3 +231,15 @@ def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back()
         rig.cache.settle()
     assert rig.cache.settle() is not None and load.settled and load.num_landed == 0
     rig.end(table)
+
+
+def test_a_load_that_nothing_came_of_keeps_nobody_waiting() -> None:
+    rig = from_ssd()
+    taken = rig.host.take_private(rig.host.slots.free, "somebody")
+    assert taken is not None
+    table, load = rig.load(EIGHT)
+    assert load.settled and load.over and load.num_landed == 0
+    rig.cache.release(table, None)
+    assert not rig.cache.is_pending(rig.keys(EIGHT)), "also before the next turn has taken note of its end"
+    taken.rollback()
+    rig.end()

@@ -158,7 +158,7 @@ class Questions:
         try:
             if not finding.ready:  # else nobody waits for the answer any more
                 finding.answer(self._calls.find(keys))
-        except Exception as error:  # a store's own end in the exchanges: this is a defect
+        except Exception as error:  # a store's own end in its calls: this is a defect
             self._defects.append(error)
         finally:
             finding.answer(0)
@@ -490,7 +490,7 @@ class ColdTier(ColdFigures):
     def _probe(self) -> None:
         try:
             self._calls.probe()
-        except BaseException as error:  # a store's own end in the exchanges: this is a defect, and nobody looks at the ticket of a probe
+        except BaseException as error:  # a store's own end in its calls: this is a defect, and nobody looks at the ticket of a probe
             self._defects.append(error)
         finally:
             self.wake()

@@ -50,7 +50,7 @@ class Copier(Protocol):
 
 
 class Transfer:
-    """Blocks on their way. Implements `contract.Load`.
+    """Blocks on their way from one arena to the other.
 
     Whoever makes one keeps both ends protected until `settled`, whatever becomes of the request it was made for. The launcher sets
     `arrivals` last, so that who sees them sees everything before.
@@ -90,20 +90,8 @@ class Transfer:
         return len(self.source_slots)
 
     @property
-    def layered(self) -> bool:
-        return False
-
-    @property
     def overdue(self) -> bool:
         return not self.settled and time.monotonic() > self.deadline_s
-
-    def nearly_landed(self) -> bool:
-        arrivals = self.arrivals
-        return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())
-
-    @property
-    def num_landed(self) -> int:
-        return self.num_blocks if self.settled and self.error() is None else 0
 
     def take_arrived(self) -> Iterator[BaseException | None]:
         """For each group that is over and was not yet given out, in order: what went wrong with it."""
