@@ -111,7 +111,7 @@ class World:
         for slot in slots:  # the next to be drawn
             self.device[slot] = ["stale"] * LAYERS
 
-    def promote(self, name: str, num_blocks: int) -> tuple[BlockTable, Transfer]:
+    def promote(self, name: str, num_blocks: int) -> tuple[BlockTable, BlockLoad]:
         prefix = self.prefix(name, num_blocks)
         lease = self.cache.lease(name, prefix)
         assert lease is not None and lease.num_from(0) == num_blocks
@@ -131,11 +131,14 @@ class World:
         return [cell for slot in slots if slot >= 0 for cell in self.host[slot]]
 
     def finish(self, table: BlockTable, fence: Fence) -> None:
+        self.leave(table, fence)
+        self.cache.check()
+
+    def leave(self, table: BlockTable, fence: Fence) -> None:
         fence.wait_passed()
         self.cache.settle()
         self.cache.release(table, fence)
         self.cache.drain(1.0)
-        self.cache.check()
 
     def _fill(self, slots: Sequence[int], layer: int, name: str) -> None:
         for slot in slots:
