@@ -34,7 +34,9 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.loads import Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer.mover import Mover
 
 BLOCK = 16
@@ -142,9 +144,9 @@ class Model:
         self.pool = BlockPool(o.device_blocks, "device", eviction=make_order(on_device, o.device_blocks, BLOCK))
         host_pool = BlockPool(o.host_blocks, "host", eviction=make_order(o.eviction, o.host_blocks, BLOCK))
         host = HostTier(host_pool, BLOCK, 1e9, self.clock)
-        movers = self._mover("host", "device"), self._mover("device", "host")
-        self.ladder = Ladder(self.pool, host, movers, LAYOUT, LadderLimits(1024, 30.0, postpones=True))
-        self.cache = KvCache(self.pool, Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"), True, self.ladder)
+        loader, saver = self._mover("host", "device"), self._mover("device", "host")
+        loads = Loads(Saves(self.pool, host, (), saver, LAYOUT, TierLimits(1024, 30.0, postpones=True)), loader)
+        self.cache = KvCache(self.pool, Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"), True, loads)
         bound_s = o.max_overtaken_s if o.scheduling == "cost" else 0.0
         budget = Budget(256, 8192, max_overtaken_s=bound_s, chunk_s=o.chunk_ms / 1000, min_chunk=512)
         self.scheduler = Scheduler(self.cache, budget, (), self.cache.prefill)
@@ -243,7 +245,7 @@ class Model:
 
     def _rest(self) -> None:
         """Nothing is computed: until a copy is over, or somebody sends something."""
-        times = [mover.lane.busy_s for mover in (self.ladder.promoter, self.ladder.demoter)]  # type: ignore[attr-defined]
+        times = [mover.lane.busy_s for mover in (self.cache.loads.mover, self.cache.saves.mover)]  # type: ignore[attr-defined]
         times += [when for when, *_ in self.arriving[:1]]
         later = [when for when in times if when > self.clock.now_s]
         self.clock.now_s = min(min(later, default=self.clock.now_s + 0.001), self.clock.now_s + 0.005)

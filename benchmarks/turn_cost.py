@@ -34,10 +34,11 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.loads import Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer.mover import Mover
 from penstock.testing.stores import MemoryStore
 
@@ -94,28 +95,24 @@ class Rig:
     ) -> None:
         self.pool = BlockPool(num_blocks, "device", eviction=make_order(self.eviction, num_blocks, BLOCK))
         self.lanes = SteppedLanes()
-        self.cache = KvCache(self.pool, SCOPE, True, self._ladder(num_host, has_disk) if num_host else None)
+        self.cache = KvCache(self.pool, SCOPE, True, self._loads(num_host, has_disk) if num_host else None)
         self.scheduler = Scheduler(self.cache, Budget(max_batch, chunk, max_overtaken_s=max_overtaken_s), ())
         self.packer = Packer(BLOCK, num_blocks, max_batch)
         self.staging = np.empty(4 * (chunk + max_batch) + 8 * max_batch + 8, np.int32)
         self.num_submitted = 0
         self.events: list[TokenEvent] = []
 
-    def _ladder(self, num_host: int, has_disk: bool) -> Ladder:
+    def _loads(self, num_host: int, has_disk: bool) -> Loads:
         host = HostTier(BlockPool(num_host, "host", eviction=make_order(self.eviction, num_host, BLOCK)), BLOCK, 1e9)
         movers = [Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}")) for ends in ENDS]
-        limits = LadderLimits(0, 1e9, load_always=True, postpones=not has_disk)
-        ladder = Ladder(self.pool, host, (movers[0], movers[1]), LAYOUT, limits)
-        if has_disk:
-            self._put_disk_behind(ladder)
-        return ladder
+        limits = TierLimits(0, 1e9, load_always=True, postpones=not has_disk, admission="reuse")
+        return Loads(Saves(self.pool, host, [self._disk()] if has_disk else (), movers[1], LAYOUT, limits), movers[0])
 
-    def _put_disk_behind(self, ladder: Ladder) -> None:
+    def _disk(self) -> ColdTier:
         memory = memoryview(bytearray(64))
         lanes = ColdLanes([self.lanes.lane("read")], [self.lanes.lane("write")], None)
         limits = ColdLimits(group_bytes=64 * 64, write_bytes=64 * 64, stuck_s=1e9)
-        tier = ColdTier(MemoryStore("ssd", local=True), lanes, lambda slot: memory, ("host", 2), limits)
-        ladder.put_behind(Behind(ladder.host, [tier], LAYOUT.block_bytes, "reuse"))
+        return ColdTier(MemoryStore("ssd", local=True), lanes, lambda slot: memory, ("host", 2), limits)
 
     def submit(self, tokens: list[int], max_tokens: int = 64, prefix: Prefix | None = None, **sampling: Any) -> str:
         """`prefix`: that of these tokens, where the caller has it."""
@@ -221,17 +218,16 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
     plans both lose some blocks. Whoever is cheapest to start goes first."""
     num = blocks(num_tokens)
     rig = Rig(16 * num + num_requests // 4 + 64, 1, num_host=16 * num, has_disk=False, max_overtaken_s=60.0)
-    ladder = rig.cache.ladder
-    assert ladder is not None
-    ladder.prefill.add(8192, 4096.0, 0.2)
-    ladder.link.bytes_per_s = 1e9
+    cache = rig.cache
+    cache.loads.prefill.add(8192, 4096.0, 0.2)
+    cache.loads.link.bytes_per_s = 1e9
     known = [(tokens, rig.cache.prefix_of(tokens)) for tokens in (prompt(num_tokens, number) for number in range(48))]
     for number, (_, prefix) in enumerate(known[:32]):
         assert prefix is not None
         if number < 16:
             remember(rig.pool, prefix.keys)
         else:
-            remember(ladder.host._pool, prefix.keys)
+            remember(cache.saves.host._pool, prefix.keys)
     rig.submit([1, 2, 3], max_tokens=2 * num_requests + 100)
     rig.step()
     for number in range(num_requests):  # one comes in each turn
@@ -242,7 +238,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
         yield "line: plan, one is new", ms
         rig.commit(plan)
     for _ in range(50):
-        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), ladder.host._pool.evict(8)))[0]
+        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), cache.saves.host._pool.evict(8)))[0]
         ms, plan = timed(rig.plan)
         yield "line: plan", ms
         rig.commit(plan)
@@ -264,8 +260,8 @@ def awaiting_room(num_tokens: int, num_requests: int) -> Times:
     rig = Rig(2 * num + 4 * num_requests + 8, num_requests + 1, num_host=num, has_disk=False)
     tokens = prompt(num * BLOCK)
     prefix = rig.cache.prefix_of(tokens)
-    assert prefix is not None and rig.cache.ladder is not None
-    remember(rig.cache.ladder.host._pool, prefix.keys)
+    assert prefix is not None
+    remember(rig.cache.saves.host._pool, prefix.keys)
     rig.submit([1, 2, 3], max_tokens=(num - 32) * BLOCK + 32)
     for _ in range(1, num_requests):
         rig.submit([1, 2, 3], max_tokens=3 * BLOCK)

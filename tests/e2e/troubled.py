@@ -54,9 +54,8 @@ class Troubled:
 
     def __init__(self, config: Config) -> None:
         self.engine, self._sanitizer = build_sanitized(config)
-        ladder = self.engine.cache.ladder
-        assert ladder is not None
-        ladder.prefill = Unmeasured()
+        cache = self.engine.cache
+        cache.loads.prefill = Unmeasured()
         self._loop = EngineLoop(self.engine)
         self._loop.start()
 
@@ -81,7 +80,7 @@ class Troubled:
         return found
 
     def store(self, tier: str) -> Any:
-        return self.engine.cache.cold_tiers[tier].exchanges.store
+        return self.engine.cache.cold_tiers[tier].calls.store
 
     @property
     def traffic(self) -> Traffic:

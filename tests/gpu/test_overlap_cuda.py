@@ -51,9 +51,9 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     expected = generate(make_engine(prefill_chunk=1536), whole, max_tokens=3).tokens
     generate(engine, stem, max_tokens=1)
     forget(engine)
-    ladder = engine.cache.ladder
-    assert ladder is not None
-    monkeypatch.setattr(ladder, "_groups", lambda num, layered: [Group((i, i + 1)) for i in range(engine._parts.arena.layout.num_layers)])
+    cache = engine.cache
+    num_layers = engine._parts.arena.layout.num_layers
+    monkeypatch.setattr(cache.loads, "_groups", lambda num, layered: [Group((i, i + 1)) for i in range(num_layers)])
     slow_after_the_first_group(engine)
     events: dict[int, torch.cuda.Event] = {}
     model = type(engine._parts.executor._forward.model)

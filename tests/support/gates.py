@@ -56,6 +56,5 @@ def gate(mover: Mover) -> GatedCopier:
 
 def gates(engine: Engine) -> tuple[GatedCopier, GatedCopier]:
     """Of an engine's promotions and of its demotions."""
-    ladder = engine.cache.ladder
-    assert ladder is not None, "this engine has no tier behind the device"
-    return gate(ladder.promoter), gate(ladder.demoter)
+    cache = engine.cache
+    return gate(cache.loads.mover), gate(cache.saves.mover)

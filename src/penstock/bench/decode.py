@@ -153,7 +153,7 @@ class RestoreBench:
         return results
 
     def _returning(self, engine: Engine, config: Config) -> list[list[int]]:
-        block_bytes = engine.cache.ladder.block_bytes if engine.cache.ladder is not None else 1
+        block_bytes = engine.cache.saves.layout.block_bytes
         num_tokens = int(self.gib * GIB / block_bytes) * config.kv.block_tokens
         most = min(MOST_TOKENS, (engine.max_model_len - 1) // config.kv.block_tokens * config.kv.block_tokens)
         lengths = [min(most, num_tokens - first) for first in range(0, num_tokens, most)]

@@ -318,16 +318,15 @@ class UnreliableStore:
 def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Counter[str]:
     """Before the engine's first step: nothing may be in flight. Returns what is counted from then on."""
     counts: Counter[str] = Counter({COPIES_FAILED: 0, COPIES_STALLED: 0})
-    ladder = engine.cache.ladder
-    for mover in () if ladder is None else (ladder.promoter, ladder.demoter):
+    for mover in (engine.cache.loads.mover, engine.cache.saves.mover) if "host" in engine.tiers else ():
         mover.copier = UnreliableCopier(mover.copier, Mischief(counts, random.Random(rng.random()), stall_s))
     for tier in engine.cache.cold_tiers.values():
         mischief = Mischief(counts, random.Random(rng.random()), stall_s)
-        store = tier.exchanges.store
+        store = tier.calls.store
         if isinstance(store, SsdStore):
             store.files.io = UnreliableDisk(mischief)
         else:
-            tier.exchanges.store = UnreliableStore(store, mischief)
+            tier.calls.store = UnreliableStore(store, mischief)
     return counts
 
 

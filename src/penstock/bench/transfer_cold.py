@@ -16,7 +16,6 @@ import torch
 
 from penstock.bench.transfer_ways import CLOSE_S, TransferSize, TransferWay, Wait, pin_all
 from penstock.contract import Prefix, Table
-from penstock.engine.engine import POLL_BEHIND_S
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.handles import Reservation
 from penstock.kv.blocks.key import Scope
@@ -26,10 +25,11 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena
 from penstock.kv.memory.host import HostArena
 from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.envelope import checksum
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.loads import Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.store import BlockStore, Outcome, Space
 from penstock.models.progress import Progress
 
@@ -61,7 +61,7 @@ class ColdRig:
         self.tier = open_cold(self.store, self.host)
         self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
         pool = BlockPool(num_blocks, self.device.name)
-        self.cache = KvCache(pool, scope, ladder=self._ladder(pool))
+        self.cache = KvCache(pool, scope, loads=self._loads(pool))
         self._woken = threading.Event()
         self.cache.call_when_launched(self._woken.set)
         tokens = np.random.default_rng(self._seed).integers(0, 1 << 16, num_blocks * layout.block_tokens)
@@ -72,11 +72,10 @@ class ColdRig:
         self.depths = range(num_blocks)
         self.checksums: list[bytes] = []  # of the blocks, in order
 
-    def _ladder(self, pool: BlockPool) -> Ladder:
-        limits = LadderLimits(overlap_tokens=1, load_deadline_s=_WAIT_S, load_always=True)
-        ladder = Ladder(pool, self.slots, make_movers(self.device, self.host), self.layout, limits)
-        ladder.put_behind(Behind(self.slots, [self.tier], self.layout.block_bytes))
-        return ladder
+    def _loads(self, pool: BlockPool) -> Loads:
+        limits = TierLimits(overlap_tokens=1, load_deadline_s=_WAIT_S, load_always=True)
+        loader, saver = make_movers(self.device, self.host)
+        return Loads(Saves(pool, self.slots, [self.tier], saver, self.layout, limits), loader)
 
     # --------------------------------------------------------------------------------------------------------------- blocks
 
@@ -128,17 +127,17 @@ class ColdRig:
                 return
             if time.monotonic() > by_s:
                 raise DeadlineExceeded(f"blocks are still on their way after {_WAIT_S:g} s")
-            self._woken.wait(self.cache.look_again_s if self.cache.num_in_flight and not self.cache.is_hauling else POLL_BEHIND_S)
+            self._woken.wait(self.cache.look_again_s)
 
     def empty_store(self) -> None:
         """Raises StoreFailed."""
-        resetting = self.cache.begin_reset([self.tier.name])
+        resetting = self.cache.reset([self.tier.name])
         self.wait_until(lambda: resetting.settled)
         if resetting.error is not None:
             raise resetting.error
 
     def wait_idle(self) -> None:
-        self.wait_until(lambda: not (self.cache.num_in_flight or self.cache.num_behind))
+        self.wait_until(lambda: not (self.cache.num_in_flight or self.cache.num_cold_in_flight))
 
     # ------------------------------------------------------------------------------------------------------------------- end
 

@@ -43,7 +43,6 @@ from penstock.sanitizer.sanitizer import Sanitizer
 log = logging.getLogger(__name__)
 
 FlushLevel = Literal["captured", "visible", "persisted"]
-POLL_BEHIND_S = 0.5e-3  # while tiers behind host memory read or write: looking more often would take the interpreter from their lanes
 RESET_DEADLINE_S = 600.0  # for the engine thread to come round, and for stores to be emptied
 _GRACE_S = 1.0  # for a lane that has nothing to do any more to end
 
@@ -158,7 +157,7 @@ class Engine:
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
         """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine thread has done it, and
         until disks and stores have. Raises StoreFailed where one could not."""
-        done = self._begin(lambda: self._parts.cache.begin_reset(tiers))
+        done = self._begin(lambda: self._parts.cache.reset(tiers))
         try:
             forgotten: dict[str, int] = done.result(timeout=RESET_DEADLINE_S)
             return forgotten
@@ -216,7 +215,7 @@ class Engine:
             requests=scheduler.num_by_state(),
             prompt_tokens=dict(scheduler.counts.prompt_tokens),
             generated_tokens=scheduler.counts.generated_tokens,
-            kv_blocks={**{tier: slots._asdict() for tier, slots in cache.slots.items()}, **cache.behind},
+            kv_blocks={**{tier: slots._asdict() for tier, slots in cache.slots.items()}, **cache.cold},
             retractions=scheduler.counts.retractions,
             blocked_s=dict(self._blocked_s),
             ttft=self._outbox.ttft.copy(),
@@ -239,11 +238,11 @@ class Engine:
     def wait_work(self, timeout_s: float) -> None:
         """Block until somebody asks for something or a transfer has got further."""
         cache = self._parts.cache
-        if not cache.num_in_flight and not cache.num_behind:
+        if not cache.num_in_flight and not cache.num_cold_in_flight:
             self._inbox.wait(timeout_s)
             return
         started = time.monotonic()
-        self._inbox.wait(min(timeout_s, cache.look_again_s if cache.num_in_flight and not cache.is_hauling else POLL_BEHIND_S))
+        self._inbox.wait(min(timeout_s, cache.look_again_s))
         if self._parts.scheduler.awaits_load:
             self._load_exposed_s += time.monotonic() - started
 
@@ -288,7 +287,7 @@ class Engine:
 
     def is_transferring(self) -> bool:
         """Whether KV is on its way between tiers."""
-        return self._parts.cache.num_in_flight + self._parts.cache.num_behind > 0
+        return self._parts.cache.num_in_flight + self._parts.cache.num_cold_in_flight > 0
 
     def check(self) -> None:
         """Recount; raises InvariantBroken where the books do not add up. For the engine thread, or for anybody after `close`."""

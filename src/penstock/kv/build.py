@@ -1,4 +1,4 @@
-"""Opens a cache: arenas, pools, the movers between them, and the tiers behind host memory. Owns which parts belong together; the only place
+"""Opens a cache: arenas, pools, the movers between them, and cold tiers. Owns which parts belong together; the only place
 that wires storage, for the engine and for whoever measures it."""
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from penstock.kv.memory.arena import DeviceArena, free_bytes
 from penstock.kv.memory.guard import ArenaGuard
 from penstock.kv.memory.host import HostArena, HostMemory
 from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.loads import Loads, no_tiers
+from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store as open_remote
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space
 from penstock.kv.transfer.checked import ByteChecks
@@ -70,15 +71,18 @@ def open_cache(
     pool = BlockPool(num_blocks, arena.name, observer, _device_order(config, num_blocks))
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
-    ladder = None if host_arena is None else _ladder(config, pool, (arena, host_arena), observer, guard)
-    if ladder is not None and host_arena is not None:
-        stores = _open_stores(config, Space(scope.digest(), layout.block_bytes, host_arena.bytes))
-        admission = config.offload.ssd_admission if config.offload.ssd_dir is not None else "always"
-        limits = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
-        tiers = [open_cold(store, host_arena, limits, observer) for store in stores]
-        if tiers:
-            ladder.put_behind(Behind(ladder.host, tiers, layout.block_bytes, admission))
-    return Opened(KvCache(pool, scope, config.kv.prefix_cache, ladder), arena, guard)
+    if host_arena is None:
+        return Opened(KvCache(pool, scope, config.kv.prefix_cache, no_tiers(pool, layout.block_tokens)), arena, guard)
+    checks = None
+    if guard is not None and observer is not None:
+        checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
+    host = _open_host(config, host_arena, device, observer)
+    loader, saver = make_movers(arena, host_arena, observer, checks)
+    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes, host_arena.bytes))
+    queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
+    cold = [open_cold(store, host_arena, queue, observer) for store in stores]
+    saves = Saves(pool, host, cold, saver, layout, _limits(config, device))
+    return Opened(KvCache(pool, scope, config.kv.prefix_cache, Loads(saves, loader)), arena, guard)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
@@ -99,28 +103,20 @@ def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
     return make_order(name if name in DEVICE_EVICTIONS else "lru", num_blocks, config.kv.block_tokens)
 
 
-def _ladder(
-    config: Config,
-    pool: BlockPool,
-    arenas: tuple[DeviceArena, HostArena],
-    observer: StorageObserver | None,
-    guard: ArenaGuard | None,
-) -> Ladder:
-    arena, host_arena = arenas
-    layout = arena.layout
-    order = make_order(config.offload.eviction, host_arena.num_slots, layout.block_tokens)
-    host = HostTier(BlockPool(host_arena.num_slots, host_arena.name, observer, order), layout.block_tokens, config.offload.lease_s)
-    if arena.device.type == "cuda":  # elsewhere every slot can be used at once
+def _open_host(config: Config, arena: HostArena, device: torch.device, observer: StorageObserver | None) -> HostTier:
+    order = make_order(config.offload.eviction, arena.num_slots, arena.layout.block_tokens)
+    host = HostTier(BlockPool(arena.num_slots, arena.name, observer, order), arena.layout.block_tokens, config.offload.lease_s)
+    if device.type == "cuda":  # elsewhere every slot can be used at once
         host.withhold()
-    memory = HostMemory(host_arena, host.ready)
-    checks = None
-    if guard is not None and observer is not None:
-        checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
-    overlap_tokens = _CUDA_OVERLAP_TOKENS if arena.device.type == "cuda" else _CPU_OVERLAP_TOKENS
-    limits = LadderLimits(
-        overlap_tokens, config.offload.load_deadline_s, config.offload.load_always, postpones=config.kv.prefix_cache, memory=memory
-    )
-    return Ladder(pool, host, make_movers(arena, host_arena, observer, checks), layout, limits)
+    host.memory = HostMemory(arena, host.ready)
+    return host
+
+
+def _limits(config: Config, device: torch.device) -> TierLimits:
+    offload = config.offload
+    overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
+    admission = offload.ssd_admission if offload.ssd_dir is not None else "always"
+    return TierLimits(overlap_tokens, offload.load_deadline_s, offload.load_always, config.kv.prefix_cache, admission)
 
 
 def make_movers(
@@ -139,7 +135,7 @@ def make_movers(
 
 
 def _open_stores(config: Config, space: Space) -> Sequence[BlockStore]:
-    """Those behind host memory, hottest first: adding one is a line here and a file with its store."""
+    """Those colder than host memory, hottest first: adding one is a line here and a file with its store."""
     offload, stores = config.offload, list[BlockStore]()
     with contextlib.ExitStack() as undo:  # a directory stays locked for as long as its store is open
         if offload.ssd_dir is not None:

@@ -14,7 +14,7 @@ from penstock.models.progress import silent
 
 
 def test_decoding_goes_on_while_prefixes_come_back(tiered_engine, tiered_config):
-    block_gib = tiered_engine.cache.ladder.block_bytes / 2**30
+    block_gib = tiered_engine.cache.saves.layout.block_bytes / 2**30
     (row,) = RestoreBench((2,), gib=10.5 * block_gib, tokens=40, repeat=1, seed=0).measure(tiered_engine, tiered_config, silent).rows
     assert row["promoted_blocks"] == 10
     assert row["alone_ms"]["steps"] > 20 and row["restoring_ms"]["steps"] > 20
@@ -22,8 +22,8 @@ def test_decoding_goes_on_while_prefixes_come_back(tiered_engine, tiered_config)
 
 
 def test_a_restore_that_brings_nothing_back_is_not_reported(tiered_engine, tiered_config, monkeypatch):
-    monkeypatch.setattr(type(tiered_engine.cache.ladder), "worth", lambda self, lease, depth: 0)
-    block_gib = tiered_engine.cache.ladder.block_bytes / 2**30
+    monkeypatch.setattr(type(tiered_engine.cache.loads), "worth", lambda self, lease, depth: 0)
+    block_gib = tiered_engine.cache.saves.layout.block_bytes / 2**30
     with pytest.raises(InvariantBroken, match="0 blocks were promoted"):
         RestoreBench((2,), gib=10.5 * block_gib, tokens=40, repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
 

@@ -17,7 +17,7 @@ from penstock.config import SanitizeConfig
 from penstock.contract import SamplingParams
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Ladder
+from penstock.kv.tiers.saves import Saves
 from penstock.models.progress import silent
 from support.driving import tiny_config
 
@@ -83,7 +83,7 @@ def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
 
 def test_a_pin_that_nobody_ends_is_noticed(monkeypatch):
     monkeypatch.setattr(soak, "END_S", 1.0)
-    monkeypatch.setattr(Ladder, "_end_demotion", lambda self, transfer: None)
+    monkeypatch.setattr(Saves, "_end", lambda self, save: None)
     violations = run(seconds=0.5).violations
     assert any("slots of device are pinned" in violation for violation in violations)
     assert any("the engine's loop failed: Leaked" in violation for violation in violations)

@@ -15,7 +15,7 @@ from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, 
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded
-from penstock.kv.tiers.loads import Promotion
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.lanes.polling import POLL_MOST_S
 from support.driving import Collected, generate, run_all, settle_all, submit
 from support.gates import GatedCopier, gates
@@ -38,7 +38,7 @@ def crowded(make_engine: MakeEngine, prompts: Prompts) -> tuple[Engine, GatedCop
     return engine, load, expected
 
 
-def waiting(engine: Engine, prompts: Prompts) -> tuple[Collected, Collected, Promotion]:
+def waiting(engine: Engine, prompts: Prompts) -> tuple[Collected, Collected, BlockLoad]:
     """One that runs, one that waits for it, and what is on its way to the device for that."""
     running = submit(engine, prompts(20, seed=9), max_tokens=RUNNING)
     until(engine, lambda: len(running.tokens) > 2)
@@ -46,7 +46,7 @@ def waiting(engine: Engine, prompts: Prompts) -> tuple[Collected, Collected, Pro
     turn(engine)
     assert states(engine) == {"running": 1, "waiting": 1}
     ahead = engine._parts.scheduler._tracks[behind.request_id].ahead
-    assert isinstance(ahead, Promotion) and ahead.num_blocks == BLOCKS - 30
+    assert isinstance(ahead, BlockLoad) and ahead.num_blocks == BLOCKS - 30
     return running, behind, ahead
 
 
@@ -69,7 +69,7 @@ def test_a_request_that_waits_for_room_finds_its_blocks_on_the_device(make_engin
 def test_the_bytes_are_those_that_were_saved(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine, load, _ = crowded(make_engine, prompts)
     prefix = engine.cache.prefix_of(prompts(LENGTH))
-    assert prefix is not None and engine.cache.ladder is not None
+    assert prefix is not None
     load.let()
     generate(engine, prompts(LENGTH), max_tokens=1)
     arena, pool = engine._parts.arena.tensor, engine.cache._pool
@@ -163,7 +163,7 @@ def test_a_copy_waits_for_a_step_that_still_uses_its_slots(
     monkeypatch.setattr(scheduler, "plan", plan_and_let_go)
     turn(engine)
     ahead = track.ahead
-    assert isinstance(ahead, Promotion) and last in ahead.dest_slots and len(ahead.after) == 1
+    assert isinstance(ahead, BlockLoad) and last in ahead.copies[0].dest_slots and len(ahead.after) == 1
     until(engine, lambda: ahead.settled)
     engine.cancel(running.request_id)
     run_all(engine)

@@ -119,9 +119,9 @@ def test_where_no_size_is_given_host_memory_is_a_quarter_of_what_is_free_and_bou
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_what_the_device_keeps_is_not_saved_again_where_it_keeps_anything(make_engine: MakeEngine, prefix_cache: bool) -> None:
-    ladder = make_engine(host_blocks=8, prefix_cache=prefix_cache).cache.ladder
-    assert ladder is not None and ladder._limits.postpones == prefix_cache
-    assert ladder._limits.overlap_tokens == storage._CPU_OVERLAP_TOKENS and ladder._limits.memory is not None
+    cache = make_engine(host_blocks=8, prefix_cache=prefix_cache).cache
+    assert cache.saves.limits.postpones == prefix_cache
+    assert cache.saves.limits.overlap_tokens == storage._CPU_OVERLAP_TOKENS and cache.saves.host.memory is not None
 
 
 def test_tiers_behind_host_memory_have_their_lanes_and_a_quarter_of_it_in_their_queue(
@@ -144,21 +144,20 @@ def test_tiers_behind_host_memory_have_their_lanes_and_a_quarter_of_it_in_their_
 
 def test_a_sanitizer_hears_every_lane_and_every_pool(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(host_blocks=8, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25)
-    sanitizer, ladder = engine._parts.sanitizer, engine.cache.ladder
-    assert sanitizer is not None and ladder is not None
+    sanitizer, cache = engine._parts.sanitizer, engine.cache
+    assert sanitizer is not None
     cold = engine.cache.cold_tiers["ssd"]._lanes
     lanes: list[Any] = [engine._parts.lanes[0], *cold.readers, *cold.writers]
-    for mover in (ladder.promoter, ladder.demoter):
+    for mover in (cache.loads.mover, cache.saves.mover):
         lanes += [mover.lane, mover._launcher]
     assert [lane.name for lane in lanes if lane._observer is not sanitizer] == []
-    assert engine.cache._pool._observer is sanitizer and ladder.host._pool._observer is sanitizer
+    assert engine.cache._pool._observer is sanitizer and cache.saves.host._pool._observer is sanitizer
 
 
 def test_computing_and_copying_track_no_gradients(make_engine: MakeEngine) -> None:
     engine = make_engine(host_blocks=8)
-    ladder = engine.cache.ladder
-    assert ladder is not None
+    cache = engine.cache
     found: list[bool] = []
-    for lane in (engine._parts.lanes[0], ladder.promoter.lane, ladder.promoter._launcher, ladder.demoter.lane):
+    for lane in (engine._parts.lanes[0], cache.loads.mover.lane, cache.loads.mover._launcher, cache.saves.mover.lane):
         lane.submit(lambda: found.append(torch.is_inference_mode_enabled()), label="look").wait_done(30.0)  # type: ignore[union-attr]
     assert found == [True] * 4

@@ -34,7 +34,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 
 def store_of(engine: Engine, tier: str) -> Any:
-    return engine.cache.cold_tiers[tier]._exchanges.store
+    return engine.cache.cold_tiers[tier]._calls.store
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def test_a_store_in_trouble_means_computing(
     assert (traffic.checksum_failures.get("remote", 0) > 0) is (trouble is damages)
 
 
-def test_a_haul_that_ends_short_keeps_what_came(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_load_that_ends_short_keeps_what_came(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
     engine = make_engine(host_blocks=64, remote="memory://")
     prompt = prompts(16 * 40 + 5)
     cold = generate(engine, prompt)
@@ -316,7 +316,7 @@ def test_a_reset_of_the_disk_is_for_good(make_engine: MakeEngine, prompts: Promp
     engine = make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
     generate(engine, prompts(100))
     only_colder(engine)
-    resetting = engine.cache.begin_reset(["ssd"])
+    resetting = engine.cache.reset(["ssd"])
     until(engine, lambda: resetting.settled)
     assert resetting.forgotten == {"ssd": 6} and resetting.error is None
     assert generate(engine, prompts(100)).source == KvSource(computed=100)

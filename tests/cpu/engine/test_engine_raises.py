@@ -75,11 +75,11 @@ def test_a_name_that_is_in_use_is_refused_and_its_first_owner_goes_on(make_engin
     first, second = list[TokenEvent](), list[TokenEvent]()
     for listener in (first, second):
         engine.submit(prompts(40), SamplingParams(max_tokens=3, ignore_eos=True), listener.append, request_id="same")
-    ladder = engine.cache.ladder
-    assert ladder is not None and ladder.host.num_leases == 2, "each has what host memory has of its prompt"
+    cache = engine.cache
+    assert cache.saves.host.num_leases == 2, "each has what host memory has of its prompt"
     run_all(engine)
     assert [event.finish for event in second] == [FinishReason.ERROR] and second[0].error == "request id same is in use"
-    assert first[-1].finish is FinishReason.LENGTH and ladder.host.num_leases == 0
+    assert first[-1].finish is FinishReason.LENGTH and cache.saves.host.num_leases == 0
 
 
 # --------------------------------------------------------------------------------------------------------- whoever waits

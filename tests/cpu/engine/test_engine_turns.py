@@ -102,11 +102,11 @@ def test_a_request_is_work_from_its_submission_on(make_engine: MakeEngine, promp
 
 def test_transfers_of_every_kind_count_as_transfers(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    for in_flight, behind in ((0, 0), (1, 0), (0, 1)):
+    for in_flight, cold in ((0, 0), (1, 0), (0, 1)):
         with monkeypatch.context() as patched:
             patched.setattr(type(engine.cache), "num_in_flight", property(lambda self, num=in_flight: num))
-            patched.setattr(type(engine.cache), "num_behind", property(lambda self, num=behind: num))
-            assert engine.is_transferring() == bool(in_flight + behind)
+            patched.setattr(type(engine.cache), "num_cold_in_flight", property(lambda self, num=cold: num))
+            assert engine.is_transferring() == bool(in_flight + cold)
 
 
 # --------------------------------------------------------------------------------------------------------------- handed on
@@ -157,8 +157,8 @@ def test_a_reset_is_of_device_and_host_memory_unless_said_otherwise(
 ) -> None:
     engine = make_engine(host_blocks=16)
     asked: list[Sequence[str]] = []
-    begin = engine.cache.begin_reset
-    monkeypatch.setattr(engine.cache, "begin_reset", lambda tiers: asked.append(tuple(tiers)) or begin(tiers))
+    begin = engine.cache.reset
+    monkeypatch.setattr(engine.cache, "reset", lambda tiers: asked.append(tuple(tiers)) or begin(tiers))
     loop = EngineLoop(engine)
     loop.start()
     engine.reset_cache()

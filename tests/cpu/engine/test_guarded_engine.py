@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 sanitizer = GuardedSanitizer()
 engine = build(tiny_config(host_blocks=64, blocks=24), sanitizer=sanitizer)
 parts = engine._parts
-for arena in (parts.arena, parts.cache.ladder._limits.memory._arena):
+for arena in (parts.arena, parts.cache.saves.host.memory._arena):
     layout = arena.layout
     sanitizer.guard(GuardedArena(arena.name, arena.tensor.data_ptr(), layout.block_bytes, layout.num_layers, arena.num_slots))
 

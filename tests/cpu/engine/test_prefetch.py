@@ -46,7 +46,7 @@ def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(make_en
     cold = generate(engine, prompts(400))
     only_colder(engine)
     ahead, behind = waiting_behind(engine, prompts, prompts(400))
-    until(engine, lambda: engine.stats().traffic.bytes["ssd", "host"] > 0 and engine.cache.num_behind == 0)  # type: ignore[union-attr]
+    until(engine, lambda: engine.stats().traffic.bytes["ssd", "host"] > 0 and engine.cache.num_cold_in_flight == 0)  # type: ignore[union-attr]
     assert ahead.finish is None and not behind.tokens, "while the first one computes"
     run_all(engine)
     assert behind.tokens == cold.tokens and behind.source == KvSource(host=399, computed=1)
@@ -156,7 +156,7 @@ def test_a_reset_while_it_is_read_for_is_for_good(make_engine: MakeEngine, promp
     with held(shared, "read"):
         fetch = prefetch(engine, prompts(100))
         until(engine, lambda: fetch.num_blocks == 6)
-        resetting = engine.cache.begin_reset(["host", "remote"])
+        resetting = engine.cache.reset(["host", "remote"])
     until(engine, lambda: resetting.settled)
     settle_all(engine)
     assert fetch.settled and not shared.blocks and engine.stats().kv_blocks["host"]["idle"] == 0

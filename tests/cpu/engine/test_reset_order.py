@@ -124,7 +124,7 @@ def test_a_reset_takes_what_was_queued_for_writing_before_it(
     engine = make_engine(host_blocks=64, remote="memory://")
     with held(shared, "write"):
         generate(engine, prompts(SIX))
-        until(engine, lambda: engine.cache.num_in_flight == 0 and engine.cache.num_behind > 0)
+        until(engine, lambda: engine.cache.num_in_flight == 0 and engine.cache.num_cold_in_flight > 0)
         shared.gate.wait_came()
         reset = resetting(engine, "remote")
         turn(engine, 20)
@@ -208,7 +208,7 @@ def test_a_reset_of_host_memory_takes_what_a_waiting_request_wants_and_it_comput
     settle_all(engine)
     engine.cache.reset(("device",))
     found = submit(engine, prompts(SIX))
-    assert engine.cache.reset(("device", "host")) == {"device": 0, "host": 6}
+    assert engine.cache.reset(("device", "host")).forgotten == {"device": 0, "host": 6}
     run_all(engine)
     assert found.tokens == cold.tokens and found.source == KvSource(computed=100)
 
@@ -222,7 +222,7 @@ def test_a_reset_of_host_memory_leaves_what_a_request_is_admitted_with(make_engi
     load.hold()
     found = submit(engine, prompts(SIX))
     until(engine, lambda: engine.stats().requests["loading"] == 1)
-    assert engine.cache.reset(("device", "host")) == {"device": 0, "host": 0}
+    assert engine.cache.reset(("device", "host")).forgotten == {"device": 0, "host": 0}
     load.let()
     run_all(engine)
     assert found.tokens == cold.tokens and found.source == KvSource(host=96, computed=4)

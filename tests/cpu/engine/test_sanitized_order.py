@@ -15,6 +15,7 @@ from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, unti
 from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan, Waits
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.transfer.checked import ByteChecks
 from penstock.kv.transfer.mover import Group
 from penstock.lanes.cpu import CpuLane
@@ -101,7 +102,7 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     engine = make_engine(host_blocks=64)
     overlap_from(engine, 1 << 30 if captured else 0)
     each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
-    monkeypatch.setattr(engine.cache.ladder, "_groups", lambda num_blocks, layered: each)
+    monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
     generate(engine, prompts(80), max_tokens=4)
     forget(engine)
     load, _ = gates(engine)
@@ -116,7 +117,8 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     load.let()
     run_all(engine)
     assert running is not None and was_replayed == captured
-    parts = [arrival.fence for one in running.loads for arrival in one.arrivals or ()]
+    copies = [copy for one in running.loads if isinstance(one, BlockLoad) for copy in one.copies]
+    parts = [arrival.fence for copy in copies for arrival in copy.arrivals or ()]
     assert len(parts) == len(each) > 1 and all(fence in waited_for for fence in parts)
 
 
@@ -146,11 +148,11 @@ def test_a_step_that_ends_while_its_load_is_still_being_compared_is_no_trouble(
 ) -> None:
     """In checked mode what has come back is compared on the device, which may take longer than the step that waited for it."""
     engine = make_engine(host_blocks=64)
-    ladder = engine.cache.ladder
-    assert ladder is not None and isinstance(ladder.promoter.checks, ByteChecks)
+    cache = engine.cache
+    assert isinstance(cache.loads.mover.checks, ByteChecks)
     cold = generate(engine, prompts(90), max_tokens=30)
     forget(engine)
-    guard = ladder.promoter.checks._guard
+    guard = cache.loads.mover.checks._guard
     digests = guard.digests
 
     def slow(arena: str, slots: Sequence[int]) -> list[int]:
@@ -168,7 +170,7 @@ def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it
     engine = make_engine(host_blocks=64)
     overlap_from(engine, 0)
     each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
-    monkeypatch.setattr(engine.cache.ladder, "_groups", lambda num_blocks, layered: each)
+    monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
     expected = generate(make_engine(), prompts(40), max_tokens=60).tokens
     found = submit(engine, prompts(40), max_tokens=60)
     until(engine, lambda: len(found.tokens) == 4)
@@ -316,17 +318,16 @@ def test_a_lease_that_is_not_needed_after_all_goes_back(make_engine: MakeEngine,
 # Holds invariant 6: the engine thread waits for no copy.
 def test_the_engine_thread_waits_for_no_save(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(host_blocks=64)
-    ladder = engine.cache.ladder
-    assert ladder is not None
+    cache = engine.cache
     _, save = gates(engine)
-    whole = ladder.demoter.submit
+    whole = cache.saves.mover.submit
 
     def submit_slow(transfer: Any) -> None:
         save.hold()
         threading.Timer(SLOW_S, save.let).start()
         whole(transfer)
 
-    monkeypatch.setattr(ladder.demoter, "submit", submit_slow)
+    monkeypatch.setattr(cache.saves.mover, "submit", submit_slow)
     generate(engine, prompts(80), max_tokens=4)
     settle_all(engine)
     assert engine.stats().kv_blocks["host"]["idle"] == 5

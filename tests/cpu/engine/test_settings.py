@@ -17,7 +17,6 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.kv import build as storage
 from penstock.kv.blocks.eviction import make_order
-from penstock.kv.tiers.ladder import Ladder
 from penstock.testing.stores import MemoryStore
 from support.driving import generate, tiny_config
 
@@ -37,11 +36,6 @@ def built() -> Iterator[Built]:
         engine.close(timeout_s=20.0)
 
 
-def ladder_of(engine: Engine) -> Ladder:
-    assert engine.cache.ladder is not None
-    return engine.cache.ladder
-
-
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_that_costs_little(
     built: Built, eviction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,7 +44,7 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     open_ssd = storage.open_ssd
     monkeypatch.setattr(storage, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
     engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
-    assert type(ladder_of(engine).host._pool._idle._others) is type(make_order(eviction, 8))
+    assert type(engine.cache.saves.host._pool._idle._others) is type(make_order(eviction, 8))
     on_device = eviction if eviction in ("returning", "lru") else "lru"
     assert type(engine.cache._pool._idle._others) is type(make_order(on_device, 8))
     ((directory, num_bytes, _, name),) = asked
@@ -65,20 +59,20 @@ def test_what_goes_to_the_disk_is_as_the_setting_says_and_a_store_alone_gets_eve
     monkeypatch.setattr(storage, "open_remote", lambda *args: asked.append(args) or MemoryStore("remote"))
     settings: dict[str, Any] = {"host_blocks": 8, "ssd_admission": admission, "remote_timeout_s": 0.75}
     with_disk = built(tiny_config(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25, **settings))
-    behind = ladder_of(with_disk).behind
-    assert behind is not None and behind._admission == admission and list(behind.tiers) == ["ssd"]
+    saves = with_disk.cache.saves
+    assert saves.limits.admission == admission and list(saves.cold) == ["ssd"]
     alone = built(tiny_config(remote="valkey://somewhere", **settings))
-    behind = ladder_of(alone).behind
-    assert behind is not None and behind._admission == "always" and list(behind.tiers) == ["remote"]
+    saves = alone.cache.saves
+    assert saves.limits.admission == "always" and list(saves.cold) == ["remote"]
     ((url, _, timeout_s),) = asked
     assert (url, timeout_s) == ("valkey://somewhere", 0.75)
 
 
 def test_times_and_choices_of_the_host_tier_are_those_of_the_settings(built: Built) -> None:
-    ladder = ladder_of(built(tiny_config(host_blocks=8, lease_s=3.5, load_deadline_s=4.5, load_always=True)))
-    assert ladder.host._lease_s == 3.5
-    assert (ladder._limits.load_deadline_s, ladder._limits.load_always) == (4.5, True)
-    assert not ladder_of(built(tiny_config(host_blocks=8, load_always=False)))._limits.load_always
+    cache = built(tiny_config(host_blocks=8, lease_s=3.5, load_deadline_s=4.5, load_always=True)).cache
+    assert cache.saves.host._lease_s == 3.5
+    assert (cache.saves.limits.load_deadline_s, cache.saves.limits.load_always) == (4.5, True)
+    assert not built(tiny_config(host_blocks=8, load_always=False)).cache.saves.limits.load_always
 
 
 @pytest.mark.parametrize("overcommit", [1.0, 3.0])
@@ -102,7 +96,7 @@ def test_prompts_may_take_as_long_as_the_setting_says(chunk_ms: float | None, cp
 def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(built: Built, host_blocks: int) -> None:
     engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
     rate = engine._parts.scheduler._times
-    assert rate is engine.cache.prefill and (engine.cache.ladder is None or rate is engine.cache.ladder.prefill)
+    assert rate is engine.cache.prefill and rate is engine.cache.loads.prefill
     assert rate.tokens(1.0, 0) is None
     generate(engine, list(range(1, 60)))
     assert rate.tokens(1.0, 0) is not None, "steps are measured as they go, with a tier behind the device or without"
@@ -127,6 +121,6 @@ def test_the_sanitizer_listens_as_it_was_asked_to(built: Built, mode: str, check
     if sanitizer is not None:
         assert sanitizer._findings._strict == (mode == "strict")
         assert json.loads(file.read_text()) == []
-    movers = ladder_of(engine).promoter, ladder_of(engine).demoter
+    movers = engine.cache.loads.mover, engine.cache.saves.mover
     assert (engine._parts.executor.guard is not None) == check_bytes
     assert all((mover.checks is not None) == check_bytes for mover in movers)

@@ -35,9 +35,8 @@ def forget(engine: Engine, tier: str = "device") -> None:
 
 def overlap_from(engine: Engine, num_tokens: int) -> None:
     """Steps over at least so many tokens start on the first layers of their loads; shorter ones wait for all of it."""
-    ladder = engine.cache.ladder
-    assert ladder is not None
-    ladder._limits = dataclasses.replace(ladder._limits, overlap_tokens=num_tokens)
+    cache = engine.cache
+    cache.saves.limits = dataclasses.replace(cache.saves.limits, overlap_tokens=num_tokens)
 
 
 def states(engine: Engine) -> dict[str, int]:
@@ -339,8 +338,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_
     second = generate(engine, prompts(80), max_tokens=6)
     assert second.tokens == expected, "nobody else waits for the one that is stuck"
     assert returning.tokens == expected and returning.source == KvSource(computed=80)
-    ladder = engine.cache.ladder
-    stuck = None if ladder is None else ladder.promoter.first()
+    stuck = engine.cache.loads.mover.first()
     assert stuck is not None
     states_now = [engine.cache._pool._book.state[slot] for slot in stuck.dest_slots.tolist()]
     assert states_now == [SlotState.PINNED] * 5, "a deadline ends a wait, never an ownership"
@@ -369,8 +367,6 @@ def test_a_full_host_pool_takes_no_more_and_disturbs_nobody(make_engine: MakeEng
 
 def test_a_flush_covers_what_is_submitted_and_not_launched(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
-    ladder = engine.cache.ladder
-    assert ladder is not None
     _, save = gates(engine)
     save.hold()
     generate(engine, prompts(64), max_tokens=1)
@@ -409,10 +405,9 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     if engine._parts.arena.device.type == "cuda":
         pytest.skip("ops run when they are launched here: order on the device is shown by test_overlap_cuda")
     overlap_from(engine, 0)
-    ladder = engine.cache.ladder
-    assert ladder is not None
+    cache = engine.cache
     each = [Group((i, i + 1)) for i in range(engine._parts.arena.layout.num_layers)]
-    monkeypatch.setattr(ladder, "_groups", lambda num_blocks, layered: each)
+    monkeypatch.setattr(cache.loads, "_groups", lambda num_blocks, layered: each)
     expected = generate(engine, prompts(90), max_tokens=4).tokens
     forget(engine)
     load, _ = gates(engine)
@@ -494,14 +489,14 @@ def test_salts_keep_tenants_apart_in_host_memory(make_engine: MakeEngine, prompt
 def test_a_hit_in_a_tier_that_is_slower_than_computing_is_computed(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64, load_always=False)
     expected = generate(engine, prompts(80)).tokens
-    ladder = engine.cache.ladder
-    assert ladder is not None and ladder.prefill.seconds(64, 32) is not None, "steps are measured as they go"
+    cache = engine.cache
+    assert cache.loads.prefill.seconds(64, 32) is not None, "steps are measured as they go"
     forget(engine)
-    ladder.link.add(1, 1.0)  # one byte a second
+    cache.loads.link.add(1, 1.0)  # one byte a second
     slow = generate(engine, prompts(80))
     assert slow.source == KvSource(computed=80) and slow.tokens == expected
     forget(engine)
-    ladder.link.bytes_per_s = 1e12
+    cache.loads.link.bytes_per_s = 1e12
     assert generate(engine, prompts(80)).source == KvSource(host=79, computed=1)
 
 
@@ -519,15 +514,15 @@ def test_close_with_everything_in_flight_leaves_nothing(make_engine: MakeEngine,
 
 def test_bytes_that_change_while_they_are_in_host_memory_are_reported(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
-    sanitizer, ladder = engine._parts.sanitizer, engine.cache.ladder
-    assert sanitizer is not None and ladder is not None
+    sanitizer, cache = engine._parts.sanitizer, engine.cache
+    assert sanitizer is not None
     generate(engine, prompts(80), max_tokens=1)
     forget(engine)
     prefix = engine.cache.prefix_of(prompts(80))
     assert prefix is not None
-    (slot,) = ladder.host._pool.find_each(prefix.keys[2:3])
-    host = ladder.demoter.copier._ends.tensors[1].data_ptr()  # type: ignore[attr-defined]
-    ctypes.memset(host + slot * ladder.block_bytes + 100, 7, 1)
+    (slot,) = cache.saves.host._pool.find_each(prefix.keys[2:3])
+    host = cache.saves.mover.copier._ends.tensors[1].data_ptr()  # type: ignore[attr-defined]
+    ctypes.memset(host + slot * cache.saves.layout.block_bytes + 100, 7, 1)
     generate(engine, prompts(80), max_tokens=1)
     settle_all(engine)
     assert [report.kind for report in sanitizer.reports] == [Kind.LIFETIME]

@@ -51,7 +51,7 @@ def test_what_is_not_there_is_missing(store: ValkeyStore) -> None:
     assert store.read([], []) == [] and store.write([], [], []) == []
 
 
-def test_a_long_prompt_is_found_in_several_exchanges(store: ValkeyStore, server: Valkey) -> None:
+def test_a_long_prompt_is_found_in_several_calls(store: ValkeyStore, server: Valkey) -> None:
     keys = keys_of(1100)
     server.ask("MSET", *(word for key in keys[:1030] for word in (name_of(key), "x")))
     assert store.find(keys) == 1030

@@ -6,21 +6,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ladder_rig import BLOCK, LAYERS, Rig
+from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.config import AdmissionName
 from penstock.contract import Access, Fence, Mode, Prefix
-from penstock.kv.blocks.key import KEY_BYTES, Scope
+from penstock.kv.blocks.key import KEY_BYTES
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.cache import KvCache
-from penstock.kv.tiers.behind import Behind, Persisting
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.envelope import HEADER_BYTES, unpack
-from penstock.kv.tiers.loads import Haul, Promotion
+from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.tiers.saves import Persisting
 from penstock.testing.stores import HandClock, MemoryStore
 from support.stepped import ByteArena, Cell, SteppedArena
 
-SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
 BLOCK_BYTES = LAYERS * KEY_BYTES
 ALL = (0, LAYERS)
 GROUP = PART = 2  # blocks that are read, and promoted, together
@@ -45,16 +43,15 @@ class Stacked(Rig):
         num_device: int = 12,
         num_host: int = 16,
         prefix_cache: bool = True,
-        make: type[Behind] = Behind,
     ) -> None:
-        super().__init__(num_device, num_host, load_always=True)
         self.clock = HandClock()
         self.stores = {name: MemoryStore(name, local=name == "ssd") for name in tiers or ("ssd",)}
-        self.tiers = {name: self._tier(store) for name, store in self.stores.items()}
-        self.behind = make(self.host, list(self.tiers.values()), BLOCK_BYTES, admission)
-        self.behind._part_blocks = PART
-        self.ladder.put_behind(self.behind)
-        self.cache = KvCache(self.pool, SCOPE, prefix_cache, self.ladder)
+        super().__init__(num_device, num_host, load_always=True, prefix_cache=prefix_cache, admission=admission)
+        self.tiers = self.cache.cold_tiers
+        self.loads._part_blocks = PART
+
+    def make_cold(self) -> Sequence[ColdTier]:
+        return [self._tier(store) for store in self.stores.values()]
 
     def make_host_arena(self, num_slots: int) -> SteppedArena:
         return ByteArena("host", num_slots, LAYERS, CELL)
@@ -82,13 +79,13 @@ class Stacked(Rig):
     def keys(self, num_blocks: int, name: str = "a") -> list[bytes]:
         return list(self.prefix(num_blocks, name).keys)
 
-    def load(self, num_blocks: int, name: str = "a", owner: str = "request") -> tuple[BlockTable, Haul]:
+    def load(self, num_blocks: int, name: str = "a", owner: str = "request") -> tuple[BlockTable, BlockLoad]:
         """A request that comes for that prefix, and finds some of it behind the host."""
         table, load = self.promote_all(num_blocks, name, owner)
-        assert isinstance(load, Haul)
+        assert load.is_cold
         return table, load
 
-    def promote_all(self, num_blocks: int, name: str = "a", owner: str = "request") -> tuple[BlockTable, Haul | Promotion]:
+    def promote_all(self, num_blocks: int, name: str = "a", owner: str = "request") -> tuple[BlockTable, BlockLoad]:
         prefix = self.prefix(num_blocks, name)
         lease = self.cache.lease(owner, prefix)
         assert lease is not None and lease.ready
@@ -202,8 +199,8 @@ class Stacked(Rig):
         for table in tables:
             self.cache.release(table, fence)
         self.flow()
-        assert not self.behind.reads and not self.cache._hauls and not self.cache._promoting
-        assert self.host.num_leases == 0 and not self.host._arriving and not self.behind._writing
+        assert not self.loads.reads
+        assert self.host.num_leases == 0 and not self.host._arriving and not self.saves._writing
         for pool in (self.pool, self.host._pool):
             assert pool.counts.free + pool.counts.idle == pool.num_slots, f"{pool.name}: {pool.counts}"
         self.cache.close()

@@ -31,7 +31,7 @@ def test_one_failure_of_the_place_opens_it() -> None:
     assert breaker.state is BreakerState.OPEN and breaker.enter() is None and breaker.num_openings == 1
 
 
-def test_blocks_open_it_when_so_many_fail_in_a_row_over_exchanges() -> None:
+def test_blocks_open_it_when_so_many_fail_in_a_row_over_calls() -> None:
     breaker = Breaker(1.0, HandClock())
     for outcomes in ([FAILED] * (MAX_FAILED - 1) + [DONE], [FAILED] * (MAX_FAILED - 1), [Outcome.MISSING], [FAILED] * (MAX_FAILED - 1)):
         assert not breaker.note(0, outcomes), "something else came between"

@@ -7,7 +7,7 @@ import pytest
 from kv_fakes import FakeLane
 
 from penstock.contract import TOKEN_IN_FLIGHT, KvLedger, Match, Prefix
-from penstock.errors import HandleEnded, InvariantBroken, Leaked
+from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
 from penstock.kv.blocks.key import Scope, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
@@ -156,11 +156,11 @@ def test_reset_forgets_what_nobody_uses():
     cache = new_cache()
     cache.release(run(cache, "a", PROMPT), None)
     held = run(cache, "b", [90, 91, 92, 93])
-    assert cache.reset() == {"device": 2}
+    assert cache.reset().forgotten == {"device": 2}
     assert match(cache, PROMPT).num_blocks == 0
     assert match(cache, [90, 91, 92, 93]).num_blocks == 1
     assert cache.stats().evictions_total == 2
-    assert cache.reset() == {"device": 0}
+    assert cache.reset().forgotten == {"device": 0}
     cache.release(held, None)
 
 
@@ -289,7 +289,7 @@ def test_closing_with_a_table_out_raises_and_names_its_request():
 def test_a_pin_keeps_blocks_of_a_released_table_from_the_next_request():
     cache = new_cache(num_slots=3)
     table = run(cache, "a", PROMPT)
-    pin = cache.pin(table.slots(8), "demote")
+    pin = cache._pool.pin(table.slots(8), "demote")
     cache.release(table, None)
     assert cache.stats().slots["device"] == SlotCounts(free=1, reserved=0, active=0, pinned=2, idle=0)
     assert match(cache, PROMPT) == Match(num_blocks=2, num_idle=0, pending=False)
@@ -303,7 +303,7 @@ def test_the_fence_of_a_released_table_reaches_the_table_that_draws_its_slots():
     cache, compute, demote = new_cache(num_slots=3), FakeLane("compute"), FakeLane("demote")
     first = cache.open("a", None, 0)
     cache.try_extend(first, 3)
-    pin = cache.pin(first.slots(4), "demote")
+    pin = cache._pool.pin(first.slots(4), "demote")
     step, copy = compute.record(), demote.record()
     cache.release(first, step)
     second = cache.open("b", None, 0)
@@ -337,3 +337,8 @@ def test_stats_count_hits_and_misses_in_blocks():
     stats = cache.stats()
     assert (stats.hits_total, stats.misses_total, stats.num_tables, stats.num_keys) == (2, 3, 1, 2)
     cache.release(table, None)
+
+
+def test_a_device_without_slots_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one slot"):
+        KvCache(BlockPool(0, "device"), SCOPE)

@@ -4,7 +4,7 @@ compute or load the same, and a retention that is looked after more than once.""
 from __future__ import annotations
 
 import pytest
-from ladder_rig import LAYOUT
+from storage_rig import LAYOUT
 from test_cache_tiers import BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
@@ -15,8 +15,8 @@ PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
 def measured(rig: Cached) -> None:
     """Rates that are known exactly."""
     for num, depth in ((1000, 500.0), (1000, 5000.0), (2000, 9000.0)):
-        rig.ladder.prefill.add(num, depth, num * (PER_TOKEN_S + PER_DEPTH_S * depth))
-    rig.ladder.link.add(int(LINK), 1.0)
+        rig.loads.prefill.add(num, depth, num * (PER_TOKEN_S + PER_DEPTH_S * depth))
+    rig.loads.link.add(int(LINK), 1.0)
 
 
 @pytest.mark.parametrize(("on_device", "colder", "num_left"), [(0, 0, 100), (3, 0, 88), (0, 4, 84), (3, 4, 72), (20, 5, 1), (25, 0, 1)])

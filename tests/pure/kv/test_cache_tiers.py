@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ladder_rig import BLOCK, LAYERS, Rig
+from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.contract import Adapter, Match, Prefix
 from penstock.errors import InvariantBroken, Leaked, PenstockError
@@ -15,7 +15,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.ladder import Promotion
+from penstock.kv.tiers.loads import BlockLoad, Copy
 
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
 PROMPT = list(range(10))  # two full blocks and a half
@@ -26,7 +26,7 @@ class Cached(Rig):
 
     def __init__(self, prefix_cache: bool = True, **rig: int) -> None:
         super().__init__(**rig)
-        self.cache = KvCache(self.pool, SCOPE, prefix_cache, self.ladder)
+        self.cache = KvCache(self.pool, SCOPE, prefix_cache, self.loads)
 
     def prefix(self, tokens: list[int] = PROMPT) -> Prefix:
         prefix = self.cache.prefix_of(tokens)
@@ -52,7 +52,7 @@ class Cached(Rig):
         self.cache.reset(["device"])
         self.device.spoil(slots, (0, LAYERS))  # the next to be drawn
 
-    def loading(self, owner: str = "request", tokens: list[int] = PROMPT) -> tuple[BlockTable, Promotion]:
+    def loading(self, owner: str = "request", tokens: list[int] = PROMPT) -> tuple[BlockTable, BlockLoad]:
         prefix = self.prefix(tokens)
         match = self.cache.match(prefix.keys, lease := self.cache.lease(owner, prefix))
         assert lease is not None
@@ -147,7 +147,7 @@ def test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute() -> Non
     rig = Cached()
     rig.remembered()
     table, promotion = rig.loading()
-    rig.loads.fail_next = 1
+    rig.load_copier.fail_next = 1
     rig.finish()
     assert promotion.error() is not None and rig.cache.stats().num_keys == 0 and table.num_keyed == 0
     assert rig.cache.match(rig.prefix().keys).pending, "the table announces them still: it is going to compute them"
@@ -167,7 +167,7 @@ def test_a_table_that_computes_after_a_failed_promotion_waits_for_those_before_i
     rig.cache.release(earlier, fence)
     table, promotion = rig.loading()
     assert promotion.after == (fence,) and table.take_after() == ()
-    promotion.prepare = lambda: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
+    promotion.copies[0].prepare = lambda: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
     rig.lane("launch load").step()
     rig.cache.settle()
     assert promotion.settled and table.take_after() == (fence,)
@@ -215,7 +215,7 @@ def test_a_promotion_without_room_or_tier_is_refused() -> None:
         rig.cache.promote(table, lease, 2, 1)
     assert lease.num_from(0) == 2
     alone = KvCache(Rig().pool, SCOPE)
-    with pytest.raises(InvariantBroken, match="no colder tier"):
+    with pytest.raises(InvariantBroken, match="has no lease of 'request'"):
         alone.promote(alone.open("request", None, 0), lease, 2, 1)
     lease.end()
 
@@ -279,8 +279,8 @@ def test_reset_forgets_one_tier_or_both() -> None:
     rig.cache.release(rig.run("earlier"), None)
     rig.finish()
     assert rig.cache.tiers == ("device", "host")
-    assert rig.cache.reset(["host"]) == {"host": 2} and rig.cache.match(rig.prefix().keys).num_blocks == 2
-    assert rig.cache.reset() == {"device": 2, "host": 0}
+    assert rig.cache.reset(["host"]).forgotten == {"host": 2} and rig.cache.match(rig.prefix().keys).num_blocks == 2
+    assert rig.cache.reset().forgotten == {"device": 2, "host": 0}
     rig.end()
 
 
@@ -334,17 +334,17 @@ def knows_adapters_by_name(patch: Patch) -> None:
 def keys_the_half_saved(patch: Patch) -> None:
     promote = KvCache.promote
 
-    def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> Promotion:
+    def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> BlockLoad:
         first = table.num_slots
-        promotion = promote(self, table, lease, num_blocks, num_next)
-        promotion.keys = table.prefix.keys[first : first + num_blocks]
-        return promotion
+        load = promote(self, table, lease, num_blocks, num_next)
+        load.copies[0].keys = table.prefix.keys[first : first + num_blocks]
+        return load
 
     patch.setattr(KvCache, "promote", faulty)
 
 
 def gives_keys_to_what_failed(patch: Patch) -> None:
-    patch.setattr(Promotion, "error", lambda self: None)
+    patch.setattr(Copy, "error", lambda self: None)
 
 
 def forgets_what_the_copy_was_to_wait_for(patch: Patch) -> None:
@@ -352,11 +352,11 @@ def forgets_what_the_copy_was_to_wait_for(patch: Patch) -> None:
 
 
 def waits_for_what_is_late(patch: Patch) -> None:
-    patch.setattr(Promotion, "overdue", False)
+    patch.setattr(BlockLoad, "overdue", False)
 
 
 def loses_what_nobody_waits_for(patch: Patch) -> None:
-    patch.setattr(KvCache, "_land", lambda self, promotion, own: None)
+    patch.setattr(KvCache, "_land", lambda self, copy: None)
 
 
 RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [

@@ -12,7 +12,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import Displaces, HostLease
-from penstock.kv.tiers.loads import Haul
+from penstock.kv.tiers.loads import BlockLoad
 
 OTHERS = [bytes([200 + i]) * 16 for i in range(16)]
 LONG = list(range(16))  # four blocks
@@ -36,7 +36,7 @@ def lease_of(rig: Cached | Stacked, prefix: object) -> HostLease:
 
 def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_them() -> None:
     rig = Cached(num_host=4)
-    rig.ladder._limits = rig.ladder._limits.__class__(0, 1e9, load_always=True)
+    rig.saves.limits = rig.saves.limits.__class__(0, 1e9, load_always=True)
     rig.remembered(LONG)
     keys, lease = rig.prefix(LONG).keys, lease_of(rig, rig.prefix(LONG))
     assert rig.cache.match(keys, lease) == Match(0, 0, False, 4)
@@ -91,7 +91,7 @@ def test_a_lease_wants_nothing_any_more(way: str) -> None:
     rig.end()
 
 
-def test_a_haul_whose_part_in_host_memory_has_gone_since_the_match_is_matched_again() -> None:
+def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_again() -> None:
     rig = Stacked("ssd")
     prefix = rig.prefix(4)
     rig.put("ssd", list(prefix.keys))
@@ -107,7 +107,7 @@ def test_a_haul_whose_part_in_host_memory_has_gone_since_the_match_is_matched_ag
     assert rig.cache.match(prefix.keys, lease).num_colder == 4 and rig.cache.claim(lease, 0, 4)
     table = rig.cache.open("request", prefix, 0)
     load = rig.cache.promote(table, lease, 4, 1)
-    assert isinstance(load, Haul)
+    assert isinstance(load, BlockLoad)
     while not load.settled:
         rig.flow()
     assert load.num_landed == 4 and table.num_keyed == 4
@@ -193,9 +193,9 @@ def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None
 # ------------------------------------------------------------------------------------------------------------ room and times
 
 
-@pytest.mark.parametrize("ladder", [True, False])
-def test_where_nothing_on_the_device_is_found_again_room_is_always_there(ladder: bool) -> None:
-    if ladder:
+@pytest.mark.parametrize("tiers", [True, False])
+def test_where_nothing_on_the_device_is_found_again_room_is_always_there(tiers: bool) -> None:
+    if tiers:
         rig = Cached(prefix_cache=False, num_device=4)
         rig.cache.release(rig.run("request"), None)
         assert rig.cache.make_room(4, 0) and rig.cache.want(rig.prefix().keys, 1.0) is None
@@ -210,7 +210,7 @@ def test_a_start_takes_what_is_left_to_compute_and_to_load() -> None:
     rig = Cached()
     assert rig.cache.start_s(64, Match(0, 0, False, 0)) is None, "nothing was measured"
     for num, seconds in ((1000, 1.0), (2000, 2.0), (1000, 1.0)):
-        rig.ladder.prefill.add(num, num / 2, seconds)
+        rig.loads.prefill.add(num, num / 2, seconds)
     whole = rig.cache.start_s(64, Match(0, 0, False, 0))
     found = rig.cache.start_s(64, Match(8, 0, False, 0))
     colder = rig.cache.start_s(64, Match(0, 0, False, 8))

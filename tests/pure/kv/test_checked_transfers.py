@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from ladder_rig import BLOCK, KEYS, LAYERS, Rig, leased
-from test_ladder_promote import retracted
+from storage_rig import BLOCK, KEYS, LAYERS, Rig, leased
+from test_loads import retracted
 
 from penstock.kv.transfer.checked import ByteChecks
 from support.stepped import TagArena
@@ -46,7 +46,7 @@ class Checked(Rig):
         super().__init__(load_always=True)
         assert isinstance(self.device, TagArena) and isinstance(self.host_arena, TagArena)
         self.told = Told(self.device, self.host_arena)
-        for mover in (self.ladder.promoter, self.ladder.demoter):
+        for mover in (self.loads.mover, self.saves.mover):
             mover.checks = ByteChecks(self.told, self.told, ALL)
 
     def expected(self, what: str, keys: Sequence[bytes]) -> list[tuple[str, str, int, bytes, int]]:
@@ -88,7 +88,7 @@ def test_what_comes_back_is_told_from_where_it_came_and_with_what_landed() -> No
     rig.told.events.clear()
     rig.told.spoiled.clear()
     lease, hold = leased(rig, KEYS[:3]), rig.hold(3)
-    rig.ladder.promote(rig.pool.pin_run(hold, 0, 3, "request"), (), lease, KEYS[:3], 1)
+    rig.load_from(hold, 0, lease, KEYS[:3])
     rig.land()
     assert rig.told.events == rig.expected("promoted", KEYS[:3])
     assert rig.told.spoiled == [("device", tuple(hold.slots))]
@@ -102,8 +102,8 @@ def test_what_did_not_come_is_not_told_as_if_it_had() -> None:
     rig.pool.evict(8)
     rig.told.events.clear()
     lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
-    promotion = rig.ladder.promote(rig.pool.pin_run(hold, 0, 2, "request"), (), lease, KEYS[:2], 1)
-    rig.loads.fail_next = 1
+    promotion = rig.load_from(hold, 0, lease, KEYS[:2])
+    rig.load_copier.fail_next = 1
     rig.land()
     assert promotion.error() is not None and rig.told.events == []
     hold.end()

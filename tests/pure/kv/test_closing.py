@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
-from ladder_rig import KEYS, Rig
 from stacked_rig import Stacked
+from storage_rig import KEYS, Rig
 
 from penstock.kv.memory.host import HostMemory
 
@@ -37,9 +36,9 @@ class Memory:
         self.closed = True
 
 
-def test_host_memory_is_given_back_with_the_ladder_over_it() -> None:
+def test_host_memory_is_given_back_with_the_tier_over_it() -> None:
     rig, arena = Rig(), Memory()
-    rig.ladder._limits = replace(rig.ladder._limits, memory=HostMemory(arena, rig.host.ready))
+    rig.host.memory = HostMemory(arena, rig.host.ready)
     rig.save(KEYS[:2]).end()
     assert not arena.closed
     rig.close()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 from cold_rig import KEYS, SOON_S, Make, make
-from ladder_rig import BLOCK
 from stacked_rig import Stacked
+from storage_rig import BLOCK
 from test_breaker import broken
 from test_load_times import measured
 
@@ -115,7 +115,7 @@ def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(o
             rig.flow()
             tables.append(table)
         rig.host.forget(rig.keys(on_device))
-    measured(rig.ladder)
+    measured(rig)
     lease = rig.cache.lease("request", rig.prefix(num_there + num_asked))
     assert isinstance(lease, HostLease) and list(lease.parts[0].blocks) == list(range(num_there, num_there + num_asked))
     depth = (num_there + num_asked / 2) * BLOCK

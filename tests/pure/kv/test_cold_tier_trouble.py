@@ -174,7 +174,7 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     assert (rig.tier.num_reading, rig.tier.num_writing) == (call == "read", call == "write"), "its slots stay with it"
     rig.store.gate.let()
     rig.settle()
-    assert rig.tier.usable and rig.tier._exchanges.breaker.state is BreakerState.CLOSED
+    assert rig.tier.usable and rig.tier._calls.breaker.state is BreakerState.CLOSED
 
 
 def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
@@ -318,7 +318,7 @@ def test_a_probe_that_is_a_defect_surfaces_and_the_store_is_probed_again(make: M
     woken.wait_for(1)
     with pytest.raises(InvariantBroken, match="ours"):
         rig.settle()
-    assert rig.tier.exchanges.breaker.state is BreakerState.OPEN and rig.tier.settle() == [], "told once"
+    assert rig.tier.calls.breaker.state is BreakerState.OPEN and rig.tier.settle() == [], "told once"
     rig.store.raises = None
     rig.clock.advance(2.0)
     rig.tier.settle()
@@ -345,7 +345,7 @@ def test_a_probe_that_cannot_be_submitted_is_tried_again(make: Make, monkeypatch
         else:
             with pytest.raises(MemoryError):
                 rig.tier.settle()
-    assert rig.tier.exchanges.breaker.state is BreakerState.OPEN
+    assert rig.tier.calls.breaker.state is BreakerState.OPEN
     rig.clock.advance(2.0)
     rig.tier.settle()
     rig.settle()
@@ -389,7 +389,7 @@ def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
             assert writing is not None and rig.settle() == [writing] and isinstance(writing.error, MemoryError)
             outcomes = writing.outcomes
     assert sorted(outcome.value for outcome in outcomes) == ["done", "done", "failed", "failed"]
-    assert all(num == 0 for num in rig.tier.exchanges.tally.queued_bytes.values())
+    assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
     assert rig.tier.num_reading == rig.tier.num_writing == 0
     assert rig.write(KEYS[10:14]).done_keys == KEYS[10:14] and rig.read(KEYS[10:14]) == [DONE] * 4
 
@@ -398,12 +398,12 @@ def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
 def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queue(make: Make, way: str) -> None:
     rig = make()
     rig.write(KEYS[:2])
-    view = rig.tier.exchanges._view
+    view = rig.tier.calls._view
 
     def broken(slot: int) -> memoryview:
         raise MemoryError
 
-    rig.tier.exchanges._view = broken
+    rig.tier.calls._view = broken
     if way == "read":
         reading, _ = rig.submit_read(KEYS[:2])
         rig.tier.drain(SOON_S)
@@ -416,8 +416,8 @@ def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queu
         with pytest.raises(MemoryError):
             rig.tier.settle()
         assert rig.tier.settle() == [writing] and writing is not None and writing.done_keys == []
-    assert all(num == 0 for num in rig.tier.exchanges.tally.queued_bytes.values())
-    rig.tier.exchanges._view = view
+    assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
+    rig.tier.calls._view = view
     assert rig.read(KEYS[:2]) == [DONE] * 2
 
 
@@ -432,7 +432,7 @@ def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make)
         list(reading.take_arrived())
     rig.store.raises = None
     rig.clock.advance(1000.0)
-    assert not rig.tier.exchanges.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2
+    assert not rig.tier.calls.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2
 
 
 def test_a_persist_on_lanes_that_are_closed_is_settled_with_its_error(make: Make) -> None:

@@ -7,35 +7,37 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from ladder_rig import BLOCK, KEYS, Rig, leased
 from stacked_rig import Stacked
+from storage_rig import BLOCK, KEYS, Rig, leased
 
-from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers import loads as loads_module
+from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.ladder import _PATIENCE_S, _SAVE_PATIENCE_S, Ladder
 from penstock.kv.tiers.store import StoreUsage
 from penstock.kv.transfer.mover import Transfer
 from penstock.lanes.polling import POLL_MOST_S
 from penstock.testing.stores import HandClock
 
 NOW_S = 1e9  # later than any machine's own time: nothing is overdue by accident
-NEAR_S, FAR_S = _SAVE_PATIENCE_S / 2, _SAVE_PATIENCE_S * 2
+SAVE_PATIENCE_S, ASK_PATIENCE_S = saves_module._PATIENCE_S, loads_module._PATIENCE_S
+NEAR_S, FAR_S = SAVE_PATIENCE_S / 2, SAVE_PATIENCE_S * 2
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    """What the ladder looks at; everybody else has the real time, which none of these tests is about."""
+    """What loads and saves look at; everybody else has the real time, which none of these tests is about."""
     clock = HandClock(NOW_S)
-    monkeypatch.setattr(ladder_module, "time", SimpleNamespace(monotonic=clock))
+    for module in (loads_module, saves_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 
-def limit(ladder: Ladder, load_deadline_s: float) -> None:
-    ladder._limits = dataclasses.replace(ladder._limits, load_deadline_s=load_deadline_s)
+def limit(rig: Rig, load_deadline_s: float) -> None:
+    rig.saves.limits = dataclasses.replace(rig.saves.limits, load_deadline_s=load_deadline_s)
 
 
-def only(ladder: Ladder) -> Transfer:
-    (transfer,) = (*ladder.demoter.in_flight(), *ladder.promoter.in_flight())
+def only(rig: Rig) -> Transfer:
+    (transfer,) = (*rig.saves.mover.in_flight(), *rig.loads.mover.in_flight())
     return transfer
 
 
@@ -44,7 +46,7 @@ def test_a_load_from_host_memory_is_due_when_the_configuration_says(clock: HandC
     rig = Rig(load_always=True)
     rig.save(KEYS[:2]).end()
     rig.pool.evict(8)
-    limit(rig.ladder, load_s)
+    limit(rig, load_s)
     clock.advance(3.0)
     hold = rig.hold(2)
     assert rig.promote(hold, leased(rig, KEYS[:2]), 2).deadline_s == NOW_S + 3.0 + load_s
@@ -57,49 +59,51 @@ def test_a_load_from_host_memory_is_due_when_the_configuration_says(clock: HandC
 @pytest.mark.parametrize("kind", ["sealed", "retracted", "moved"])
 def test_a_save_of_any_kind_is_due_by_the_nearer_of_its_limits(clock: HandClock, kind: str, load_s: float) -> None:
     rig = Rig(num_device=2)
-    limit(rig.ladder, load_s)
+    limit(rig, load_s)
     hold = rig.computed(KEYS[:2])
-    due_s = NOW_S + min(load_s, _SAVE_PATIENCE_S)
+    due_s = NOW_S + min(load_s, SAVE_PATIENCE_S)
     lease = None
     if kind == "sealed":
-        rig.ladder.offer(hold, 0, KEYS[:2], None)
-        rig.ladder.submit_saves()
+        rig.saves.offer(hold, 0, KEYS[:2], None)
+        rig.saves.submit()
         hold.end()
     elif kind == "retracted":
-        lease = rig.ladder.save(hold, 2, KEYS[:2], 2 * BLOCK, None)
+        lease = rig.saves.retract(hold, 2, KEYS[:2], 2 * BLOCK, None)
         assert lease is not None and lease.wait_until_s == due_s, "whoever comes back waits no longer than that"
         hold.end()
     else:
         hold.end()
-        assert not rig.ladder.make_room(2, 0, ())
-    assert only(rig.ladder).deadline_s == due_s
+        assert not rig.saves.make_room(2, 0, ())
+    assert only(rig).deadline_s == due_s
     rig.land()
     if lease is not None:
         lease.end()
     rig.close()
 
 
-def test_a_haul_and_each_of_its_parts_are_due_together(clock: HandClock) -> None:
+def test_a_load_and_each_of_its_parts_are_due_together(clock: HandClock) -> None:
     rig = Stacked("ssd")
     rig.put("ssd", rig.keys(4))
-    limit(rig.ladder, FAR_S)
-    table, haul = rig.load(4)
-    assert haul.deadline_s == NOW_S + FAR_S
+    limit(rig, FAR_S)
+    table, load = rig.load(4)
+    assert load.deadline_s == NOW_S + FAR_S
     clock.advance(5.0)
     rig.read(0, 1)
-    assert len(haul.parts) == 2 and [part.deadline_s for part in haul.parts] == [NOW_S + FAR_S] * 2, "it began with the first read"
+    assert len(load.copies) == 2 and not any(copy.overdue for copy in load.copies)
+    clock.advance(FAR_S - 5.0 + 1.0)
+    assert load.overdue and all(copy.overdue for copy in load.copies), "it began with the first read"
     rig.flow()
     rig.end(table)
 
 
 def test_a_fetch_is_due_like_a_load_and_asks_with_the_patience_of_all(clock: HandClock) -> None:
     rig = Stacked("remote")
-    limit(rig.ladder, FAR_S)
+    limit(rig, FAR_S)
     rig.put("remote", rig.keys(2))
     fetch = rig.cache.prefetch(rig.prefix(2), "request")
     assert fetch is not None and fetch.deadline_s == NOW_S + FAR_S
     (part,) = fetch.asked
-    assert part.finding.deadline_s == rig.clock() + _PATIENCE_S
+    assert part.finding.deadline_s == rig.clock() + ASK_PATIENCE_S
     rig.tiers["remote"].rate.bytes_per_s = 1e9
     rig.run("ask remote")
     assert fetch.num_blocks == 2
@@ -114,21 +118,21 @@ def test_traffic_and_the_next_look_are_those_of_both_ways(clock: HandClock) -> N
     rig = Rig(load_always=True)
     rig.save(KEYS[:2]).end()
     rig.pool.evict(8)
-    assert rig.ladder.look_again_s == POLL_MOST_S
+    assert rig.cache.look_again_s == POLL_MOST_S
     hold, more = rig.hold(2, "load"), rig.computed(KEYS[4:6], "save")
     lease = leased(rig, KEYS[:2])
-    for number, mover in enumerate((rig.ladder.demoter, rig.ladder.promoter)):
+    for number, mover in enumerate((rig.saves.mover, rig.loads.mover)):
         mover.look_again_s = lambda number=number: 0.25 + number  # type: ignore[method-assign,misc]
-    assert rig.ladder.look_again_s == 0.25
-    rig.ladder.demoter.look_again_s = lambda: 2.5  # type: ignore[method-assign]
-    assert rig.ladder.look_again_s == 1.25, "whichever comes first"
-    rig.ladder.offer(more, 0, KEYS[4:6], None)
-    rig.ladder.submit_saves()
-    assert rig.ladder.traffic().in_flight == {("host", "device"): 0, ("device", "host"): 1}
+    assert rig.cache.look_again_s == 0.25
+    rig.saves.mover.look_again_s = lambda: 2.5  # type: ignore[method-assign]
+    assert rig.cache.look_again_s == 1.25, "whichever comes first"
+    rig.saves.offer(more, 0, KEYS[4:6], None)
+    rig.saves.submit()
+    assert rig.cache.traffic().in_flight == {("host", "device"): 0, ("device", "host"): 1}
     rig.promote(hold, lease, 2)
-    assert rig.ladder.traffic().in_flight == {("host", "device"): 1, ("device", "host"): 1}
+    assert rig.cache.traffic().in_flight == {("host", "device"): 1, ("device", "host"): 1}
     rig.land()
-    assert rig.ladder.traffic().in_flight == {("host", "device"): 0, ("device", "host"): 0}
+    assert rig.cache.traffic().in_flight == {("host", "device"): 0, ("device", "host"): 0}
     hold.end()
     more.end()
     rig.close()
@@ -142,7 +146,7 @@ def test_a_step_of_just_enough_tokens_starts_on_the_first_layers(num_next: int, 
     hold = rig.hold(2)
     promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2, num_next)
     rig.land()
-    assert promotion.layered == layered and (len(promotion.groups) > 1) == layered
+    assert promotion.layered == layered and (len(promotion.copies[0].groups) > 1) == layered
     hold.end()
     rig.close()
 

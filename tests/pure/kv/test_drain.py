@@ -13,7 +13,7 @@ from stacked_rig import GROUP, Stacked
 
 from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.tiers import behind
+from penstock.kv.tiers import loads
 
 EIGHT = 8
 Story = Callable[[Stacked], BlockTable]
@@ -87,43 +87,43 @@ def a_promotion(rig: Stacked) -> BlockTable:
     return rig.promote_all(4)[0]
 
 
-def a_haul_of_which_nothing_is_sent(rig: Stacked) -> BlockTable:
+def a_load_of_which_nothing_is_sent(rig: Stacked) -> BlockTable:
     rig.remembered(EIGHT, tiers=("ssd",))
     return rig.load(EIGHT)[0]
 
 
-def a_haul_of_which_some_was_sent(rig: Stacked) -> BlockTable:
-    table = a_haul_of_which_nothing_is_sent(rig)
+def a_load_of_which_some_was_sent(rig: Stacked) -> BlockTable:
+    table = a_load_of_which_nothing_is_sent(rig)
     rig.read(0)
     return table
 
 
-def a_haul_of_which_some_has_landed(rig: Stacked) -> BlockTable:
-    table = a_haul_of_which_some_was_sent(rig)
+def a_load_of_which_some_has_landed(rig: Stacked) -> BlockTable:
+    table = a_load_of_which_some_was_sent(rig)
     rig.copy()
     return table
 
 
-def a_haul_that_reads_a_little_at_a_time(rig: Stacked) -> BlockTable:
+def a_load_that_reads_a_little_at_a_time(rig: Stacked) -> BlockTable:
     """So that some of it is not even asked for when it is waited for."""
     rig.remembered(EIGHT, tiers=("ssd",))
-    before = behind._READ_AHEAD, behind._READ_AT_ONCE
-    behind._READ_AHEAD = behind._READ_AT_ONCE = 1
+    before = loads._READ_AHEAD, loads._READ_AT_ONCE
+    loads._READ_AHEAD = loads._READ_AT_ONCE = 1
     try:
-        table, haul = rig.load(EIGHT)
-        assert haul.unread
+        table, load = rig.load(EIGHT)
+        assert load.unread
     finally:
-        behind._READ_AHEAD, behind._READ_AT_ONCE = before
+        loads._READ_AHEAD, loads._READ_AT_ONCE = before
     return table
 
 
-def a_haul_that_ends_short(rig: Stacked) -> BlockTable:
-    table = a_haul_of_which_nothing_is_sent(rig)
+def a_load_that_ends_short(rig: Stacked) -> BlockTable:
+    table = a_load_of_which_nothing_is_sent(rig)
     rig.stores["ssd"].lose(rig.keys(EIGHT)[5])
     return table
 
 
-def a_haul_from_three_tiers(rig: Stacked) -> BlockTable:
+def a_load_from_three_tiers(rig: Stacked) -> BlockTable:
     keys = rig.keys(EIGHT)
     rig.remembered(EIGHT, tiers=("host",))
     rig.host._pool.forget(rig.host._pool.find_each(keys[2:]))
@@ -144,12 +144,12 @@ STORIES: list[Story] = [
     a_launched_demotion,
     a_retraction,
     a_promotion,
-    a_haul_of_which_nothing_is_sent,
-    a_haul_of_which_some_was_sent,
-    a_haul_of_which_some_has_landed,
-    a_haul_that_reads_a_little_at_a_time,
-    a_haul_that_ends_short,
-    a_haul_from_three_tiers,
+    a_load_of_which_nothing_is_sent,
+    a_load_of_which_some_was_sent,
+    a_load_of_which_some_has_landed,
+    a_load_that_reads_a_little_at_a_time,
+    a_load_that_ends_short,
+    a_load_from_three_tiers,
 ]
 
 
@@ -181,7 +181,7 @@ def test_a_drain_of_everything_leaves_nothing_under_way_in_any_tier(story: Story
     persisting = rig.cache.persist()
     rig.cache.drain(1.0)
     assert persisting is not None and persisting.settled, "also what goes from host memory to the disk"
-    assert not touched(rig, rig.flow) and not rig.cache.is_hauling and not rig.cache.num_behind and not rig.cache.num_in_flight
+    assert not touched(rig, rig.flow) and not rig.loads.reads and not rig.cache.num_cold_in_flight and not rig.cache.num_in_flight
     rig.end(*(() if table.hold.ended else (table,)))
 
 
@@ -202,7 +202,7 @@ def drain_in_vain(rig: Stacked, slots: Iterable[int]) -> None:
 # ------------------------------------------------------------------------------------------------------------- nothing unrelated
 
 
-def test_a_drain_waits_for_no_haul_but_that_of_its_slots() -> None:
+def test_a_drain_waits_for_no_load_but_that_of_its_slots() -> None:
     rig = Stacked("ssd", "remote", num_device=16)
     rig.remembered(4, "a", tiers=("ssd",))
     rig.put("remote", rig.keys(4, "b"))
@@ -212,48 +212,48 @@ def test_a_drain_waits_for_no_haul_but_that_of_its_slots() -> None:
     assert lease is not None and lease.ready
     other = rig.cache.open("other", prefix, 0)
     slow = rig.cache.promote(other, lease, 4, 1)
-    table, haul = rig.load(4, "a")
+    table, load = rig.load(4, "a")
     with held(rig, "read remote"):
         rig.cache.drain(1.0, table.hold.slots)
-        assert haul.settled and not slow.settled and slow.num_sent == 0  # type: ignore[union-attr]
+        assert load.settled and not slow.settled and slow.num_sent == 0  # type: ignore[union-attr]
     rig.end(table, other)
 
 
 def test_a_drain_of_slots_that_nothing_touches_returns_at_once() -> None:
     rig = Stacked()
     rig.remembered(EIGHT, tiers=("ssd",))
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     idle = rig.cache.open("idle", None, 0)
     assert rig.cache.try_extend(idle, 2)
     with held(rig, "read"):
         rig.cache.drain(0.0, idle.hold.slots)
-        assert haul.num_sent == 0
+        assert load.num_sent == 0
     rig.end(table, idle)
 
 
-def test_what_a_haul_has_brought_already_is_not_waited_for() -> None:
+def test_what_a_load_has_brought_already_is_not_waited_for() -> None:
     rig = Stacked()
     rig.remembered(EIGHT, tiers=("ssd",))
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.read(0)
     rig.copy()
-    assert haul.num_landed == GROUP
+    assert load.num_landed == GROUP
     with held(rig, "read"):
         rig.cache.drain(0.0, table.hold.slots[:GROUP])
-        assert haul.num_sent == GROUP
+        assert load.num_sent == GROUP
         drain_in_vain(rig, table.hold.slots[GROUP:])
     rig.end(table)
 
 
-def test_slots_of_a_table_that_has_ended_are_not_the_hauls_any_more() -> None:
+def test_slots_of_a_table_that_has_ended_are_not_the_loads_any_more() -> None:
     rig = Stacked()
     rig.remembered(EIGHT, tiers=("ssd",))
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     slots = list(table.hold.slots)
     with held(rig, "read"):
         rig.cache.release(table, None)
         rig.cache.drain(0.0, slots)
-        assert not haul.over, "it still reads into host memory"
+        assert not load.over, "it still reads into host memory"
     assert not touched(rig, rig.flow)
     rig.end()
 
@@ -262,7 +262,7 @@ def test_a_pin_that_no_drain_knows_is_a_defect() -> None:
     rig = Stacked()
     table = rig.ran(2)
     rig.flow()
-    pin = rig.cache.pin(table.hold.slots[:1], "something else")
+    pin = rig.cache._pool.pin(table.hold.slots[:1], "something else")
     with pytest.raises(InvariantBroken, match="something else"):
         rig.cache.check()
     pin.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from kv_fakes import FakeLane
 
@@ -10,10 +11,12 @@ from penstock.figures import Traffic
 from penstock.kv.blocks.eviction.cost import _COSTS, _NUM_CLASSES, CostOrder
 from penstock.kv.blocks.eviction.lru import LruOrder
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.calls import Tally, Way
 from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.loads import BlockLoad, Copy
 from penstock.kv.tiers.store import Outcome
-from penstock.kv.transfer.mover import Group, Transfer
+from penstock.kv.transfer.mover import Group
 
 
 def key(number: int) -> bytes:
@@ -53,11 +56,19 @@ def test_cost_no_chain_is_too_dear_for_the_dearest_class(depth: int) -> None:
 ])  # fmt: skip
 def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(num_arrivals: int, num_passed: int, nearly: bool) -> None:
     lane = FakeLane("load")
-    transfer = Transfer("a load", [Group((n, n + 1)) for n in range(num_arrivals)])
-    assert not transfer.nearly_landed(), "before its fences exist nobody knows"
-    transfer.launched(None, [Arrival((n, n + 1), lane.record()) for n in range(num_arrivals)])
+    pool = BlockPool(1, "device")
+    table = BlockTable(pool.hold("request"), 4, None, 0)
+    reservation = pool.try_reserve(1, "request")
+    assert reservation is not None
+    reservation.commit(table.hold)
+    load = BlockLoad(table, 0, 1, (), (), float("inf"))
+    groups = [Group((n, n + 1)) for n in range(num_arrivals)]
+    load.copies.append(Copy(load, pool.pin_run(table.hold, 0, 1, "request"), np.zeros(1, np.int64), groups))
+    load.num_sent = 1
+    assert not load.nearly_landed(), "before its fences exist nobody knows"
+    load.copies[0].launched(None, [Arrival((n, n + 1), lane.record()) for n in range(num_arrivals)])
     lane.num_passed = num_passed
-    assert transfer.nearly_landed() is nearly
+    assert load.nearly_landed() is nearly
 
 
 def test_every_block_that_a_store_has_no_room_for_is_counted() -> None:

@@ -13,9 +13,9 @@ from test_drain import held
 from penstock.contract import Match
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers import behind
+from penstock.kv.tiers import loads
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Fetch, Haul, Promotion
+from penstock.kv.tiers.loads import BlockLoad, Fetch
 from penstock.kv.tiers.policy import LinkRate
 
 EIGHT = 8  # blocks: four groups, two on each lane
@@ -56,7 +56,7 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     rig = from_ssd()
     fetch = fetching(rig)
     assert not fetch.settled and fetch.num_blocks == EIGHT and fetch.error() is None
-    assert rig.cache.num_behind == 3, "itself, and two groups that are being read"
+    assert rig.cache.num_cold_in_flight == 3, "itself, and two groups that are being read"
     assert rig.host.slots.reserved == EIGHT and not any(rig.host_has(rig.keys(EIGHT))), "nothing is found before it has landed"
     rig.read(0)
     assert rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6 and fetch.num_came == GROUP
@@ -64,10 +64,10 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     assert fetch.settled and fetch.error() is None and fetch.num_came == EIGHT
     assert rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT and not any(rig.device_has(EIGHT))
     assert rig.host.slots.idle == EIGHT and rig.host.slots.pinned == rig.host.slots.reserved == 0, "ordinary blocks"
-    assert rig.cache.num_behind == 0
+    assert rig.cache.num_cold_in_flight == 0
     reads = count_reads(rig)
     table, load = rig.promote_all(EIGHT)
-    assert isinstance(load, Promotion), "it comes from host memory alone"
+    assert isinstance(load, BlockLoad), "it comes from host memory alone"
     rig.flow()
     assert rig.device_has(EIGHT) == [True] * EIGHT and not reads
     rig.end(table)
@@ -101,7 +101,7 @@ def test_where_nothing_is_to_be_read_there_is_none() -> None:
     rig.cache.reset(["host"])
     table = rig.ran(4)
     assert rig.cache.prefetch(rig.prefix(4), "reader") is None, "the device has it"
-    assert not rig.behind.reads and rig.tiers["ssd"].num_reading == 0
+    assert not rig.loads.reads and rig.tiers["ssd"].num_reading == 0
     rig.end(table)
     assert KvCache(Stacked().pool, rig.cache._scope).prefetch(rig.prefix(4), "reader") is None, "there are no other tiers"
 
@@ -141,8 +141,8 @@ def test_a_gap_that_nobody_has_ends_it_before() -> None:
 
 def test_it_is_not_begun_where_computing_is_faster() -> None:
     rig = from_ssd()
-    rig.ladder._limits = dataclasses.replace(rig.ladder._limits, load_always=False)
-    rig.ladder.prefill.add(1000, 0.0, 0.001)
+    rig.saves.limits = dataclasses.replace(rig.saves.limits, load_always=False)
+    rig.loads.prefill.add(1000, 0.0, 0.001)
     rig.tiers["ssd"].rate.bytes_per_s = 1.0
     assert rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None and rig.host.slots.reserved == 0
     rig.tiers["ssd"].rate.bytes_per_s = 1e12
@@ -175,12 +175,12 @@ def test_a_store_that_has_nothing_or_never_answers_ends_it() -> None:
     rig = far_away(0)
     fetch = fetching(rig)
     rig.run("ask remote")
-    assert fetch.settled and fetch.error() is None and fetch.num_blocks == 0 and not rig.behind.reads
+    assert fetch.settled and fetch.error() is None and fetch.num_blocks == 0 and not rig.loads.reads
     rig.put("remote", rig.keys(EIGHT))
     fetch = fetching(rig)
     rig.clock.advance(10.0)
     rig.cache.settle()
-    assert fetch.settled and fetch.num_blocks == 0 and not rig.behind.reads, "nobody waits for ever"
+    assert fetch.settled and fetch.num_blocks == 0 and not rig.loads.reads, "nobody waits for ever"
     rig.end()
 
 
@@ -190,7 +190,7 @@ def test_one_that_has_ended_while_a_store_was_asked_reads_nothing() -> None:
     fetch.end()
     assert fetch.settled
     rig.flow()
-    assert rig.stores["remote"].calls.count("read") == 0 and not rig.behind.reads
+    assert rig.stores["remote"].calls.count("read") == 0 and not rig.loads.reads
     rig.end()
 
 
@@ -294,10 +294,10 @@ def test_few_groups_are_read_ahead_before_the_tier_was_measured() -> None:
     rig.end()
 
 
-def test_no_more_is_queued_than_a_haul_may_wait_for() -> None:
+def test_no_more_is_queued_than_a_load_may_wait_for() -> None:
     rig = from_ssd()
     tier = rig.tiers["ssd"]
-    tier.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * behind._FETCH_AHEAD_S)
+    tier.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * loads._FETCH_AHEAD_S)
     fetch = fetching(rig)
     assert len(fetch.staged) == 2, "one is less than that, two are more"
     rig.flow()
@@ -305,19 +305,19 @@ def test_no_more_is_queued_than_a_haul_may_wait_for() -> None:
     rig.end()
 
 
-def test_it_begins_no_reads_while_a_haul_keeps_the_tier_busy() -> None:
+def test_it_begins_no_reads_while_a_load_keeps_the_tier_busy() -> None:
     rig = from_ssd()
     rig.put("ssd", rig.keys(EIGHT, "b"))
-    rig.tiers["ssd"].rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * behind._FETCH_AHEAD_S))  # the haul takes twice as long
-    table, haul = rig.load(EIGHT, "b")
+    rig.tiers["ssd"].rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * loads._FETCH_AHEAD_S))  # the cold load takes twice as long
+    table, load = rig.load(EIGHT, "b")
     fetch = fetching(rig)
-    assert len(haul.staged) == 4 and not fetch.staged and len(fetch.unread) == 4
+    assert len(load.staged) == 4 and not fetch.staged and len(fetch.unread) == 4
     rig.read(0, 1)
     assert not fetch.staged, "half of it is still queued"
     rig.read(0)
     assert len(fetch.staged) == 1
     rig.flow()
-    assert haul.num_landed == fetch.num_came == EIGHT
+    assert load.num_landed == fetch.num_came == EIGHT
     rig.end(table)
 
 
@@ -383,14 +383,14 @@ def test_a_tier_that_dies_under_way_brings_what_it_had_read(num_read: int) -> No
 def test_a_tier_that_is_stuck_gets_nothing_more_to_do_and_the_room_is_given_back() -> None:
     rig = from_ssd()
     fetch = fetching(rig)
-    rig.tiers["ssd"]._exchanges._stuck_s = -1.0
-    rig.tiers["ssd"]._exchanges._running["one that hangs"] = rig.clock()
+    rig.tiers["ssd"]._calls._stuck_s = -1.0
+    rig.tiers["ssd"]._calls._running["one that hangs"] = rig.clock()
     assert not rig.tiers["ssd"].usable
     rig.cache.settle()
     rig.check()
     assert not fetch.unread and rig.host.slots.reserved == 2 * GROUP and not fetch.settled
     assert rig.cache.prefetch(rig.prefix(4, "b"), "other") is None
-    del rig.tiers["ssd"]._exchanges._running["one that hangs"]
+    del rig.tiers["ssd"]._calls._running["one that hangs"]
     rig.flow()
     assert fetch.num_came == 2 * GROUP
     rig.end()
@@ -432,7 +432,7 @@ def test_what_is_forgotten_does_not_come_back_by_itself(tier: str, num_read: int
     rig = from_ssd()
     fetch = fetching(rig)
     rig.read(*(number % 2 for number in range(num_read)))
-    resetting = rig.cache.begin_reset([tier])
+    resetting = rig.cache.reset([tier])
     rig.check()
     landed = [True] * (0 if tier == "host" else num_read * GROUP)
     rig.flow()
@@ -492,14 +492,14 @@ def test_a_drain_of_everything_waits_for_it_and_one_of_slots_does_not() -> None:
     table = rig.cache.open("idle", None, 0)
     assert rig.cache.try_extend(table, 2)
     fetch = fetching(rig)
-    assert rig.ladder.is_touched() and not rig.ladder.is_touched(table.hold.slots)
+    assert rig.cache._is_touched() and not rig.cache._is_touched(table.hold.slots)
     with held(rig, "read"):
         rig.cache.drain(0.0, table.hold.slots)
         assert not fetch.settled
         with pytest.raises(DeadlineExceeded):
             rig.cache.drain(0.1)
     rig.cache.drain(1.0)
-    assert fetch.settled and fetch.num_came == EIGHT and rig.cache.num_behind == 0
+    assert fetch.settled and fetch.num_came == EIGHT and rig.cache.num_cold_in_flight == 0
     rig.end(table)
 
 
@@ -516,7 +516,7 @@ def test_a_drain_of_everything_waits_for_one_that_a_store_is_asked_for() -> None
 
 @pytest.mark.parametrize("num_read", range(5))
 @pytest.mark.parametrize("longer", [0, 2])
-def test_a_haul_takes_over_and_nothing_is_read_twice(num_read: int, longer: int) -> None:
+def test_a_load_takes_over_and_nothing_is_read_twice(num_read: int, longer: int) -> None:
     num_blocks = EIGHT + longer
     rig = from_ssd(num_blocks)
     reads = count_reads(rig)
@@ -525,32 +525,32 @@ def test_a_haul_takes_over_and_nothing_is_read_twice(num_read: int, longer: int)
         rig.read(number % 2)
     table, load = rig.promote_all(num_blocks)
     rig.check()
-    assert isinstance(load, Haul) == (num_read < 4 or longer > 0)
-    assert not fetch.unread and fetch.settled == (num_read == 4), "what was not begun is the haul's from now on"
+    assert load.is_cold == (num_read < 4 or longer > 0)
+    assert not fetch.unread and fetch.settled == (num_read == 4), "what was not begun is the cold load's from now on"
     rig.flow()
     assert load.settled and load.error() is None and load.num_landed == num_blocks
     assert reads == Counter(rig.keys(num_blocks)) and rig.device_has(num_blocks) == [True] * num_blocks
     rig.end(table)
 
 
-def test_a_haul_promotes_what_the_fetch_has_landed_while_the_rest_is_read() -> None:
+def test_a_load_promotes_what_the_fetch_has_landed_while_the_rest_is_read() -> None:
     rig = from_ssd()
     fetching(rig)
     rig.read(0)
-    table, haul = rig.load(EIGHT)
-    assert haul.num_sent == GROUP, "it was there already"
+    table, load = rig.load(EIGHT)
+    assert load.num_sent == GROUP, "it was there already"
     rig.read(1)
-    assert haul.num_sent == 2 * GROUP, "shared as soon as it had landed"
+    assert load.num_sent == 2 * GROUP, "shared as soon as it had landed"
     rig.flow()
-    assert haul.num_landed == EIGHT
+    assert load.num_landed == EIGHT
     rig.end(table)
 
 
-def shared_with_a_haul_and_wanted_by_others() -> None:
-    """What a fetch lands for a haul stays for it, though all the rest of host memory is wanted by saves."""
+def shared_with_a_load_and_wanted_by_others() -> None:
+    """What a fetch lands for a cold load stays for it, though all the rest of host memory is wanted by saves."""
     rig = from_ssd(2, num_host=8)
     fetching(rig, 2)
-    table, haul = rig.load(2)
+    table, load = rig.load(2)
     rig.lane("read ssd 0").step()
     rig.lane("read ssd 0").step()
     rig.lane("read ssd 0").step()
@@ -558,41 +558,41 @@ def shared_with_a_haul_and_wanted_by_others() -> None:
     other = rig.ran(8, "b", "other")
     rig.run("launch save", "save")
     rig.flow()
-    assert haul.num_landed == 2 and rig.device_has(2) == [True] * 2
+    assert load.num_landed == 2 and rig.device_has(2) == [True] * 2
     rig.end(table, other)
 
 
-def test_what_a_haul_shares_stays_until_it_was_promoted() -> None:
-    shared_with_a_haul_and_wanted_by_others()
+def test_what_a_load_shares_stays_until_it_was_promoted() -> None:
+    shared_with_a_load_and_wanted_by_others()
 
 
 @pytest.mark.parametrize("lost", range(4))
-def test_a_haul_ends_before_a_block_that_the_fetch_could_not_read(lost: int) -> None:
+def test_a_load_ends_before_a_block_that_the_fetch_could_not_read(lost: int) -> None:
     rig = from_ssd()
     rig.stores["ssd"].fails.add(rig.keys(EIGHT)[lost])
     fetching(rig)
-    table, haul = rig.load(EIGHT)
-    assert len(haul.awaited) == 2 * GROUP
+    table, load = rig.load(EIGHT)
+    assert len(load.awaited) == 2 * GROUP
     rig.flow()
-    assert haul.over and haul.num_landed == haul.limit == lost and isinstance(haul.error(), TransferFailed)
+    assert load.over and load.num_landed == load.limit == lost and isinstance(load.error(), TransferFailed)
     rig.fill(table, EIGHT)
     rig.end(table)
 
 
-def test_a_haul_does_not_wait_for_a_fetch_that_is_late() -> None:
+def test_a_load_does_not_wait_for_a_fetch_that_is_late() -> None:
     rig = from_ssd()
     fetch = fetching(rig)
     fetch.deadline_s = 0.0
     with held(rig, "read"):
-        table, haul = rig.load(EIGHT)
-        assert haul.settled and haul.num_landed == 0, "its request computes"
+        table, load = rig.load(EIGHT)
+        assert load.settled and load.num_landed == 0, "its request computes"
         rig.fill(table, EIGHT)
     rig.flow()
     rig.end(table)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_haul_over_a_reset_computes_what_is_not_published(when: str) -> None:
+def test_a_load_over_a_reset_computes_what_is_not_published(when: str) -> None:
     rig = from_ssd()
     fetch = fetching(rig)
     lease = rig.cache.lease("request", rig.prefix(EIGHT))
@@ -600,11 +600,11 @@ def test_a_haul_over_a_reset_computes_what_is_not_published(when: str) -> None:
     if when == "before":
         rig.cache.reset(["host"])
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    haul = rig.cache.promote(table, lease, EIGHT, 1)
+    load = rig.cache.promote(table, lease, EIGHT, 1)
     if when == "after":
         rig.cache.reset(["host"])
     rig.flow()
-    assert fetch.settled and haul.settled and haul.num_landed == 0 and isinstance(haul.error(), TransferFailed)
+    assert fetch.settled and load.settled and load.num_landed == 0 and isinstance(load.error(), TransferFailed)
     rig.fill(table, EIGHT)
     rig.end(table)
 
@@ -612,14 +612,14 @@ def test_a_haul_over_a_reset_computes_what_is_not_published(when: str) -> None:
 def test_a_request_that_goes_while_it_shares_a_fetch_keeps_nothing() -> None:
     rig = from_ssd()
     fetching(rig)
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.cache.release(table, None)
     rig.flow()
-    assert haul.over and rig.host.slots.pinned == 0
+    assert load.over and rig.host.slots.pinned == 0
     rig.end()
 
 
-def test_fetches_of_others_make_room_for_a_haul() -> None:
+def test_fetches_of_others_make_room_for_a_load() -> None:
     rig = from_ssd(num_host=16)
     rig.put("ssd", rig.keys(EIGHT, "b"))
     rig.tiers["ssd"].rate = LinkRate(1.0)  # one group at a time
@@ -627,31 +627,31 @@ def test_fetches_of_others_make_room_for_a_haul() -> None:
     assert fetch.num_blocks == 4 and rig.host.slots.reserved == 4
     private = rig.host.take_private(6, "somebody")
     assert private is not None
-    table, haul = rig.load(EIGHT, "b")
-    assert haul.limit == EIGHT and not fetch.unread
+    table, load = rig.load(EIGHT, "b")
+    assert load.limit == EIGHT and not fetch.unread
     private.rollback()
     rig.flow()
-    assert haul.num_landed == EIGHT and fetch.num_came == GROUP
+    assert load.num_landed == EIGHT and fetch.num_came == GROUP
     rig.end(table)
 
 
-def test_fetches_of_others_go_on_beside_a_haul_that_has_room() -> None:
+def test_fetches_of_others_go_on_beside_a_load_that_has_room() -> None:
     rig = from_ssd()
     rig.put("ssd", rig.keys(4, "b"))
     fetch = fetching(rig)
-    table, haul = rig.load(4, "b")
+    table, load = rig.load(4, "b")
     rig.flow()
-    assert fetch.num_came == EIGHT and haul.num_landed == 4
+    assert fetch.num_came == EIGHT and load.num_landed == 4
     rig.end(table)
 
 
-def test_a_drain_of_slots_waits_for_what_a_haul_shares() -> None:
+def test_a_drain_of_slots_waits_for_what_a_load_shares() -> None:
     rig = from_ssd()
     fetching(rig)
-    table, haul = rig.load(4)
-    assert len(haul.awaited) == 4 and not haul.staged
+    table, load = rig.load(4)
+    assert len(load.awaited) == 4 and not load.staged
     rig.cache.drain(1.0, table.hold.slots)
-    assert haul.settled and haul.num_landed == 4
+    assert load.settled and load.num_landed == 4
     rig.end(table)
 
 
@@ -679,11 +679,11 @@ def test_it_is_noticed_where_what_is_shared_is_let_go_too_soon(monkeypatch: pyte
 
     def faulty(self: HostTier, keys, owner: str):  # type: ignore[no-untyped-def]
         slots, pin = pin_each(self, keys, owner)
-        if pin is not None and owner.startswith("haul"):
+        if pin is not None and owner.startswith("load"):
             pin.end()
             pin = None
         return slots, pin
 
     monkeypatch.setattr(HostTier, "pin_each", faulty)
     with pytest.raises((InvariantBroken, AssertionError)):
-        shared_with_a_haul_and_wanted_by_others()
+        shared_with_a_load_and_wanted_by_others()

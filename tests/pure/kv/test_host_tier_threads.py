@@ -132,15 +132,15 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
                 assert tier._leases[lease] == [], "a claim that fails pins nothing"
         lease.end()
 
-    def haul(turn: int) -> None:
+    def load(turn: int) -> None:
         """Somebody who has a table takes what others want."""
-        tier.land(tier.take([KEYS[(7 * turn + i) % 20] for i in range(6)], range(6), "haul", Displaces.ANYTHING))
+        tier.land(tier.take([KEYS[(7 * turn + i) % 20] for i in range(6)], range(6), "cold load", Displaces.ANYTHING))
 
     num_claimed: list[int] = []
-    haul(0)
+    load(0)
     claim(0)  # once where nobody is in its way; how often later on is a matter of luck
     assert num_claimed
-    works = (lease, lease, claim, write, haul, look)
+    works = (lease, lease, claim, write, load, look)
     start = threading.Barrier(len(works))
     threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
     interval = sys.getswitchinterval()

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ladder_rig import BLOCK, KEYS, Rig
 from stacked_rig import Stacked
+from storage_rig import BLOCK, KEYS, Rig
 
-from penstock.kv.tiers import ladder
-from penstock.kv.tiers.loads import Promotion
+from penstock.kv.tiers import saves
+from penstock.kv.tiers.loads import BlockLoad
 
 
 @pytest.mark.parametrize("load_s", [0.5, 1e9])
 def test_a_save_has_as_long_as_a_load_and_never_so_long_that_the_device_fills_up_behind_it(load_s: float) -> None:
     rig = Rig()
-    rig.ladder._limits = replace(rig.ladder._limits, load_deadline_s=load_s)
+    rig.saves.limits = replace(rig.saves.limits, load_deadline_s=load_s)
     one, other = rig.computed(KEYS[:1]), rig.computed(KEYS[1:3])
-    rig.ladder.offer(one, 0, KEYS[:1], None)
-    rig.ladder.submit_saves()
-    lease = rig.ladder.save(other, 2, KEYS[1:3], 2 * BLOCK, None)
+    rig.saves.offer(one, 0, KEYS[:1], None)
+    rig.saves.submit()
+    lease = rig.saves.retract(other, 2, KEYS[1:3], 2 * BLOCK, None)
     assert lease is not None
-    for transfer in rig.ladder.demoter.in_flight():
-        assert transfer.deadline_s - transfer.submitted_s <= min(load_s, ladder._SAVE_PATIENCE_S)
+    for transfer in rig.saves.mover.in_flight():
+        assert transfer.deadline_s - transfer.submitted_s <= min(load_s, saves._PATIENCE_S)
     one.end()
     other.end()
     rig.land()
@@ -34,11 +34,11 @@ def test_slots_of_a_late_load_are_not_waited_for_while_a_save_is_late_too() -> N
     rig = Stacked()
     rig.remembered(2, "a")
     table, load = rig.promote_all(2, "a")
-    assert isinstance(load, Promotion)
+    assert isinstance(load, BlockLoad)
     rig.cache.release(table, None)
     rig.cache.release(rig.ran(1, "b"), None)
     assert rig.cache.num_settling == 3
-    save = rig.ladder.demoter.first()
+    save = rig.saves.mover.first()
     assert save is not None
     save.deadline_s = 0.0
     assert rig.cache.num_settling == 2, "nobody knows when the save ends; the load is in time"

@@ -6,12 +6,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from ladder_rig import BLOCK, KEYS, LAYOUT, Rig
+from storage_rig import BLOCK, KEYS, LAYOUT, Rig
 from test_cache_tiers import Cached
 
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.tiers import ladder
-from penstock.kv.tiers.ladder import Promotion
+from penstock.kv.tiers import loads, saves
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
 from penstock.kv.transfer import mover
 from penstock.testing.stores import HandClock
@@ -23,7 +23,7 @@ FIRST, SECOND = list(range(8)), list(range(100, 108))  # two blocks each
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     clock = HandClock()
-    for module in (mover, ladder):
+    for module in (mover, loads, saves):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 
@@ -38,7 +38,7 @@ class Timed(Cached):
             self.remembered(tokens)
         self.loaded: list[BlockTable] = []
 
-    def begin(self, tokens: list[int]) -> Promotion:
+    def begin(self, tokens: list[int]) -> BlockLoad:
         table, promotion = self.loading(f"request {tokens[0]}", tokens)
         self.loaded.append(table)
         return promotion
@@ -48,7 +48,7 @@ class Timed(Cached):
         self.clock.advance(after_s - unseen_s)
         self.cache.settle()
         self.clock.advance(unseen_s)
-        first = self.ladder.promoter.first()
+        first = self.loads.mover.first()
         while first is not None and not first.over():
             assert self.lane("load").step() or self.lane("launch load").step()
         self.cache.settle()
@@ -63,7 +63,7 @@ def test_a_promotion_is_measured_by_its_bytes_and_its_time(clock: HandClock) -> 
     rig = Timed(clock)
     rig.begin(FIRST)
     rig.over(4.0)
-    assert rig.ladder.link.bytes_per_s == TWO / 4.0
+    assert rig.loads.link.bytes_per_s == TWO / 4.0
     rig.end()
 
 
@@ -74,7 +74,7 @@ def test_one_that_waited_behind_another_is_measured_from_the_end_of_that(clock: 
     rig.over(4.0)
     rig.over(1.0)
     assert rig.cache.num_in_flight == 0
-    assert rig.ladder.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
+    assert rig.loads.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
     rig.end()
 
 
@@ -85,7 +85,7 @@ def test_one_that_came_after_a_pause_is_measured_from_its_own_submit(clock: Hand
     clock.advance(10.0)
     rig.begin(SECOND)
     rig.over(1.0)
-    assert rig.ladder.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
+    assert rig.loads.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
     rig.end()
 
 
@@ -95,7 +95,7 @@ def test_an_end_that_nobody_saw_in_time_says_nothing_about_the_link(clock: HandC
     rig.begin(FIRST)
     rig.over(4.0, unseen_s)
     assert rig.cache.num_in_flight == 0
-    assert rig.ladder.link.bytes_per_s == (TWO / 4.0 if counts else None)
+    assert rig.loads.link.bytes_per_s == (TWO / 4.0 if counts else None)
     rig.end()
 
 
@@ -103,10 +103,10 @@ def test_one_that_fails_says_nothing_about_the_link_and_is_counted_as_a_failure(
     rig = Timed(clock)
     before = rig.cache.traffic()
     rig.begin(FIRST)
-    rig.loads.fail_next = 1
+    rig.load_copier.fail_next = 1
     rig.over(4.0)
     traffic = rig.cache.traffic()
-    assert before is not None and traffic is not None and rig.ladder.link.bytes_per_s is None
+    assert before is not None and traffic is not None and rig.loads.link.bytes_per_s is None
     assert traffic.failures == {("host", "copy"): 1} and traffic.bytes == before.bytes and traffic.seconds == before.seconds
     rig.end()
 
@@ -114,8 +114,8 @@ def test_one_that_fails_says_nothing_about_the_link_and_is_counted_as_a_failure(
 def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(clock: HandClock) -> None:
     """A slow link is hoped to have become faster: one request finds out, and the others go on computing meanwhile."""
     rig = Timed(clock)
-    rig.ladder.prefill.add(BLOCK, 0.0, 1.0)
-    rig.ladder.link.add(TWO, 2.0 * 2)  # twice as long as computing
+    rig.loads.prefill.add(BLOCK, 0.0, 1.0)
+    rig.loads.link.add(TWO, 2.0 * 2)  # twice as long as computing
     keys = rig.prefix(SECOND).keys
     lease = rig.cache.lease("other", rig.prefix(SECOND))
     assert rig.cache.match(keys, lease).num_colder == 0
@@ -124,7 +124,7 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
     rig.begin(FIRST)
     assert rig.cache.match(keys, lease).num_colder == 0, "somebody is finding out"
     rig.over(1.0)
-    assert rig.ladder.link.bytes_per_s == TWO / 1.0, "what he met replaces what was known"
+    assert rig.loads.link.bytes_per_s == TWO / 1.0, "what he met replaces what was known"
     assert rig.cache.match(keys, lease).num_colder == 2
     assert lease is not None
     lease.end()
@@ -137,14 +137,14 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
 def test_a_save_that_copies_nothing_is_not_timed() -> None:
     rig = Rig()
     rig.save(KEYS[:2]).end()
-    before = rig.ladder.traffic()
+    before = rig.cache.traffic()
     again = rig.computed(KEYS[2:3])
-    rig.ladder.offer(again, 0, KEYS[:1], None)  # host memory has it
-    rig.ladder.submit_saves()
-    assert rig.ladder.num_in_flight == 1
+    rig.saves.offer(again, 0, KEYS[:1], None)  # host memory has it
+    rig.saves.submit()
+    assert rig.cache.num_in_flight == 1
     rig.land()
-    after = rig.ladder.traffic()
-    assert rig.ladder.num_in_flight == 0 and (after.bytes, after.seconds, after.failures) == (before.bytes, before.seconds, {})
+    after = rig.cache.traffic()
+    assert rig.cache.num_in_flight == 0 and (after.bytes, after.seconds, after.failures) == (before.bytes, before.seconds, {})
     again.end()
     rig.close()
 
@@ -152,13 +152,13 @@ def test_a_save_that_copies_nothing_is_not_timed() -> None:
 def test_what_could_not_be_launched_is_a_failure_under_its_own_name() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
-    rig.ladder.offer(hold, 0, KEYS[:2], None)
-    rig.ladder.submit_saves()
-    first = rig.ladder.demoter.first()
+    rig.saves.offer(hold, 0, KEYS[:2], None)
+    rig.saves.submit()
+    first = rig.saves.mover.first()
     assert first is not None
     first.prepare = lambda: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
     rig.land()
-    traffic = rig.ladder.traffic()
+    traffic = rig.cache.traffic()
     assert traffic.failures == {("host", "MemoryError"): 1} and not traffic.bytes and not traffic.seconds
     hold.end()
     rig.close()

@@ -5,39 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ladder_rig import BLOCK, KEYS, LAYOUT, Rig, leased
 from stacked_rig import Stacked
+from storage_rig import BLOCK, KEYS, LAYOUT, Rig, leased
 
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.ladder import Ladder
 
 FOUR = 4  # blocks
 COMPUTE_S = FOUR * BLOCK * (1e-3 + 1e-3 * FOUR / 2 * BLOCK)  # of these, where each token costs a millisecond, and one for each before it
 LOAD_S = 0.7 * COMPUTE_S
 
 
-def measured(ladder: Ladder) -> None:
+def measured(rig: Rig) -> None:
     """A token at depth d takes 1 + d milliseconds, and nothing is loaded unasked."""
-    ladder._limits = replace(ladder._limits, load_always=False)
+    rig.saves.limits = replace(rig.saves.limits, load_always=False)
     for depth in (0, 100):
-        ladder.prefill.add(BLOCK, depth, BLOCK * 1e-3 * (1 + depth))
-    assert ladder.prefill.seconds(FOUR * BLOCK, FOUR / 2 * BLOCK) == pytest.approx(COMPUTE_S)
+        rig.loads.prefill.add(BLOCK, depth, BLOCK * 1e-3 * (1 + depth))
+    assert rig.loads.prefill.seconds(FOUR * BLOCK, FOUR / 2 * BLOCK) == pytest.approx(COMPUTE_S)
 
 
 def test_a_load_is_weighed_against_tokens_as_deep_as_they_lie() -> None:
     rig = Rig()
     rig.save(KEYS[:FOUR]).end()
-    measured(rig.ladder)
-    rig.ladder.link.add(FOUR * LAYOUT.block_bytes, LOAD_S)
+    measured(rig)
+    rig.loads.link.add(FOUR * LAYOUT.block_bytes, LOAD_S)
     lease = leased(rig, KEYS[:FOUR])
-    assert rig.ladder.worth(lease, 0) == FOUR
+    assert rig.loads.worth(lease, 0) == FOUR
     lease.end()
     rig.close()
 
 
 def test_a_store_is_waited_for_as_long_as_computing_takes_and_no_longer() -> None:
     rig = Stacked("remote")
-    measured(rig.ladder)
+    measured(rig)
     lease = rig.cache.lease("request", rig.prefix(FOUR))
     assert isinstance(lease, HostLease)
     assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(COMPUTE_S)
@@ -49,13 +48,13 @@ def test_what_others_are_reading_already_counts_in_the_time_of_a_load() -> None:
     rig = Stacked("ssd")
     for name in "ab":
         rig.remembered(FOUR, name, ["ssd"])
-    measured(rig.ladder)
+    measured(rig)
     tier = rig.tiers["ssd"]
     tier.rate.bytes_per_s = FOUR * LAYOUT.block_bytes / LOAD_S
     lease = rig.cache.lease("second", rig.prefix(FOUR, "b"))
-    assert lease is not None and rig.ladder.worth(lease, 0) == FOUR
+    assert lease is not None and rig.loads.worth(lease, 0) == FOUR
     table, _ = rig.load(FOUR, "a")
-    assert tier.queued_read_bytes > 0 and rig.ladder.worth(lease, 0) == 0
+    assert tier.queued_read_bytes > 0 and rig.loads.worth(lease, 0) == 0
     lease.end()
     rig.flow()
     rig.end(table)

@@ -111,7 +111,7 @@ def test_a_transfer_whose_launch_raised_has_not_landed(rig: Rig, error: BaseExce
     rig.mover.submit(transfer)
     for lane in (rig.mover._launcher, rig.mover.lane):  # nobody looks at the launch itself
         lane.drain(PATIENCE_S)
-    assert rig.mover.settle() == [transfer] and transfer.error() is error and transfer.num_landed == 0
+    assert rig.mover.settle() == [transfer] and transfer.settled and transfer.error() is error
 
 
 class DeafLane(CpuLane):
@@ -159,4 +159,4 @@ def test_what_is_still_being_launched_when_a_mover_closes_has_a_lane_to_go_to(ri
     monkeypatch.setattr(rig.mover._launcher, "close", closing)
     rig.mover.close(PATIENCE_S)
     assert rig.mover.settle() == [transfer]
-    assert transfer.error() is None and transfer.num_landed == 2
+    assert transfer.error() is None and transfer.num_blocks == 2

@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from ladder_rig import KEYS, LAYERS, Rig, leased
+from storage_rig import KEYS, LAYERS, Rig, leased
 
 from penstock.contract import Prefix
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import Displaces
-from penstock.kv.tiers.ladder import LadderLimits
+from penstock.kv.tiers.policy import TierLimits
 
 
 class Full(Rig):
@@ -21,7 +21,7 @@ class Full(Rig):
 
     def __init__(self, num_device: int = 8, num_host: int = 16) -> None:
         super().__init__(num_device, num_host)
-        self.ladder._limits = LadderLimits(0, 1e9, postpones=True)
+        self.saves.limits = TierLimits(0, 1e9, postpones=True)
 
     def idle(self, keys: list[bytes]) -> None:
         """A request that has come and gone: saved as far as there is room."""
@@ -40,7 +40,7 @@ class Full(Rig):
         """Until there is; returns how many times it was asked."""
         for turn in range(50):
             self.check_bytes()
-            if self.ladder.make_room(num, floor, tables):
+            if self.saves.make_room(num, floor, tables):
                 return turn
             assert self.pool.num_available >= floor, "what others were promised can be drawn meanwhile"
             self.land()
@@ -48,7 +48,7 @@ class Full(Rig):
 
     def check_bytes(self) -> None:
         self.check()
-        self.ladder.check()
+        self.cache.check()
         for key in KEYS:
             for slot in self.pool.find_each([key]):
                 assert slot < 0 or self.device.read([slot], (0, LAYERS)) == [[key] * LAYERS]
@@ -61,29 +61,29 @@ class Full(Rig):
 def test_blocks_that_only_the_device_has_are_saved_before_their_room_is_given_away() -> None:
     rig = Full(num_device=4)
     rig.alone(KEYS[:4])
-    assert not rig.ladder.make_room(3, 0, ()) and rig.pool.counts.pinned == 3 and rig.pool.num_available == 1
+    assert not rig.saves.make_room(3, 0, ()) and rig.pool.counts.pinned == 3 and rig.pool.num_available == 1
     assert rig.in_host(KEYS[:4]) == [None] * 4
-    assert not rig.ladder.make_room(3, 0, ()), "what is under way comes first"
-    assert rig.ladder.num_in_flight == 1
+    assert not rig.saves.make_room(3, 0, ()), "what is under way comes first"
+    assert rig.cache.num_in_flight == 1
     rig.land()
     assert rig.pool.num_free == 3 and rig.pool.find_each(KEYS[:1]) != [-1], "the first of a prefix leaves last"
-    assert rig.in_host(KEYS[:4]) == [None, *KEYS[1:4]] and rig.ladder.make_room(3, 0, ())
+    assert rig.in_host(KEYS[:4]) == [None, *KEYS[1:4]] and rig.saves.make_room(3, 0, ())
     rig.close()
 
 
 def test_what_host_memory_has_leaves_the_device_at_once() -> None:
     rig = Full(num_device=4)
     rig.idle(KEYS[:4])
-    assert rig.ladder.make_room(4, 0, ()) and rig.ladder.num_in_flight == 0 and rig.pool.counts.idle == 4
+    assert rig.saves.make_room(4, 0, ()) and rig.cache.num_in_flight == 0 and rig.pool.counts.idle == 4
     rig.close()
 
 
 def test_those_that_would_be_next_leave_with_the_first_that_has_to() -> None:
     rig = Full(num_device=6)
     rig.alone(KEYS[:6])
-    assert not rig.ladder.make_room(1, 0, (), 3) and rig.pool.counts.pinned == 4
+    assert not rig.saves.make_room(1, 0, (), 3) and rig.pool.counts.pinned == 4
     rig.land()
-    assert rig.pool.num_free == 4 and rig.ladder.make_room(1, 0, (), 3) and rig.ladder.num_in_flight == 0
+    assert rig.pool.num_free == 4 and rig.saves.make_room(1, 0, (), 3) and rig.cache.num_in_flight == 0
     rig.close()
 
 
@@ -91,8 +91,8 @@ def test_nothing_leaves_early_where_the_first_can_be_forgotten() -> None:
     rig = Full(num_device=6)
     rig.idle(KEYS[:2])
     rig.alone(KEYS[2:6])
-    assert rig.ladder.make_room(2, 0, (), 4) and rig.ladder.num_in_flight == 0
-    assert not rig.ladder.make_room(3, 2, (), 3) and rig.pool.counts.pinned == 4, "what host memory has need not leave"
+    assert rig.saves.make_room(2, 0, (), 4) and rig.cache.num_in_flight == 0
+    assert not rig.saves.make_room(3, 2, (), 3) and rig.pool.counts.pinned == 4, "what host memory has need not leave"
     rig.land()
     rig.close()
 
@@ -101,7 +101,7 @@ def test_what_can_be_forgotten_ends_before_the_first_that_only_the_device_has() 
     rig = Full(num_device=6)
     rig.idle(KEYS[:3])
     rig.alone(KEYS[3:6])
-    assert [rig.ladder.num_safe(num) for num in (0, 1, 3, 4, 6)] == [0, 1, 3, 3, 3]
+    assert [rig.saves.num_safe(num) for num in (0, 1, 3, 4, 6)] == [0, 1, 3, 3, 3]
     rig.close()
 
 
@@ -109,26 +109,26 @@ def test_what_can_be_forgotten_ends_before_the_first_that_only_the_device_has() 
 def test_what_was_promised_stays_available_and_nobody_waits_where_there_is_no_more() -> None:
     rig = Full(num_device=4)
     rig.alone(KEYS[:4])
-    assert not rig.ladder.make_room(4, 3, ())
+    assert not rig.saves.make_room(4, 3, ())
     assert (rig.pool.counts.pinned, rig.pool.num_available) == (1, 3)
     rig.land()
-    assert rig.ladder.make_room(4, 4, ()), "all that is left was promised: it is drawn, whatever it holds"
+    assert rig.saves.make_room(4, 4, ()), "all that is left was promised: it is drawn, whatever it holds"
     rig.close()
 
 
 def test_many_blocks_leave_in_parts_and_the_first_are_free_before_the_last_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder_module, "_MOVE_BLOCKS", 2)
+    monkeypatch.setattr(saves_module, "_MOVE_BLOCKS", 2)
     rig = Full(num_device=6)
     rig.alone(KEYS[:6])
-    assert not rig.ladder.make_room(6, 0, ()) and rig.ladder.num_in_flight == 3
+    assert not rig.saves.make_room(6, 0, ()) and rig.cache.num_in_flight == 3
     assert rig.lane("launch save").step() and rig.lane("save").step()
     while rig.lane("save").step():
         pass
     rig.settle()
-    assert rig.pool.num_free == rig.pool.num_available == 2 and rig.ladder.num_in_flight == 2
-    assert rig.ladder.make_room(2, 0, ()), "there is room for somebody smaller"
+    assert rig.pool.num_free == rig.pool.num_available == 2 and rig.cache.num_in_flight == 2
+    assert rig.saves.make_room(2, 0, ()), "there is room for somebody smaller"
     rig.land()
-    assert rig.pool.num_free == 6 and rig.ladder.make_room(6, 0, ())
+    assert rig.pool.num_free == 6 and rig.saves.make_room(6, 0, ())
     rig.close()
 
 
@@ -137,21 +137,21 @@ def test_slots_come_back_when_a_move_comes_to_nothing(trouble: str) -> None:
     rig = Full(num_device=3, num_host=2)
     rig.alone(KEYS[:3])
     if trouble == "copy":
-        rig.saves.fail_next = 1
+        rig.save_copier.fail_next = 1
     lease = None
     if trouble == "full":
-        taken = rig.host.take(KEYS[10:12], range(2), "haul", Displaces.ANYTHING)
+        taken = rig.host.take(KEYS[10:12], range(2), "cold load", Displaces.ANYTHING)
         rig.host.land(taken)
         lease = leased(rig, KEYS[10:12])
         assert rig.host.claim(lease, 0, 2)
-    assert not rig.ladder.make_room(2, 0, ())
+    assert not rig.saves.make_room(2, 0, ())
     if trouble == "late":
-        rig.ladder.demoter.in_flight()[0].deadline_s = 0.0
-        assert rig.ladder.make_room(1, 0, ()), "nobody waits for what is overdue"
+        rig.saves.mover.in_flight()[0].deadline_s = 0.0
+        assert rig.saves.make_room(1, 0, ()), "nobody waits for what is overdue"
         assert rig.pool.num_available == 1, "its slots stay with it"
     rig.land()
-    assert rig.pool.num_free == 2 and rig.ladder._num_moving == 0
-    assert rig.ladder.make_room(2, 0, ())
+    assert rig.pool.num_free == 2 and rig.saves._num_moving == 0
+    assert rig.saves.make_room(2, 0, ())
     if lease is not None:
         assert set(rig.host.keys()) == {*KEYS[10:12]} and rig.host.slots.pinned == 2, "what is claimed stays"
         lease.end()
@@ -168,8 +168,8 @@ def test_a_move_that_cannot_be_submitted_holds_nothing(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(rig.lane("launch save"), "submit", refuse)
         with pytest.raises(OSError, match="no"):
-            rig.ladder.make_room(2, 0, ())
-    assert rig.pool.counts.idle == 2 and rig.ladder._num_moving == 0
+            rig.saves.make_room(2, 0, ())
+    assert rig.pool.counts.idle == 2 and rig.saves._num_moving == 0
     rig.make_room(2)
     assert rig.in_host(KEYS[:2]) == KEYS[:2]
     rig.close()
@@ -178,7 +178,7 @@ def test_a_move_that_cannot_be_submitted_holds_nothing(monkeypatch: pytest.Monke
 def test_a_block_that_somebody_shares_while_it_is_moved_stays() -> None:
     rig = Full(num_device=2)
     rig.alone(KEYS[:2])
-    assert not rig.ladder.make_room(2, 0, ())
+    assert not rig.saves.make_room(2, 0, ())
     hold = rig.pool.hold("came", rig.pool.find_each(KEYS[:1]))
     rig.land()
     assert rig.pool.find_each(KEYS[:1]) == hold.slots and rig.pool.num_free == 1 and rig.in_host(KEYS[:2]) == KEYS[:2]
@@ -189,11 +189,11 @@ def test_a_block_that_somebody_shares_while_it_is_moved_stays() -> None:
 def test_a_block_that_is_wanted_again_while_it_is_moved_is_found_in_host_memory() -> None:
     rig = Full(num_device=2)
     rig.alone(KEYS[:2])
-    assert not rig.ladder.make_room(2, 0, ())
+    assert not rig.saves.make_room(2, 0, ())
     want = rig.pool.want_found(tuple(KEYS[:2]), 1.0)
     rig.land()
     assert rig.pool.num_free == 2 and rig.in_host(KEYS[:2]) == KEYS[:2] and rig.pool.gone_of(want).all()
-    assert rig.ladder.make_room(2, 0, ())
+    assert rig.saves.make_room(2, 0, ())
     rig.pool.end_want(want)
     rig.close()
 
@@ -212,11 +212,11 @@ def test_what_is_wanted_stays_on_the_device_while_something_else_can_leave() -> 
 def test_nobody_waits_for_ever_where_all_is_wanted_and_host_memory_is_full() -> None:
     """The request that is next needs room; all that could leave is wanted by one behind it, who looks again in every plan."""
     rig = Full(num_device=2, num_host=3)
-    rig.host.land(rig.host.take(KEYS[10:13], range(3), "haul", Displaces.ANYTHING))
+    rig.host.land(rig.host.take(KEYS[10:13], range(3), "cold load", Displaces.ANYTHING))
     lease = leased(rig, KEYS[10:12])  # one slot is to be had, and two are needed
     rig.alone(KEYS[:2])
     want, num_asked = rig.pool.want_found(tuple(KEYS[:2]), 9.0), 0
-    while not rig.ladder.make_room(2, 0, ()):
+    while not rig.saves.make_room(2, 0, ()):
         num_asked += 1
         assert num_asked < 3, "whoever waits for the room waits for ever"
         want = rig.pool.want_found(tuple(KEYS[:2]), 9.0, want)
@@ -292,8 +292,8 @@ def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
         next_key += num
         new = rig.computed(keys)
         assert rig.everywhere() == (before | set(keys)) - lost, "drawing what there was room for has cost somebody his only copy"
-        rig.ladder.offer(new, 0, keys, None)
-        rig.ladder.submit_saves()
+        rig.saves.offer(new, 0, keys, None)
+        rig.saves.submit()
         if r.random() < 0.7:
             rig.land()
         new.end()

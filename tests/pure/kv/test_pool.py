@@ -123,9 +123,14 @@ def test_a_closed_pool_lends_nothing():
     assert pool.counts.free == 4
 
 
-def test_a_pool_without_slots_is_refused():
+def test_a_pool_may_hold_nothing_and_cannot_hold_less():
+    """It is the host tier of a cache that has the device alone."""
+    pool = BlockPool(0, "host")
+    assert pool.try_reserve(1, "a") is None and pool.find_each([b"k"]) == [-1] and sum(pool.counts) == 0
+    pool.check()
+    pool.close()
     with pytest.raises(ConfigError):
-        BlockPool(0, "device")
+        BlockPool(-1, "host")
 
 
 def test_a_sealed_block_is_idle_after_its_last_holder_and_active_for_the_next():

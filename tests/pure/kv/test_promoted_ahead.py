@@ -8,7 +8,7 @@ from test_cache_tiers import BLOCK, BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
 from penstock.errors import LaneClosed
-from penstock.kv.tiers.loads import Promotion
+from penstock.kv.tiers.loads import BlockLoad
 
 LONG = list(range(18))  # four full blocks and a half
 
@@ -19,7 +19,7 @@ def remembering(tokens: list[int] = PROMPT, prefix_cache: bool = True, **rig: in
     return made
 
 
-def ahead(rig: Cached, first: int = 0, num_blocks: int = 9, tokens: list[int] = PROMPT) -> Promotion:
+def ahead(rig: Cached, first: int = 0, num_blocks: int = 9, tokens: list[int] = PROMPT) -> BlockLoad:
     promotion = rig.cache.promote_ahead("request", rig.prefix(tokens), first, num_blocks)
     assert promotion is not None
     return promotion
@@ -120,7 +120,7 @@ def test_they_are_written_after_the_last_step_that_used_their_slots() -> None:
 
 def test_a_copy_that_fails_leaves_free_slots() -> None:
     rig = remembering()
-    rig.loads.fail_next = 1
+    rig.load_copier.fail_next = 1
     promotion = ahead(rig)
     rig.finish()
     assert promotion.error() is not None and promotion.num_landed == 0
@@ -136,7 +136,7 @@ def test_a_copy_that_cannot_be_submitted_changes_nothing(monkeypatch: pytest.Mon
         raise LaneClosed("the lane is closed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.ladder.promoter, "submit", refuse)
+        patch.setattr(rig.loads.mover, "submit", refuse)
         with pytest.raises(LaneClosed):
             ahead(rig)
     assert rig.pool.num_free == rig.pool.num_slots and rig.host.slots.pinned == 0
@@ -157,9 +157,9 @@ def test_a_block_that_somebody_computes_meanwhile_is_not_there_twice() -> None:
 def test_a_drain_of_their_slots_waits_for_them() -> None:
     rig = remembering()
     promotion = ahead(rig)
-    slots = promotion.dest_slots.tolist()
+    slots = promotion.copies[0].dest_slots.tolist()
     rig.cache.drain(10.0, [slot for slot in range(rig.pool.num_slots) if slot not in slots])
-    assert not promotion.settled and rig.ladder.is_touched(slots)
+    assert not promotion.settled and rig.cache._is_touched(slots)
     rig.cache.drain(10.0, slots[:1])
     assert promotion.settled and rig.content() == BLOCKS
     rig.end()

@@ -11,7 +11,7 @@ from watched_world import WatchedWorld
 
 from penstock.contract import Fence, Prefix
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.tiers.ladder import SavedLease
+from penstock.kv.tiers.saves import SavedLease
 from penstock.testing.sequencer import Sequencer, run
 
 
@@ -33,7 +33,7 @@ def numbered(world: WatchedWorld, num_blocks: int) -> tuple[BlockTable, Prefix, 
 
 def found(world: WatchedWorld, prefix: Prefix) -> list[object]:
     """What the device has under the keys of `prefix`, block by block."""
-    cells = [set(world.device[slot]) for slot in world.ladder._pool.find(prefix.keys)]
+    cells = [set(world.device[slot]) for slot in world.cache.saves.pool.find(prefix.keys)]
     return [cell.pop() if len(cell) == 1 else cell for cell in cells]
 
 
@@ -76,7 +76,7 @@ def a_tail_that_was_saved_half_full(sequencer: Sequencer) -> None:
     load = world.cache.promote(table, lease, 2, num_next=1)
     world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
     world.settle(load)
-    assert len(world.ladder._pool.find(prefix.keys)) == 1
+    assert len(world.cache.saves.pool.find(prefix.keys)) == 1
     world.finish(table, world.write(table.hold.slots[1:], "full"))
     world.close()
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from cold_rig import BLOCK_BYTES, KEYS, Make, make
-from ladder_rig import KEYS as BLOCKS
-from ladder_rig import Rig
+from storage_rig import KEYS as BLOCKS
+from storage_rig import Rig
 
 from penstock.figures import Histogram, Traffic
 from penstock.kv.transfer import mover
@@ -21,13 +21,13 @@ def test_a_transfer_took_as_long_as_from_its_submit_to_its_end(monkeypatch: pyte
     monkeypatch.setattr(mover, "time", SimpleNamespace(monotonic=clock))
     rig = Rig()
     hold = rig.computed(BLOCKS[:2])
-    rig.ladder.offer(hold, 0, BLOCKS[:2], None)
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, BLOCKS[:2], None)
+    rig.saves.submit()
     clock.advance(2.0)
     rig.settle()
     clock.advance(1.0)
     rig.land()
-    assert rig.ladder.traffic().seconds["device", "host"].total == 3.0
+    assert rig.cache.traffic().seconds["device", "host"].total == 3.0
     hold.end()
     rig.close()
 
@@ -35,11 +35,11 @@ def test_a_transfer_took_as_long_as_from_its_submit_to_its_end(monkeypatch: pyte
 def test_a_snapshot_of_the_traffic_stays_as_it_was() -> None:
     rig = Rig()
     rig.save(BLOCKS[:1]).end()
-    before = rig.ladder.traffic()
+    before = rig.cache.traffic()
     seconds = before.seconds["device", "host"].copy()
     rig.save(BLOCKS[1:3]).end()
     assert before.seconds["device", "host"] == seconds and sum(seconds.counts) == 1
-    assert sum(rig.ladder.traffic().seconds["device", "host"].counts) == 2
+    assert sum(rig.cache.traffic().seconds["device", "host"].counts) == 2
     rig.close()
 
 

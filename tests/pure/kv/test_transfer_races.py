@@ -16,7 +16,9 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Demotion, Ladder, LadderLimits
+from penstock.kv.tiers.loads import BlockLoad, Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Save, Saves
 from penstock.kv.transfer.mover import Layers, Mover, Slots, Transfer
 from penstock.testing.sequencer import Failure, Program, SequencedLane, Sequencer, explore, run
 
@@ -54,8 +56,8 @@ class World:
         load = Mover(("host", "device"), ListCopier(self.host, self.device), lane("load"), launcher("launch-load"))
         save = Mover(("device", "host"), ListCopier(self.device, self.host), lane("save"), launcher("launch-save"))
         layout = BlockLayout(LAYERS, 1, 4, BLOCK, "float32")
-        self.ladder = Ladder(pool, tier, (load, save), layout, LadderLimits(overlap_tokens=0, load_deadline_s=1e9))
-        self.cache = KvCache(pool, SCOPE, ladder=self.ladder)
+        self.loads = Loads(Saves(pool, tier, (), save, layout, TierLimits(overlap_tokens=0, load_deadline_s=1e9)), load)
+        self.cache = KvCache(pool, SCOPE, loads=self.loads)
 
     def tokens(self, name: str, num_blocks: int) -> list[int]:
         return [ord(name)] * (BLOCK * num_blocks)
@@ -109,7 +111,7 @@ class World:
         for slot in slots:  # the next to be drawn
             self.device[slot] = ["stale"] * LAYERS
 
-    def promote(self, name: str, num_blocks: int) -> tuple[BlockTable, Transfer]:
+    def promote(self, name: str, num_blocks: int) -> tuple[BlockTable, BlockLoad]:
         prefix = self.prefix(name, num_blocks)
         lease = self.cache.lease(name, prefix)
         assert lease is not None and lease.num_from(0) == num_blocks
@@ -120,20 +122,23 @@ class World:
 
     def never_save(self) -> None:
         """What was offered is not sent: the device alone has it."""
-        for offer in self.ladder._offers:
+        for offer in self.cache.saves._offers:
             offer.pin.end()
-        self.ladder._offers.clear()
+        self.cache.saves._offers.clear()
 
     def in_host(self, name: str, num_blocks: int) -> list[object]:
-        slots = self.ladder.host._pool.find_each(self.prefix(name, num_blocks).keys)
+        slots = self.cache.saves.host._pool.find_each(self.prefix(name, num_blocks).keys)
         return [cell for slot in slots if slot >= 0 for cell in self.host[slot]]
 
     def finish(self, table: BlockTable, fence: Fence) -> None:
+        self.leave(table, fence)
+        self.cache.check()
+
+    def leave(self, table: BlockTable, fence: Fence) -> None:
         fence.wait_passed()
         self.cache.settle()
         self.cache.release(table, fence)
         self.cache.drain(1.0)
-        self.cache.check()
 
     def _fill(self, slots: Sequence[int], layer: int, name: str) -> None:
         for slot in slots:
@@ -231,8 +236,8 @@ def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
 
 
 def no_fence_of_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer = Ladder.offer
-    monkeypatch.setattr(Ladder, "offer", lambda self, hold, first, keys, fence: offer(self, hold, first, keys, None))
+    offer = Saves.offer
+    monkeypatch.setattr(Saves, "offer", lambda self, hold, first, keys, fence: offer(self, hold, first, keys, None))
 
 
 def no_fence_of_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,20 +246,20 @@ def no_fence_of_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_wait_before_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    promote = Ladder.promote
-    monkeypatch.setattr(Ladder, "promote", lambda self, pin, after, *rest: promote(self, pin, (), *rest))
+    init = BlockLoad.__init__
+    monkeypatch.setattr(BlockLoad, "__init__", lambda self, *args: init(self, *args[:4], (), *args[5:]))
 
 
 def pins_that_end_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Demotion.__init__
+    make = Save.__init__
 
-    def unpinned(self: Demotion, *args: object, **named: object) -> None:
+    def unpinned(self: Save, *args: object, **named: object) -> None:
         make(self, *args, **named)  # type: ignore[arg-type]
         for pin in self.pins:
             pin.end()
         self.pins = []
 
-    monkeypatch.setattr(Demotion, "__init__", unpinned)
+    monkeypatch.setattr(Save, "__init__", unpinned)
 
 
 def no_wait_for_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,17 +294,17 @@ def a_move_that_knows_no_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = Ladder._move
+    move = Saves._move
 
-    def faulty(self: Ladder, slots: Sequence[int]) -> None:
+    def faulty(self: Saves, slots: Sequence[int]) -> None:
         move(self, slots)
-        transfer = self.demoter.in_flight()[-1]
+        transfer = self.mover.in_flight()[-1]
         for pin in transfer.pins:
             pin.end()
-        assert isinstance(transfer, Demotion)
-        transfer.pins, transfer.num_offered, self._num_moving = [], 0, 0
+        assert isinstance(transfer, Save)
+        transfer.pins, transfer.moves, self._num_moving = [], False, 0
 
-    monkeypatch.setattr(Ladder, "_move", faulty)
+    monkeypatch.setattr(Saves, "_move", faulty)
 
 
 PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {

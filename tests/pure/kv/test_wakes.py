@@ -20,7 +20,7 @@ def test_a_read_that_is_over_wakes_who_waits_for_it(tier: str) -> None:
     table = rig.cache.open("request", rig.prefix(2), 0)
     rig.cache.promote(table, lease, 2, 1)
     rig.lanes.run_all()
-    assert rig.cache.num_behind and len(woken) == 1
+    assert rig.cache.num_cold_in_flight and len(woken) == 1
     rig.flow()
     woken.clear()
     rig.cache.persist()

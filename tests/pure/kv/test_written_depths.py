@@ -18,7 +18,7 @@ def test_a_block_is_written_with_its_depth(reset: bool, monkeypatch: pytest.Monk
     rig.flow()
     assert not written
     if reset:
-        rig.cache.begin_reset(["ssd"])
+        rig.cache.reset(["ssd"])
     assert rig.persisted().error is None
     assert written == {key: depth for depth, key in enumerate(rig.keys(3))}
     rig.end()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from stacked_rig import Stacked
 
-from penstock.kv.tiers import behind
+from penstock.kv.tiers import saves
 from penstock.kv.tiers.store import Outcome
 
 SIX = 6
@@ -40,7 +40,7 @@ def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(tier: st
     rig = Stacked(tier, admission="reuse")
     rig.remembered(SIX)
     counted = count_writes(rig, tier)
-    monkeypatch.setattr(behind, "_WRITE_AT_ONCE", 1)
+    monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 1)
     for _ in range(2):  # the second comes when some are written, some are on their way and some wait for their turn
         promoted(rig)
     rig.flow()
@@ -55,7 +55,7 @@ def test_a_persist_passes_over_what_waits_for_its_turn(monkeypatch: pytest.Monke
     rig = Stacked("ssd", admission="reuse")
     rig.remembered(SIX)
     counted = count_writes(rig, "ssd")
-    monkeypatch.setattr(behind, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 2)
     promoted(rig)
     assert rig.persisted().error is None
     assert counted == dict.fromkeys(rig.keys(SIX), 1)
@@ -65,7 +65,7 @@ def test_a_persist_passes_over_what_waits_for_its_turn(monkeypatch: pytest.Monke
 def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Stacked("ssd", admission="reuse")
     rig.remembered(SIX)
-    monkeypatch.setattr(behind, "_WRITE_AT_ONCE", 1)
+    monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 1)
     keys = rig.keys(SIX)
     persisting = rig.cache.persist()
     assert persisting is not None

@@ -11,7 +11,7 @@ from watched_world import LEASE_ENDS_S, WatchedWorld
 
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import TransferFailed
-from penstock.kv.tiers.ladder import SavedLease
+from penstock.kv.tiers.saves import SavedLease
 from penstock.testing.sequencer import Sequencer
 
 # ------------------------------------------------------------------------------------------------------------------- demotions
@@ -54,7 +54,7 @@ def a_demotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     table, fence = world.compute_blocks("a", 2)
     fence.wait_passed()
     world.seal(table, "a", 2, fence)
-    world.refuse_launch(world.ladder.demoter)
+    world.refuse_launch(world.cache.saves.mover)
     with contextlib.suppress(OSError):
         world.cache.submit_saves()
     world.finish(table, fence)
@@ -76,7 +76,7 @@ def demote_what_the_host_has_already(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer)
     world.bring_to_host("a", 2)
     world.bring_to_host("a", 2)
-    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS and world.ladder.host.counts.deduplicated == 2
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS and world.cache.saves.host.counts.deduplicated == 2
     world.close()
 
 
@@ -288,7 +288,7 @@ def a_promotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     lease = world.cache.lease("a", world.prefix("a", 2))
     assert lease is not None
     table = world.cache.open("a", world.prefix("a", 2), 0)
-    world.refuse_launch(world.ladder.promoter)
+    world.refuse_launch(world.cache.loads.mover)
     try:
         world.cache.promote(table, lease, 2, num_next=1)
     except OSError:
@@ -372,7 +372,7 @@ def a_move_that_fails(sequencer: Sequencer) -> None:
 def a_move_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer, num_slots=2)
     keep_on_the_device_alone(world, "a", 2)
-    world.refuse_launch(world.ladder.demoter)
+    world.refuse_launch(world.cache.saves.mover)
     with contextlib.suppress(OSError):
         world.cache.make_room(2, 0)
         raise AssertionError("it was refused")
@@ -387,7 +387,7 @@ def reset_and_close_while_blocks_are_moved(sequencer: Sequencer) -> None:
     keep_on_the_device_alone(world, "a", 2)
     assert not world.cache.make_room(2, 0)
     world.cache.check()
-    assert world.cache.reset() == {"device": 0, "host": 0}
+    assert world.cache.reset().forgotten == {"device": 0, "host": 0}
     world.close()
 
 
@@ -422,7 +422,7 @@ def retract_behind_two_demotions(sequencer: Sequencer) -> None:
         world.cache.submit_saves()
     lease = world.cache.retract(table, 2 * BLOCK, fence)
     assert isinstance(lease, SavedLease)
-    world.ladder.drain(1.0)
+    world.cache.drain(1.0)
     world.cache.settle()
     assert lease.ready and lease.num_from(0) == 2, lease.slots
     lease.end()
@@ -432,7 +432,7 @@ def retract_behind_two_demotions(sequencer: Sequencer) -> None:
 def a_retraction_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer)
     table, fence = world.compute_blocks("a", 2)
-    world.refuse_launch(world.ladder.demoter)
+    world.refuse_launch(world.cache.saves.mover)
     with contextlib.suppress(OSError):
         world.cache.retract(table, 2 * BLOCK, fence)
     world.finish(table, fence)

@@ -13,7 +13,8 @@ from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.ladder import SavedLease
+from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.tiers.saves import SavedLease
 from penstock.kv.transfer.mover import Copier, Layers, Mover, Slots, Transfer
 from penstock.testing.sequenced_lanes import SequencedFence
 
@@ -43,9 +44,9 @@ class WatchedWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.cache = KvCache(self.ladder._pool, SCOPE, self.reuses, self.ladder)
-        self.ladder.host._clock = lambda: self.now_s
-        self.promotions, self.demotions = (self._failing(mover) for mover in (self.ladder.promoter, self.ladder.demoter))
+        self.cache = KvCache(self.loads.saves.pool, SCOPE, self.reuses, self.loads)
+        self.cache.saves.host._clock = lambda: self.now_s
+        self.promotions, self.demotions = (self._failing(mover) for mover in (self.cache.loads.mover, self.cache.saves.mover))
 
     def write(self, slots: Iterable[int], value: object) -> Fence:
         """One op that writes all layers of `slots`."""
@@ -72,7 +73,7 @@ class WatchedWorld(World):
 
     def refuse_copy(self, number: int) -> None:
         """The lane of promotions takes no copy from that number on, once."""
-        lane = self.ladder.promoter.lane
+        lane = self.cache.loads.mover.lane
         whole, calls = lane.submit, iter(range(1000))
 
         def submit(*args: Any, **named: Any) -> Any:
@@ -93,19 +94,25 @@ class WatchedWorld(World):
 
         launcher.submit = submit  # type: ignore[method-assign]
 
-    def settle(self, load: Transfer) -> None:
+    def settle(self, load: Transfer | BlockLoad) -> None:
         """As the engine does: it looks, and comes back when there is something to see."""
-        end = load._end
+        end = (load.copies[-1] if isinstance(load, BlockLoad) else load)._end
         assert end is None or isinstance(end, SequencedFence)
         self.cache.settle()
         self.sequencer.pause("comes back later", lambda: end is None or end.is_over())
         self.cache.settle()
         assert load.settled
 
+    def finish(self, table: BlockTable, fence: Fence) -> None:
+        """The books are looked at when it is closed: whoever watches is told of what is left then."""
+        self.leave(table, fence)
+
     def close(self) -> None:
         self.cache.drain(1.0)
-        self.cache.check()
-        self.cache.close(1.0)
+        try:
+            self.cache.check()
+        finally:  # whoever watches is told of what is left when the pools are closed
+            self.cache.close(1.0)
 
     @staticmethod
     def _failing(mover: Mover) -> Failing:

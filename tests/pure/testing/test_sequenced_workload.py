@@ -18,7 +18,9 @@ from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Demotion, Ladder, LadderLimits
+from penstock.kv.tiers.loads import Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Save, Saves
 from penstock.kv.transfer.mover import Layers, Mover, Slots, Transfer
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -63,7 +65,7 @@ class Shop:
         load = Mover(("host", "device"), CellCopier(host, self._device), lane("load"), launcher("launch-load"))
         save = Mover(("device", "host"), CellCopier(self._device, host), lane("save"), launcher("launch-save"))
         layout = BlockLayout(LAYERS, 1, 4, BLOCK, "float32")
-        self._cache = KvCache(pool, SCOPE, ladder=Ladder(pool, tier, (load, save), layout, LadderLimits(0, 1e9)))
+        self._cache = KvCache(pool, SCOPE, loads=Loads(Saves(pool, tier, (), save, layout, TierLimits(0, 1e9)), load))
         self.num_promoted = 0
         self.wrong: list[tuple[object, ...]] = []  # what was read where something else was computed
 
@@ -196,13 +198,13 @@ def copies_that_count_as_landed_when_launched(patch: pytest.MonkeyPatch) -> None
 
 
 def pins_that_end_at_submit(patch: pytest.MonkeyPatch) -> None:
-    def unpinned(self: Demotion, *args: object, whole: Callable[..., None] = Demotion.__init__) -> None:
+    def unpinned(self: Save, *args: object, whole: Callable[..., None] = Save.__init__) -> None:
         whole(self, *args)
         for pin in self.pins:
             pin.end()
         self.pins = []
 
-    patch.setattr(Demotion, "__init__", unpinned)
+    patch.setattr(Save, "__init__", unpinned)
 
 
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, str]] = [

@@ -30,8 +30,8 @@ class BlockPool:
     """Slots `0..num_slots`, lent out as reservations, holds and pins."""
 
     def __init__(self, num_slots: int, name: str, observer: PoolObserver | None = None, eviction: EvictionOrder | None = None) -> None:
-        if num_slots < 1:
-            raise ConfigError(f"pool {name!r} needs at least one slot, got {num_slots}")
+        if num_slots < 0:
+            raise ConfigError(f"pool {name!r} cannot have {num_slots} slots")
         self.name = name
         self.num_slots = num_slots
         self.num_evicted = 0

@@ -1,5 +1,5 @@
 """A tier behind the host tier: reads and writes blocks of a store on lanes of its own, between it and host slots. Owns those lanes, what is
-under way on them and the breaker; which slots, and what becomes of them, is the ladder's business.
+under way on them and the breaker; which slots, and what becomes of them, is up to loads and saves.
 
 Nothing here blocks its caller but `drain` and `close`. A block is read into a host slot and promoted from there; it is written
 from a host slot that somebody else protects until the write is over. A deadline ends a wait, never that.
@@ -120,8 +120,8 @@ class Finding:
 class Questions:
     """What a store was asked for, and has not answered yet as far as the engine thread has seen."""
 
-    def __init__(self, exchanges: StoreCalls, lane: Lane | None, defects: list[BaseException], wake: Callable[[], None]) -> None:
-        self._exchanges = exchanges
+    def __init__(self, calls: StoreCalls, lane: Lane | None, defects: list[BaseException], wake: Callable[[], None]) -> None:
+        self._calls = calls
         self._lane = lane
         self._defects = defects
         self._wake = wake
@@ -132,18 +132,18 @@ class Questions:
         return len(self._open)
 
     def ask(self, keys: Sequence[bytes], patience_s: float) -> Finding:
-        clock, lane = self._exchanges.breaker.clock, self._lane
+        clock, lane = self._calls.breaker.clock, self._lane
         finding = Finding(clock=clock)
-        if not keys or not self._exchanges.usable:
+        if not keys or not self._calls.usable:
             finding.answer(0)
-        elif self._exchanges.store.local or lane is None:
-            finding.answer(self._exchanges.find(keys))
+        elif self._calls.store.local or lane is None:
+            finding.answer(self._calls.find(keys))
         else:
             finding.deadline_s = clock() + patience_s
             with self._lock:
                 self._open.append(finding)
             try:
-                lane.submit(partial(self._answer, finding, keys), label=f"find in {self._exchanges.store.name}")
+                lane.submit(partial(self._answer, finding, keys), label=f"find in {self._calls.store.name}")
             except BaseException as error:
                 finding.answer(0)  # nobody else will
                 if not isinstance(error, LaneClosed):
@@ -157,8 +157,8 @@ class Questions:
     def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
         try:
             if not finding.ready:  # else nobody waits for the answer any more
-                finding.answer(self._exchanges.find(keys))
-        except Exception as error:  # a store's own end in the exchanges: this is a defect
+                finding.answer(self._calls.find(keys))
+        except Exception as error:  # a store's own end in its calls: this is a defect
             self._defects.append(error)
         finally:
             finding.answer(0)
@@ -271,31 +271,31 @@ class Writing:
 class ColdFigures:
     """What a cold tier says of itself, to any thread."""
 
-    def __init__(self, exchanges: StoreCalls, lanes: ColdLanes) -> None:
+    def __init__(self, calls: StoreCalls, lanes: ColdLanes) -> None:
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
-        self.name = exchanges.store.name
-        self.local = exchanges.store.local  # it answers from memory
-        self.counts = exchanges.tally.counts
-        self.rate = exchanges.tally.rate  # of reads
-        self._exchanges = exchanges
+        self.name = calls.store.name
+        self.local = calls.store.local  # it answers from memory
+        self.counts = calls.tally.counts
+        self.rate = calls.tally.rate  # of reads
+        self._calls = calls
         self._readings: deque[Reading] = deque()  # not seen to be over
         self._writings: deque[Writing] = deque()
         self._defects: list[BaseException] = []  # of ours, found on lanes
-        self._questions = Questions(exchanges, lanes.asker, self._defects, lambda: self.wake())
+        self._questions = Questions(calls, lanes.asker, self._defects, lambda: self.wake())
 
     @property
-    def exchanges(self) -> StoreCalls:
+    def calls(self) -> StoreCalls:
         """What is said to its store. Before the first of them a store that fails on purpose can be put in its place."""
-        return self._exchanges
+        return self._calls
 
     @property
     def usable(self) -> bool:
         """Whether it pays to ask: the breaker is closed and nothing is stuck."""
-        return self._exchanges.usable
+        return self._calls.usable
 
     @property
     def queued_read_bytes(self) -> int:
-        return self._exchanges.tally.queued_bytes[Way.READ]
+        return self._calls.tally.queued_bytes[Way.READ]
 
     @property
     def num_reading(self) -> int:
@@ -313,11 +313,11 @@ class ColdFigures:
         return len(self._questions)
 
     def usage(self) -> StoreUsage:
-        return self._exchanges.store.usage()
+        return self._calls.store.usage()
 
     def report(self, traffic: Traffic) -> None:
         """Add what is known of this tier to `traffic`."""
-        self._exchanges.tally.report(self.name, traffic)
+        self._calls.tally.report(self.name, traffic)
         traffic.in_flight[self.name, "host"] = self.num_reading
         traffic.in_flight["host", self.name] = self.num_writing
         traffic.usable[self.name] = self.usable
@@ -355,7 +355,7 @@ class ColdTier(ColdFigures):
     def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> Reading:
         """In groups of `group_blocks`, dealt out to the readers in order; slots are written after `after`. Never raises."""
         groups = self._groups(self.group_blocks, range(len(keys)), keys, slots)
-        self._readers.deal(groups, after, self._exchanges.read, f"read of {owner}")
+        self._readers.deal(groups, after, self._calls.read, f"read of {owner}")
         reading = Reading(groups)
         self._readings.append(reading)
         return reading
@@ -369,10 +369,10 @@ class ColdTier(ColdFigures):
         None: the store is not usable, or there is room for none; counted, and nothing is kept. Otherwise `settle` gives the writing out,
         exactly once, and until then `handle` protects the slots; also where nothing was left to write."""
         if not self.usable:
-            self._exchanges.tally.skip("broken", len(keys))
+            self._calls.tally.skip("broken", len(keys))
             return None
-        tally = self._exchanges.tally
-        stored = [False] * len(keys) if self.is_resetting else self._exchanges.stored(keys)  # what it has now goes before this is written
+        tally = self._calls.tally
+        stored = [False] * len(keys) if self.is_resetting else self._calls.stored(keys)  # what it has now goes before this is written
         new = [place for place, there in enumerate(stored) if not there]
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
         room = (limit - tally.queued_bytes[Way.WRITE]) // tally.block_bytes
@@ -382,7 +382,7 @@ class ColdTier(ColdFigures):
             return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
         writing = Writing(handle, keys, outcomes, self._groups(self._write_blocks, places, keys, slots, depths))
-        self._writers.deal(writing.groups, after, self._exchanges.write, f"write to {self.name}")
+        self._writers.deal(writing.groups, after, self._calls.write, f"write to {self.name}")
         self._writings.append(writing)
         return writing
 
@@ -410,7 +410,7 @@ class ColdTier(ColdFigures):
         groups: list[StoreGroup] = []
         for one in self._writings:  # what a reset takes away is nobody's loss
             groups = [] if one in self._resets else [*groups, *one.groups]
-        self._writers.behind_all(group, partial(self._exchanges.persist, group, groups), f"persist {self.name}")
+        self._writers.behind_all(group, partial(self._calls.persist, group, groups), f"persist {self.name}")
         self._writings.append(writing)
         return writing
 
@@ -419,7 +419,7 @@ class ColdTier(ColdFigures):
         is over; its `error` says why it was not done. Reads are not ordered with it: what they find may be gone when they are over."""
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
-        self._writers.between(group, partial(self._exchanges.reset, group), f"reset {self.name}")
+        self._writers.between(group, partial(self._calls.reset, group), f"reset {self.name}")
         self._writings.append(writing)
         self._resets.append(writing)
         return writing
@@ -448,7 +448,7 @@ class ColdTier(ColdFigures):
             if self._closing is None:
                 self._closing = first.submit(self._close_store, label=f"close {self.name}")
             late = close_lane(first, deadline_s)
-        self._exchanges.stopped = True
+        self._calls.stopped = True
         if late is not None:
             raise late
         if self._closing is not None:
@@ -465,7 +465,7 @@ class ColdTier(ColdFigures):
         self, size: int, places: Sequence[int], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()
     ) -> list[StoreGroup]:
         runs = [places[start : start + size] for start in range(0, len(places), size)]
-        span = Span(self._exchanges.breaker.clock(), len(runs))
+        span = Span(self._calls.breaker.clock(), len(runs))
         return [
             StoreGroup(
                 run, [keys[place] for place in run], [slots[place] for place in run], span, [depths[place] for place in run if depths]
@@ -474,30 +474,30 @@ class ColdTier(ColdFigures):
         ]
 
     def _watch(self) -> None:
-        stuck = self._exchanges.stuck
+        stuck = self._calls.stuck
         if stuck and not self._was_stuck:
-            self._exchanges.tally.fail("stuck")
+            self._calls.tally.fail("stuck")
             log.warning("the %s tier has been at one thing for %g s; it is left alone until that is over", self.name, self._limits.stuck_s)
         self._was_stuck = stuck
-        if self._exchanges.breaker.try_probe():
+        if self._calls.breaker.try_probe():
             try:
                 (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
             except BaseException as error:
-                self._exchanges.breaker.probed(False)  # nobody else will
+                self._calls.breaker.probed(False)  # nobody else will
                 if not isinstance(error, LaneClosed):
                     raise
 
     def _probe(self) -> None:
         try:
-            self._exchanges.probe()
-        except BaseException as error:  # a store's own end in the exchanges: this is a defect, and nobody looks at the ticket of a probe
+            self._calls.probe()
+        except BaseException as error:  # a store's own end in its calls: this is a defect, and nobody looks at the ticket of a probe
             self._defects.append(error)
         finally:
             self.wake()
 
     def _close_store(self) -> None:
-        self._exchanges.stopped = True
+        self._calls.stopped = True
         try:
-            self._exchanges.store.close()
+            self._calls.store.close()
         except StoreFailed as error:  # nobody needs it any more
             log.warning("the %s tier was closed without an answer: %s", self.name, error)

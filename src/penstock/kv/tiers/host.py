@@ -23,6 +23,7 @@ from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
+from penstock.kv.memory.host import HostMemory
 from penstock.kv.tiers.cold import Finding
 from penstock.observe import EngineObserver
 
@@ -155,6 +156,7 @@ class HostTier:
         self._arriving: set[bytes] = set()  # taken, not landed
         self._leases: dict[HostLease, list[Handle]] = {}  # open ones, and what each keeps
         self._missing: deque[Reservation] = deque()  # slots whose memory is not ready yet, in order
+        self.memory: HostMemory | None = None  # what the slots lie in, where it is closed with the tier
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
@@ -282,12 +284,14 @@ class HostTier:
         """Pin what it has of blocks `first..first + num_blocks`: its request is admitted. False where some of that has gone since it was
         looked at last: then nothing is pinned."""
         with self._lock:
+            if lease not in self._leases:
+                return False
             if lease.want is None:
-                return lease in self._leases
+                return True
             seen = lease.slots
             self._refresh(lease)
             end = first + num_blocks
-            if lease not in self._leases or (lease.slots[first:end] != seen[first:end]).any():
+            if (lease.slots[first:end] != seen[first:end]).any():
                 return False
             self._pin(lease, first, end)
             return True
@@ -541,3 +545,5 @@ class HostTier:
                 owners = ", ".join(lease.owner for lease in itertools.islice(self._leases, _MAX_NAMED))
                 raise Leaked(f"the host tier was closed with {len(self._leases)} leases out, those of {owners}")
             self._pool.close()
+        if self.memory is not None:
+            self.memory.close()

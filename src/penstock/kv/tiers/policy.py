@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.config import AdmissionName
+
 _FORGET = 0.95  # weight of what was known before, at each measurement
 _MIN_S = 1e-6
 _FAST = 0.5  # of the expected time: a step that took less says that what is known is wrong
@@ -113,6 +115,17 @@ class LinkRate:
     def _note_time(self) -> None:
         if self.clock is not None:
             self._measured_s = self.clock()
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """What depends on the device and on the configuration."""
+
+    overlap_tokens: int  # a step over at least so many tokens starts on the first layers of a load; shorter ones wait for all of it
+    load_deadline_s: float
+    load_always: bool = False  # also where computing seems faster
+    postpones: bool = False  # blocks that the device keeps need not be in a full host memory as well
+    admission: AdmissionName = "always"  # when the first cold tier gets a block
 
 
 class TierRun(NamedTuple):

@@ -1,76 +1,57 @@
-"""Blocks on their way from the device to host memory: those that were sealed, and all that a retracted request has. Owns which host slots
-they take; when they are sent and what becomes of their pins is the ladder's business."""
+"""Blocks on their way down: from the device to host memory, and from there to cold tiers. Owns every save, and what is dirty: blocks of
+host memory that the first cold tier was not seen to have. The engine thread is its only caller.
+
+    sealed, retracted, or room is needed  ->  host slots taken  ->  copied, in parts  ->  found in host memory  ->  written to cold tiers
+
+A save protects both its ends until its end has been seen here, in `settle`. Writes go down from host memory: to the first cold tier as its
+admission says, to those after it always; `persist` writes whatever is dirty. Many blocks are handed over in slices, one in each turn of the
+engine.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.contract import Fence
-from penstock.kv.blocks.handles import Handle, Pin, Reservation, RunPin
-from penstock.kv.tiers.host import Displaces, HostLease, HostTier, Taken
-from penstock.kv.transfer.mover import Group, Slots, Transfer
+from penstock.errors import InvariantBroken, StoreFailed, TransferFailed
+from penstock.figures import Histogram
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import as_run
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.cold import ColdTier, Writing
+from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.transfer.mover import Group, Mover, Settling, Slots, Transfer
 
-_PART_BLOCKS = 64  # that a demotion lands with in one turn
+log = logging.getLogger(__name__)
+
+TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_PART_BLOCKS = 64  # that a save lands with in one turn
+_PATIENCE_S = 5.0  # at most: in as long a prefill could fill most of a device with blocks that wait to be saved
+_MOVE_BLOCKS = 512  # that leave the device together: the first are free for others while later ones are copied
+_CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where blocks are written when they are about to leave
+_CLEAN_BLOCKS = 64  # that are written together for it
+_GONE_AT_ONCE = 4096  # blocks that left host memory and are taken note of in one turn: a reset empties it
+_WRITE_AT_ONCE = 256  # blocks that are handed over in one turn, where many wait for it: about a millisecond
 
 
 class Offer(NamedTuple):
-    """Blocks to be demoted."""
+    """Blocks to be saved."""
 
     pin: Pin
-    keys: Sequence[bytes]
+    keys: Sequence[bytes]  # of its first blocks
     depths: Sequence[int]
     after: Sequence[Fence]  # behind whoever wrote them
-
-
-class Demotion(Transfer):
-    """Sealed blocks on their way to the host, those that are not there yet. It lands in parts: no turn of the engine pays for all.
-
-    `moves`: the device's room is wanted. Its blocks are forgotten there when it is over, whatever has become of them.
-    """
-
-    def __init__(self, host: HostTier, offers: Sequence[Offer], num_layers: int, displaces: Displaces, moves: bool = False) -> None:
-        fences = {id(fence): fence for offer in offers for fence in offer.after}
-        super().__init__(f"demote of {offers[0].pin.owner}", (), tuple(fences.values()))
-        self.pins = [offer.pin for offer in offers]
-        self.parts: deque[Taken] = deque()  # by group, those that have not landed
-        self.moves = moves
-        self.num_offered = sum(len(offer.keys) for offer in offers)
-        self._host = host
-        self._offers = offers
-        self._layers = (0, num_layers)
-        self._displaces = displaces
-
-    def prepare(self) -> bool:
-        keys = [key for offer in self._offers for key in offer.keys]
-        depths = [depth for offer in self._offers for depth in offer.depths]
-        slots = np.concatenate([offer.pin.array for offer in self._offers]).astype(np.int64)
-        for first in range(0, len(keys), _PART_BLOCKS):
-            part = slice(first, first + _PART_BLOCKS)
-            self._take(keys[part], depths[part], slots[part])
-        return bool(self.parts)
-
-    def _take(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
-        taken = self._host.take(keys, depths, self.label, self._displaces)
-        if taken.reservation is not None:
-            self.parts.append(taken)
-            self.keys = (*self.keys, *taken.keys)
-            self.groups = (*self.groups, Group(self._layers, slice(self.num_blocks, self.num_blocks + len(taken.keys))))
-            self.source_slots = np.concatenate((self.source_slots, slots[taken.places]))
-            self.dest_slots = np.concatenate((self.dest_slots, np.array(taken.reservation.slots, np.int64)))
-            self.after = (*self.after, *taken.reservation.after)
-
-    def land_arrived(self) -> Iterator[Taken]:
-        """What has come is found from now on, and given out here; what has come to nothing is not."""
-        for error in self.take_arrived():
-            taken = self.parts.popleft()
-            (self._host.land if error is None else self._host.drop)(taken)
-            if error is None:
-                yield taken
 
 
 class SavedLease(HostLease):
@@ -91,32 +72,527 @@ class SavedLease(HostLease):
         super().end()
 
 
-class Retraction(Transfer):
-    """All of a request's KV on its way to the host, as far as it is not there."""
+class Save(Transfer):
+    """Blocks on their way from the device to host memory, those that are not there yet. They land in parts: no turn of the engine pays for
+    all.
 
-    def __init__(self, host: HostTier, pin: RunPin, keys: Sequence[bytes], lease: SavedLease, groups: Sequence[Group]) -> None:
-        super().__init__(f"retract of {pin.owner}", groups)
-        self.pins = [pin]
+    `moves`: the device's room is wanted. Its blocks are forgotten there when it is over, whatever has become of them.
+    `lease`: it is a retraction's. Its blocks land together, and those without a key are for the lease alone.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        offers: Sequence[Offer],
+        num_layers: int,
+        displaces: Displaces = Displaces.UNWANTED,
+        moves: bool = False,
+        lease: SavedLease | None = None,
+    ) -> None:
+        fences = {id(fence): fence for offer in offers for fence in offer.after}
+        super().__init__(f"{'demote' if lease is None else 'retract'} of {offers[0].pin.owner}", (), tuple(fences.values()))
+        self.pins = [offer.pin for offer in offers]
+        self.offers = offers
+        self.parts: deque[Taken] = deque()  # by group, those that have not landed
+        self.moves = moves
         self.lease = lease
-        self.wanted = keys  # of its first blocks
-        self.private: Reservation | None = None
-        self.taken = Taken([], [], [])
-        self.kept: Handle | None = None  # pin on what was there already
+        self.private: Reservation | None = None  # for blocks without a key
+        self.kept: Handle | None = None  # pin on what a retraction found there already
         self._host = host
+        self._layers = (0, num_layers)
+        self._displaces = displaces
+
+    @property
+    def num_offered(self) -> int:
+        return sum(len(offer.keys) for offer in self.offers)
 
     def prepare(self) -> bool:
-        slots = self.pins[0].array.astype(np.int64)
-        num_keyed = len(self.wanted)
-        _, self.kept = self._host.pin_each(self.wanted, self.label)
-        self.taken = taken = self._host.take(self.wanted, range(num_keyed), self.label)
+        keys = [key for offer in self.offers for key in offer.keys]
+        depths = [depth for offer in self.offers for depth in offer.depths]
+        slots = np.concatenate([offer.pin.array for offer in self.offers]).astype(np.int64)
+        if self.lease is not None:
+            self._take_all(keys, depths, slots)
+            return bool(self.num_blocks)
+        for first in range(0, len(keys), _PART_BLOCKS):
+            part = slice(first, first + _PART_BLOCKS)
+            self._take(keys[part], depths[part], slots[part])
+        return bool(self.parts)
+
+    def _take(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
+        taken = self._host.take(keys, depths, self.label, self._displaces)
+        if taken.reservation is not None:
+            self.parts.append(taken)
+            self.keys = (*self.keys, *taken.keys)
+            self.groups = (*self.groups, Group(self._layers, slice(self.num_blocks, self.num_blocks + len(taken.keys))))
+            self._add(slots[taken.places], taken.reservation)
+
+    def _take_all(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
+        """As one group, blocks without a key included."""
+        num_keyed = len(keys)
+        _, self.kept = self._host.pin_each(keys, self.label)
+        self._take(keys, depths, slots[:num_keyed])
         self.private = self._host.take_private(len(slots) - num_keyed, self.label) if len(slots) > num_keyed else None
-        places, dests = list(taken.places), list(taken.reservation.slots if taken.reservation else ())
-        after = list(taken.reservation.after if taken.reservation else ())
         if self.private is not None:
-            places += range(num_keyed, len(slots))
-            dests += self.private.slots
-            after += self.private.after
-        self.source_slots, self.dest_slots = slots[places], np.array(dests, np.int64)
-        self.keys = taken.keys
-        self.after = (*self.after, *after)
-        return bool(places)
+            self._add(slots[num_keyed:], self.private)
+        self.groups = (Group(self._layers),)
+
+    def _add(self, sources: Slots, reservation: Reservation) -> None:
+        self.source_slots = np.concatenate((self.source_slots, sources))
+        self.dest_slots = np.concatenate((self.dest_slots, np.array(reservation.slots, np.int64)))
+        self.after = (*self.after, *reservation.after)
+
+    def land_arrived(self) -> Iterator[Taken]:
+        """What has come is found from now on, and given out here; what has come to nothing is not."""
+        for error in self.take_arrived():
+            if self.parts:  # a retraction may bring nothing but what is private
+                taken = self.parts.popleft()
+                (self._host.land if error is None else self._host.drop)(taken)
+                if error is None:
+                    yield taken
+
+
+@dataclass(slots=True)
+class Persisting:
+    """Everything sealed so far on its way into the first cold tier. Settled when it is safe there, or when it is known that it will not
+    be."""
+
+    saved: Settling | None  # what must be in host memory first
+    keys: dict[bytes, int]  # what is to be written, with depths
+    unwritten: Iterator[bytes] = field(default_factory=lambda: iter(()))  # those of them that were not handed over
+    lost: set[bytes] = field(default_factory=set)  # those that could not be written, or left host memory before they were
+    sync: Writing | None = None
+    num_emptied: int = -1  # of the first tier, when writing began; -1: it has not
+    settled: bool = False
+    error: BaseException | None = None
+
+    @property
+    def handing_over(self) -> bool:
+        """The next turn hands over some of it, or all that is left."""
+        return self.sync is None and (self.saved is None or self.saved.settled)
+
+
+@dataclass(slots=True)
+class Resetting:
+    """Tiers on their way to being empty. Those in memory are, from the beginning."""
+
+    memory: dict[str, int]  # blocks forgotten, by tier
+    stores: dict[str, Writing]  # by tier
+
+    @property
+    def settled(self) -> bool:
+        return all(reset.settled for reset in self.stores.values())
+
+    @property
+    def forgotten(self) -> dict[str, int]:
+        """By tier."""
+        return {**self.memory, **{name: reset.num_forgotten for name, reset in self.stores.items()}}
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((reset.error for reset in self.stores.values() if reset.error is not None), None)
+
+
+@dataclass(slots=True)
+class TrafficCounts:
+    """Transfers between device and host memory. Totals that never fall."""
+
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (from, to)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (tier, reason)
+    seconds: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # from submit to settled
+    saves_late: int = 0  # blocks that were not saved because one before them was overdue
+
+    def book(self, transfer: Transfer, source: str, dest: str, block_bytes: int) -> None:
+        """It is over."""
+        error = transfer.error()
+        if isinstance(error, InvariantBroken):
+            raise error  # a defect of ours, not a tier's: nobody carries on
+        if error is not None:
+            self.failures["host", "copy" if isinstance(error, TransferFailed) else type(error).__name__] += 1
+            log.warning("%s failed, and its blocks are computed instead: %s", transfer.label, error)
+            return
+        self.bytes[source, dest] += transfer.num_blocks * block_bytes
+        if transfer.num_blocks:
+            histogram = self.seconds.setdefault((source, dest), Histogram(TRANSFER_BOUNDS_S))
+            histogram.add(transfer.settled_s - transfer.submitted_s)
+
+
+class Saves:
+    """`cold` are the tiers colder than host memory, hottest first; there may be none. A host tier without slots is never saved to."""
+
+    def __init__(
+        self, pool: BlockPool, host: HostTier, cold: Sequence[ColdTier], mover: Mover, layout: BlockLayout, limits: TierLimits
+    ) -> None:
+        self.host = host
+        self.cold = {tier.name: tier for tier in cold}
+        self.mover = mover
+        self.pool = pool
+        self.layout = layout
+        self.limits = limits
+        self.counts = TrafficCounts()
+        self.num_emptied = 0  # resets of the first cold tier, submitted so far, and times that it lost its blocks. What was read or written
+        # before says nothing about what it has
+        self._offers: list[Offer] = []
+        self._num_moving = 0  # blocks of the device that are on their way to host memory to make room
+        self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first cold tier was not seen to have
+        self._writing: set[bytes] = set()  # of those: on their way
+        self._emptied_before: dict[Writing, int] = {}  # `num_emptied`, by writes to the first tier that are not over
+        self._num_losses = 0  # of the first tier, seen so far
+        self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
+        self._persisting: list[Persisting] = []
+        self._later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
+        if cold:
+            host.watch_gone()
+
+    @property
+    def num_cold(self) -> int:
+        """Reads, writes and questions of cold tiers that are not over, and what is yet to be handed to them."""
+        num = sum(tier.num_reading + tier.num_writing + tier.num_asking for tier in self.cold.values())
+        return num + len(self._persisting) + len(self._later)
+
+    @property
+    def first(self) -> ColdTier:
+        """The first cold tier: what it does not have is dirty."""
+        return next(iter(self.cold.values()))
+
+    def pins(self) -> set[Pin]:
+        """Of the device, for what is under way or about to be."""
+        return {offer.pin for offer in self._offers} | {pin for save in self.mover.in_flight() for pin in save.pins}
+
+    # ------------------------------------------------------------------------------------------------------- device to host
+
+    def offer(self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None) -> None:
+        """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit` sends them off."""
+        if self.host.num_slots:
+            pin = self.pool.pin_run(hold, first, len(keys), hold.owner)
+            self._offers.append(Offer(pin, keys, range(first, first + len(keys)), () if fence is None else (fence,)))
+
+    def submit(self) -> None:
+        """Send everything offered since the last call, as one save. Not while one before it is overdue: what is behind it would keep its
+        slots for as long, until the device has none left."""
+        offers, self._offers = self._offers, []
+        if not offers:
+            return
+        if self.mover.is_late():
+            self.counts.saves_late += sum(len(offer.keys) for offer in offers)
+            _end_pins(offers)
+            return
+        self._send(Save(self.host, offers, self.layout.num_layers, self._displaced))
+
+    def _send(self, save: Save) -> None:
+        """Where this raises, its slots of the device have been given back."""
+        save.deadline_s = time.monotonic() + min(_PATIENCE_S, self.limits.load_deadline_s)
+        try:
+            self.mover.submit(save)
+        except BaseException:
+            _end_pins(save.offers)
+            raise
+
+    @property
+    def _displaced(self) -> Displaces:
+        """Where a disk or a store is to have every block, nobody who waits keeps one from it: they have what is displaced."""
+        if self.postpones:
+            return Displaces.NOTHING
+        return Displaces.ANYTHING if self.cold else Displaces.UNWANTED
+
+    @property
+    def postpones(self) -> bool:
+        """Whether blocks stay on the device alone while host memory is full, and are saved when their room there is needed: device and
+        host memory are one capacity then. Not where a disk or a store is to have every block."""
+        return self.limits.postpones and not self.cold
+
+    def retract(self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None) -> SavedLease | None:
+        """Save everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers whoever still writes.
+        None where there is no host tier, and while a save before it is overdue."""
+        if not self.host.num_slots:
+            return None
+        self.submit()  # blocks of this request that were offered go first, so that they are known to be on their way
+        if self.mover.is_late():
+            self.counts.saves_late += num_blocks - len(keys)  # the others were counted when they were offered
+            return None
+        lease = SavedLease(self.host, hold.owner, num_tokens)
+        pin = self.pool.pin_run(hold, 0, num_blocks, hold.owner)
+        offer = Offer(pin, keys, range(len(keys)), () if fence is None else (fence,))
+        save = Save(self.host, [offer], self.layout.num_layers, lease=lease)
+        self._send(save)
+        lease.wait_until_s = save.deadline_s
+        return lease
+
+    # ---------------------------------------------------------------------------------------------------- room on the device
+
+    def make_room(self, num_blocks: int, floor: int, tables: Iterable[BlockTable], num_more: int = 0) -> bool:
+        """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the device has. Where not, such
+        blocks are being moved to host memory when this returns, with those of the `num_more` that would be next; `floor` slots stay
+        available meanwhile. `tables` are open. Without a host tier every block is lost in any case."""
+        if not self.host.num_slots:
+            return True
+        pool = self.pool
+        num_evicted = min(num_blocks, pool.num_available) - pool.num_free
+        if num_evicted <= 0 or self.mover.is_late():
+            return True
+        if self._num_moving:
+            return False  # what it frees comes first
+        alone = self._alone(num_evicted)
+        if alone and num_more:
+            alone = self._alone(min(num_evicted + num_more, pool.num_available - pool.num_free))
+        alone = alone[: max(0, pool.num_available - floor)]
+        if not alone:
+            return True
+        if self.postpones:
+            self._give_way(len(alone) - self.host.num_free, tables)
+        for first in range(0, len(alone), _MOVE_BLOCKS):
+            self._move(alone[first : first + _MOVE_BLOCKS])
+        return False
+
+    def num_safe(self, num_slots: int) -> int:
+        """How many of the next `num_slots` to be evicted go before the first whose block only the device has."""
+        if not self.host.num_slots:
+            return 0
+        absent = self.host.absent(self.pool.keys_of(self.pool.coldest_slots(num_slots)))
+        return next((place for place, is_alone in enumerate(absent) if is_alone), len(absent))
+
+    def _alone(self, num_slots: int) -> list[int]:
+        """Those of the next `num_slots` to be evicted whose blocks only the device has."""
+        slots = self.pool.coldest_slots(num_slots)
+        return [slot for slot, absent in zip(slots, self.host.absent(self.pool.keys_of(slots)), strict=True) if absent]
+
+    def _give_way(self, num_blocks: int, tables: Iterable[BlockTable]) -> None:
+        """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again when they have to leave it."""
+        for table in tables:
+            if num_blocks <= 0:
+                return
+            num = self.host.give_way(table.sealed_keys[table.num_alone :], num_blocks)
+            num_blocks -= num
+            if num_blocks > 0:
+                table.num_alone = table.num_keyed
+
+    def _move(self, slots: Sequence[int]) -> None:
+        run = as_run(sorted(slots))
+        fences = self.pool.last_use(run)
+        pin = self.pool.pin(run, "room on the device")
+        offer = Offer(pin, self.pool.keys_of(pin.slots), self.pool.depths_of(pin.slots), fences)
+        self._send(Save(self.host, [offer], self.layout.num_layers, moves=True))
+        self._num_moving += len(slots)
+
+    # --------------------------------------------------------------------------------------------------------------- settle
+
+    def settle(self) -> None:
+        """Take in copies that are over: their blocks can be found in host memory, and their pins end."""
+        first = self.mover.first()
+        if isinstance(first, Save) and first.lease is None:
+            self._land(first)
+        for save in self.mover.settle():
+            if isinstance(save, Save):
+                self._end(save)
+            self.counts.book(save, "device", "host", self.layout.block_bytes)
+
+    def _land(self, save: Save) -> None:
+        for taken in save.land_arrived():
+            self.landed(taken.keys, taken.depths)
+
+    def _end(self, save: Save) -> None:
+        self._land(save)
+        while save.parts:  # never enqueued
+            self.host.drop(save.parts.popleft())
+        if save.lease is not None:
+            self._fill_lease(save, save.lease)
+        for pin in save.pins:
+            pin.end()
+            if save.moves:  # also what somebody wants by now: it would be moved again, and whoever is next would wait for ever
+                self.pool.evict_these(pin.slots)
+        self._num_moving -= save.num_offered if save.moves else 0
+
+    def _fill_lease(self, save: Save, lease: SavedLease) -> None:
+        """The retraction is over: what has landed is the lease's."""
+        landed, private = save.error() is None, save.private
+        slots, pin = self.host.pin_each(save.offers[0].keys, save.label)
+        self.host.keep(lease, *(() if private is None else (private,)))
+        lease.slots = np.array([*slots, *(private.slots if private is not None and landed else ())], np.int64)
+        self.host.want_saved(lease, len(slots))
+        self.host.end_handles([handle for handle in (save.kept, pin) if handle is not None])
+        lease.saving = False
+        if lease.given_up:
+            self.host.end_lease(lease)
+
+    def settle_writes(self) -> None:
+        """Take in writes of cold tiers that are over, and what has left host memory."""
+        if not self.cold:
+            return
+        if self._num_losses != self.first.calls.num_losses:
+            self._num_losses = self.first.calls.num_losses
+            self._begin_anew()
+        for tier in self.cold.values():
+            for writing in tier.settle():
+                self.host.end_handles([writing.handle] if writing.handle is not None else [])
+                if tier is self.first:
+                    self._end_write(writing)
+        self._forget_gone()
+
+    def hand_over(self) -> bool:
+        """Give cold tiers what is to be written in this turn; says whether a flush has more for the next."""
+        if not self.cold:
+            return False
+        self._clean()
+        self._write_next_slice()
+        for one in self._persisting:
+            self._advance_persisting(one)
+        self._persisting = [one for one in self._persisting if not one.settled]
+        return any(one.handing_over for one in self._persisting)
+
+    # ---------------------------------------------------------------------------------------------------------- host to cold
+
+    def landed(self, keys: Sequence[bytes], depths: Sequence[int], source: str = "device") -> None:
+        """Blocks have landed in host memory, out of `source`: what is written of them now is written."""
+        self._rests = False
+        for tier in self.cold.values():
+            if tier.name == source:
+                continue
+            if tier is self.first:
+                self._dirty.update(zip(keys, depths, strict=True))
+            if tier is not self.first or self.limits.admission == "always":
+                self._write_in_slices(tier, keys, depths)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Blocks in host memory were asked for again."""
+        if self.limits.admission == "reuse" and self.cold:
+            dirty = [key for key in keys if key in self._dirty and key not in self._writing]
+            self._write_in_slices(self.first, dirty, [self._dirty[key] for key in dirty])
+
+    def _clean(self) -> None:
+        """Write what is about to leave host memory, a little at a time."""
+        if self.limits.admission != "evict" or self._rests or self._writing:
+            return
+        if self.host.slots.free * _CLEAN_SHARE < self.host.num_slots:
+            coldest = self.host.coldest(max(_CLEAN_BLOCKS, self.host.num_slots // _CLEAN_SHARE))
+            self._rests = self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS]) is None
+
+    def _write_in_slices(self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        """The first slice now, the others in later turns."""
+        for start in range(0, len(keys), _WRITE_AT_ONCE):
+            part = slice(start, start + _WRITE_AT_ONCE)
+            if start:
+                self._later.append((tier, keys[part], depths[part]))
+            else:
+                self._write(tier, keys[part], depths[part])
+
+    def _write_next_slice(self) -> None:
+        if self._later:
+            tier, keys, depths = self._later.popleft()
+            if tier is self.first:  # it may have been written meanwhile
+                self._write_dirty([key for key in keys if key in self._dirty])
+            else:
+                self._write(tier, keys, depths)
+
+    def _write_dirty(self, keys: Sequence[bytes], must: bool = False) -> Writing | None:
+        wanted = [key for key in keys if key not in self._writing]
+        return self._write(self.first, wanted, [self._dirty[key] for key in wanted], must) if wanted else None
+
+    def _write(self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int], must: bool = False) -> Writing | None:
+        slots, pin = self.host.pin_each(keys, f"write to {tier.name}")
+        if pin is None:
+            return None
+        places = [place for place, slot in enumerate(slots) if slot != ABSENT]
+        kept = [keys[place] for place in places]
+        try:
+            writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, (), must)
+        except BaseException:
+            self.host.end_handles([pin])
+            raise
+        if writing is None:
+            self.host.end_handles([pin])
+        elif tier is self.first:
+            self._emptied_before[writing] = self.num_emptied
+            self._writing.update(key for group in writing.groups for key in group.keys)  # not those that the queue had no room for
+        return writing
+
+    def _end_write(self, writing: Writing) -> None:
+        done = writing.done_keys
+        tried = [key for group in writing.groups for key in group.keys]
+        if self._emptied_before.pop(writing, self.num_emptied) == self.num_emptied:
+            for key in done:
+                self._dirty.pop(key, None)
+            for one in self._persisting:
+                one.lost.difference_update(done)
+            self._writing.difference_update(tried)
+            self._note_lost([key for key in tried if key in self._dirty])
+        self._rests |= bool(writing.keys) and not done
+
+    def _forget_gone(self) -> None:
+        """What has left host memory cannot be written from there; what is being written cannot leave."""
+        gone = [key for key in self.host.take_gone(_GONE_AT_ONCE) if key in self._dirty]
+        for key in gone:
+            del self._dirty[key]
+        self._note_lost(gone)
+
+    def reset(self, tier: str) -> Writing:
+        """Have the cold `tier` emptied. From now on nothing counts as being there: what host memory has is written again when somebody asks
+        for it, behind the reset. A `persist` that is under way begins again."""
+        writing = self.cold[tier].reset()
+        if tier == self.first.name:
+            self._begin_anew()
+        return writing
+
+    def _begin_anew(self) -> None:
+        """Nothing counts as being in the first tier: what host memory has is dirty."""
+        self.num_emptied += 1
+        self._writing.clear()
+        self._dirty = {**dict.fromkeys(self.host.keys(), 0), **self._dirty}
+
+    # -------------------------------------------------------------------------------------------------------------- persist
+
+    def newest(self) -> Transfer | None:
+        """Send off what was offered. When what is returned has settled, so have all saves before it; None: there is none in flight."""
+        self.submit()
+        flying = self.mover.in_flight()
+        return flying[-1] if flying else None
+
+    def persist(self) -> Persisting | None:
+        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is no such tier."""
+        if not self.cold:
+            return None
+        saved = self.newest()
+        while self.host.any_gone:
+            self._forget_gone()  # what has left host memory before this call is nobody's loss
+        persisting = Persisting(saved, self._dirty.copy())
+        self._persisting.append(persisting)
+        return persisting
+
+    def _advance_persisting(self, one: Persisting) -> None:
+        if one.sync is None and not one.handing_over:
+            return
+        if one.num_emptied != self.num_emptied and (one.sync is None or one.sync.settled):
+            self._begin(one)
+        if one.sync is None:
+            if self._hand_over(one):
+                return
+            one.sync = self.first.persist()
+        if one.sync.settled:
+            lost = StoreFailed(f"{len(one.lost)} of {len(one.keys)} blocks could not be written to the {self.first.name} tier")
+            one.error = one.sync.error or (lost if one.lost else None)
+            one.settled = True
+
+    def _begin(self, one: Persisting) -> None:
+        """With what is dirty now: `saved` has landed, or the tier was emptied. What has left host memory unwritten meanwhile is lost."""
+        one.lost = {key for key in one.lost if key not in self._dirty}
+        one.keys = {**dict.fromkeys(one.lost, 0), **self._dirty}
+        one.unwritten = iter(one.keys)
+        one.sync, one.num_emptied = None, self.num_emptied
+
+    def _hand_over(self, one: Persisting) -> bool:
+        """The next slice of it; says whether there may be more. What is on its way already, or clean by now, is passed over."""
+        keys = list(itertools.islice(one.unwritten, _WRITE_AT_ONCE))
+        dirty = [key for key in keys if key in self._dirty and key not in self._writing]
+        for start in range(0, len(dirty), _CLEAN_BLOCKS):
+            some = dirty[start : start + _CLEAN_BLOCKS]
+            if self._write_dirty(some, must=True) is None:
+                one.lost.update(some)
+        return len(keys) == _WRITE_AT_ONCE
+
+    def _note_lost(self, keys: Sequence[bytes]) -> None:
+        """They are still dirty though they were written, or not in host memory any more though they are dirty."""
+        for one in self._persisting:
+            one.lost.update(key for key in keys if key in one.keys)
+
+
+def _end_pins(offers: Sequence[Offer]) -> None:
+    for offer in offers:
+        offer.pin.end()

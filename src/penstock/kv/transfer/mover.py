@@ -50,7 +50,7 @@ class Copier(Protocol):
 
 
 class Transfer:
-    """Blocks on their way. Implements `contract.Load`.
+    """Blocks on their way from one arena to the other.
 
     Whoever makes one keeps both ends protected until `settled`, whatever becomes of the request it was made for. The launcher sets
     `arrivals` last, so that who sees them sees everything before.
@@ -90,20 +90,8 @@ class Transfer:
         return len(self.source_slots)
 
     @property
-    def layered(self) -> bool:
-        return False
-
-    @property
     def overdue(self) -> bool:
         return not self.settled and time.monotonic() > self.deadline_s
-
-    def nearly_landed(self) -> bool:
-        arrivals = self.arrivals
-        return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())
-
-    @property
-    def num_landed(self) -> int:
-        return self.num_blocks if self.settled and self.error() is None else 0
 
     def take_arrived(self) -> Iterator[BaseException | None]:
         """For each group that is over and was not yet given out, in order: what went wrong with it."""
@@ -203,6 +191,8 @@ class Mover:
     def settle(self) -> list[Transfer]:
         """Those that are over since the last call, oldest first; never blocks."""
         over: list[Transfer] = []
+        if not self._flying:
+            return over
         now = time.monotonic()
         while self._flying and self._flying[0].over():
             transfer = self._flying.popleft()
@@ -283,3 +273,17 @@ class Mover:
                 raise TransferFailed(f"{transfer.label}: {error}") from error
 
         return copy
+
+
+class NoMover(Mover):
+    """To or from a tier that holds nothing: nothing is ever in flight, and there are no lanes."""
+
+    def __init__(self) -> None:
+        self._flying = deque()
+        self._last_settled_s = 0.0
+
+    def submit(self, transfer: Transfer) -> None:
+        raise InvariantBroken(f"{transfer.label!r} was submitted, and there is nowhere to move to")
+
+    def close(self, timeout_s: float | None) -> None:
+        pass

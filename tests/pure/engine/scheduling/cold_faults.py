@@ -1,4 +1,4 @@
-"""Defects in what scheduler and cache do about loads that come from behind host memory, one function each, to show that the tests see
+"""Defects in what scheduler and cache do about loads that come from cold tiers, one function each, to show that the tests see
 them."""
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ from typing import Any
 import pytest
 
 from penstock.engine.scheduling.track import Track
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.loads import Haul, Promotion
+from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
 
 
 def computes_all_of_it_where_a_load_ended_short(patch: Patch) -> None:
-    patch.setattr(Haul, "num_landed", 0)
+    patch.setattr(BlockLoad, "num_landed", 0)
 
 
 def believes_that_all_of_a_short_load_came(patch: Patch) -> None:
-    patch.setattr(Haul, "num_landed", property(lambda self: len(self.keys)))
+    patch.setattr(BlockLoad, "num_landed", property(lambda self: self.num_blocks))
 
 
 def takes_a_short_load_for_a_whole_one(patch: Patch) -> None:
-    patch.setattr(Haul, "error", lambda self: None)
+    patch.setattr(BlockLoad, "error", lambda self: None)
 
 
 def counts_every_colder_token_to_the_host(patch: Patch) -> None:
@@ -66,14 +65,16 @@ def counts_from_the_wrong_end(patch: Patch) -> None:
 
 
 def begins_before_all_of_it_is_sent(patch: Patch) -> None:
-    def arrivals(self: Haul) -> Any:
-        return tuple(arrival for part in self.parts for arrival in part.arrivals or ())
+    def arrivals(self: BlockLoad) -> Any:
+        return tuple(arrival for copy in self.copies for arrival in copy.arrivals or ())
 
-    patch.setattr(Haul, "arrivals", property(arrivals))
+    patch.setattr(BlockLoad, "arrivals", property(arrivals))
 
 
 def waits_for_the_rest_of_a_load_that_ended_short(patch: Patch) -> None:
-    patch.setattr(Haul, "settled", property(lambda self: self.num_sent == len(self.keys) and all(part.settled for part in self.parts)))
+    patch.setattr(
+        BlockLoad, "settled", property(lambda self: self.num_sent == self.num_blocks and all(copy.settled for copy in self.copies))
+    )
 
 
 def waits_for_a_store_that_never_answers(patch: Patch) -> None:
@@ -81,21 +82,17 @@ def waits_for_a_store_that_never_answers(patch: Patch) -> None:
 
 
 def gives_keys_to_the_blocks_behind_a_part_that_failed(patch: Patch) -> None:
-    def faulty(self: KvCache, promotion: Promotion, own: BlockTable) -> None:
+    def faulty(self: KvCache, copy: Copy) -> None:
+        own = copy.load.table
         if own in self._tables:
-            self._give_keys(own, own.num_keyed, promotion.keys)
+            self._give_keys(own, own.num_keyed, copy.keys)
 
     patch.setattr(KvCache, "_land", faulty)
 
 
-def keeps_those_in_line_waiting_for_a_haul_that_is_over(patch: Patch) -> None:
-    whole = KvCache._note_parts
-
-    def faulty(self: KvCache, haul: Haul, own: BlockTable) -> None:
-        whole(self, haul, own)
-        self._hauls[haul] = own
-
-    patch.setattr(KvCache, "_note_parts", faulty)
+def keeps_those_in_line_waiting_for_a_load_that_is_over(patch: Patch) -> None:
+    patch.setattr(Loads, "_end", lambda self, load: self.host.end_handles(load.kept))
+    patch.setattr(Loads, "is_coming", lambda self, number, key: any(load.covers(number, key) for load in self._loads.values()))
 
 
 # Those that any walk brings to light sooner or later.
@@ -110,5 +107,5 @@ WALKED: list[Fault] = [
     waits_for_the_rest_of_a_load_that_ended_short,
     waits_for_a_store_that_never_answers,
     gives_keys_to_the_blocks_behind_a_part_that_failed,
-    keeps_those_in_line_waiting_for_a_haul_that_is_over,
+    keeps_those_in_line_waiting_for_a_load_that_is_over,
 ]

@@ -13,7 +13,7 @@ from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.matching import is_pending, is_ready
 from penstock.engine.scheduling.track import State, Track
-from penstock.kv.tiers.loads import Haul
+from penstock.kv.tiers.loads import BlockLoad
 
 if TYPE_CHECKING:
     from scheduler_world import Asked, World
@@ -142,11 +142,11 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
         assert len(asked.lives) > 1, "nobody else's blocks end inside a block"
         world.seen["resume with its tail"] += 1
     world.seen["partial match"] += bool(chunk.start and chunk.writes)
-    if isinstance(asked.load, Haul):
+    if asked.load is not None and asked.load.is_cold:
         num_came = asked.load.num_landed if asked.load.settled else asked.num_asked
         assert chunk.start == min((asked.num_opened + num_came) * BLOCK, num_known - 1), "it computes what did not come, and nothing else"
-        world.seen["haul that ended short"] += 0 < num_came < asked.num_asked
-        world.seen["haul that brought nothing"] += num_came == 0
+        world.seen["cold load that ended short"] += 0 < num_came < asked.num_asked
+        world.seen["cold load that brought nothing"] += num_came == 0
     asked.found(chunk.start)
 
 
@@ -173,7 +173,7 @@ def _check_after(world: World, plan: StepPlan) -> None:
     fences, loads = world.waits[plan.number].of(plan)
     assert plan.after == tuple((fence.lane, fence.number) for fence in fences), "a fence under another's name"
     covered = max((fence.number for fence in fences), default=0)
-    copies = [copy for load in loads for copy in (load.parts if isinstance(load, Haul) else [load])]
+    copies = [copy for load in loads if isinstance(load, BlockLoad) for copy in load.copies]
     loaded = {slot for copy in copies for slot in copy.dest_slots.tolist()}  # type: ignore[attr-defined]
     for chunk in plan.chunks:
         life = world.asked[chunk.request_id].lives[-1]

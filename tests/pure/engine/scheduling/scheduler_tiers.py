@@ -1,5 +1,5 @@
-"""What is colder than the device in the scheduler's world: the real host tier, ladder, movers and cold tiers, over lanes that are run by
-hand and stores that are the test's."""
+"""What is colder than the device in the scheduler's world: the real host tier, loads, saves, movers and cold tiers, over lanes that are run
+by hand and stores that are the test's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from scheduler_device import BLOCK, LAYERS, Device
 from penstock.engine.scheduling import matching
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.tiers import behind as behind_module
-from penstock.kv.tiers import ladder as ladder_module
-from penstock.kv.tiers import saves
-from penstock.kv.tiers.behind import Behind
+from penstock.kv.tiers import loads as loads_module
+from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits
+from penstock.kv.tiers.loads import Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer.mover import Mover
 from penstock.testing.stores import HandClock, MemoryStore
 from support.stepped import ByteArena, SteppedArena, SteppedLane, TagCopier
@@ -29,18 +29,18 @@ LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens
 
 @dataclass
 class Cold:
-    """`num_host`: blocks of host memory. `overlap_tokens`: steps over fewer wait for all of a load. `behind`: tiers behind that."""
+    """`num_host`: blocks of host memory. `overlap_tokens`: steps over fewer wait for all of a load. `stores`: cold tiers."""
 
     num_host: int
     overlap_tokens: int = 0
-    behind: tuple[str, ...] = ()
-    ladder: Callable[..., Ladder] = Ladder
+    stores: tuple[str, ...] = ()
+    loads: Callable[[Saves, Mover], Loads] = Loads
     host: Callable[..., HostTier] = HostTier
     postpones: bool = False  # what the device keeps need not be in a full host memory as well
 
 
 class Tiers:
-    """A ladder whose launches, copies, failures and times are the test's."""
+    """Loads and saves whose launches, copies, failures and times are the test's."""
 
     def __init__(self, cold: Cold, pool: BlockPool, device: Device) -> None:
         self.now_s = 0.0
@@ -48,14 +48,14 @@ class Tiers:
         self.host = cold.host(BlockPool(cold.num_host, "host"), BLOCK, LEASE_S, lambda: self.now_s)
         self._device = device
         self.promotions, self.demotions = TagCopier(device.host, device.arena), TagCopier(device.arena, device.host)
-        movers = self._mover(device.host, device.arena, self.promotions), self._mover(device.arena, device.host, self.demotions)
-        self.ladder = cold.ladder(pool, self.host, movers, LAYOUT, LadderLimits(cold.overlap_tokens, 1e9, postpones=cold.postpones))
+        loader, saver = self._mover(device.host, device.arena, self.promotions), self._mover(device.arena, device.host, self.demotions)
         self.clock = HandClock()
-        self.stores = {name: MemoryStore(name, local=name == "ssd") for name in cold.behind}
-        if cold.behind:
-            self.ladder.put_behind(Behind(self.host, [self._cold_tier(store) for store in self.stores.values()], LAYOUT.block_bytes))
-        judge = self.ladder.worth
-        self.ladder.worth = lambda lease, depth: judge(lease, depth) if self.worth else 0  # type: ignore[method-assign]
+        self.stores = {name: MemoryStore(name, local=name == "ssd") for name in cold.stores}
+        limits = TierLimits(cold.overlap_tokens, 1e9, postpones=cold.postpones)
+        self.saves = Saves(pool, self.host, [self._cold_tier(store) for store in self.stores.values()], saver, LAYOUT, limits)
+        self.loads = cold.loads(self.saves, loader)
+        judge = self.loads.worth
+        self.loads.worth = lambda lease, depth: judge(lease, depth) if self.worth else 0  # type: ignore[method-assign]
 
     def _cold_tier(self, store: MemoryStore) -> ColdTier:
         arena, lane = self._device.host, self._device.lanes.lane
@@ -82,9 +82,7 @@ class Tiers:
 
     def make_late(self) -> None:
         """What is on its way to the device takes longer than anybody should wait."""
-        for promotion in self.ladder.promoter.in_flight():
-            promotion.deadline_s = 0.0
-        for reads in () if self.ladder.behind is None else self.ladder.behind.reads:
+        for reads in self.loads.reads:
             reads.deadline_s = 0.0
 
     def heal(self) -> None:
@@ -102,7 +100,7 @@ class Tiers:
 def land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers of a few blocks are in several parts already, and worth being made ahead."""
     monkeypatch.setattr(matching, "_LEAST_AHEAD", 1)
-    monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
-    monkeypatch.setattr(ladder_module, "_LAST_BYTES", LAYOUT.block_bytes)
-    monkeypatch.setattr(behind_module, "_PART_BYTES", LAYOUT.block_bytes)
-    monkeypatch.setattr(behind_module, "_READ_AHEAD", 2)
+    monkeypatch.setattr(saves_module, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(loads_module, "_LAST_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(loads_module, "_PART_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(loads_module, "_READ_AHEAD", 2)

@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     num_host: int
     overlap_tokens: int
     depth: int  # steps in flight at most; the engine has two
-    behind: tuple[str, ...] = ()  # tiers behind the host
+    stores: tuple[str, ...] = ()  # of cold tiers
     timed: Timed = UNTIMED
     max_overtaken_s: float = 0.0
     postpones: bool = False
@@ -52,12 +52,12 @@ class Walker:
         self.depth = shape.depth
         self._num_submitted = 0
         self._prioritizes = shape.prioritizes
-        cold = Cold(shape.num_host, shape.overlap_tokens, shape.behind, postpones=shape.postpones)
+        cold = Cold(shape.num_host, shape.overlap_tokens, shape.stores, postpones=shape.postpones)
         self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s)
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
         if shape.token_s:
-            self.tiers.ladder.prefill.add(100, 0.0, 100 * shape.token_s)
+            self.tiers.loads.prefill.add(100, 0.0, 100 * shape.token_s)
 
     def do(self, event: Event) -> None:
         name, number = event
@@ -295,7 +295,7 @@ def choose(seed: int, behind: bool = False) -> tuple[Shape, list[Event]]:
         depth=r.choice([2, 2, 3]),
     )
     if behind:
-        shape = shape._replace(behind=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]))
+        shape = shape._replace(stores=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]))
     events = choose_events(r, COLD_WEIGHTS if behind else WEIGHTS, r.randint(20, 80))
     shape = shape._replace(
         max_overtaken_s=r.choice([0.0, 2.0, 20.0]),

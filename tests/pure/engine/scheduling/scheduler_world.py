@@ -36,7 +36,7 @@ from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.loads import Fetch, Haul, Promotion
+from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch
 
 
 class StepFence:
@@ -59,7 +59,7 @@ class WatchedCache(KvCache):
     """The real cache. Checks that slots are given back with the fence of the newest step, and knows what is out."""
 
     def __init__(self, world: World, pool: BlockPool, prefix_cache: bool, tiers: Tiers | None) -> None:
-        super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.ladder)
+        super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.loads)
         self._world = world
         self.pool = pool
         self.tables: dict[str, BlockTable] = {}
@@ -75,7 +75,7 @@ class WatchedCache(KvCache):
             asked.open(num_blocks)
         return self.tables[owner]
 
-    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Promotion | Haul:
+    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> BlockLoad:
         assert isinstance(table, BlockTable)
         asked, first = self._world.asked[table.owner], table.num_slots
         asked.sources += [tier for tier, num in lease.runs_from(first) for _ in range(num * BLOCK)]
@@ -83,9 +83,9 @@ class WatchedCache(KvCache):
         assert asked.request.may_match, "it cannot use what is cached"
         asked.load, asked.load_waited, asked.num_asked = load, False, num_blocks
         self._check_covered(table.hold.slots[first : first + num_blocks], load.after)
-        self._world.seen["haul" if isinstance(load, Haul) else "promotion"] += 1
-        self._world.seen["haul that shares a fetch"] += isinstance(load, Haul) and bool(load.awaited)
-        self._world.seen["promotion of what was fetched"] += isinstance(load, Promotion) and asked.was_fetched
+        self._world.seen["cold load" if load.is_cold else "promotion"] += 1
+        self._world.seen["cold load that shares a fetch"] += bool(load.awaited)
+        self._world.seen["promotion of what was fetched"] += not load.is_cold and asked.was_fetched
         return load
 
     def _check_covered(self, slots: Sequence[int], after: Sequence[Fence]) -> None:
@@ -94,7 +94,7 @@ class WatchedCache(KvCache):
             fence = self.last_fence.get(slot)
             assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
 
-    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Promotion | None:
+    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
         asked, num_free, num_evicted = self._world.asked[owner], self.num_free, self.pool.num_evicted
         check_ahead(self._world, owner)
         idle = self.pool.num_idle_of(self.pool.find(prefix.keys))
@@ -104,7 +104,7 @@ class WatchedCache(KvCache):
             assert self.pool.num_evicted == num_evicted and self.num_free == num_free - load.num_blocks, "only free slots are filled ahead"
             promised = sum(self._world.asked[o].lifetime_blocks - table.num_slots for o, table in self.tables.items())
             assert promised + idle <= self.num_available, f"{owner} is filled slots that others were promised"
-            self._check_covered(load.dest_slots.tolist(), load.after)
+            self._check_covered(load.copies[0].dest_slots.tolist(), load.after)
             asked.begin_ahead(load)
             self._world.seen["promotion ahead"] += 1
             self._world.seen["promotion ahead of one that was retracted"] += self._world.state_of(owner) == "retracted"
@@ -126,12 +126,12 @@ class WatchedCache(KvCache):
         self._world.seen["prefetch"] += fetch is not None
         return fetch
 
-    def _land(self, promotion: Promotion, own: BlockTable) -> None:
-        super()._land(promotion, own)
-        asked = self._world.asked[own.owner]
-        asked.num_landed += promotion.num_blocks * BLOCK
-        if promotion is asked.ahead:
-            asked.brought |= {*range(promotion.first, promotion.first + promotion.num_blocks)}
+    def _land(self, copy: Copy) -> None:
+        super()._land(copy)
+        asked = self._world.asked[copy.load.table.owner]
+        asked.num_landed += copy.num_blocks * BLOCK
+        if copy.load is asked.ahead:
+            asked.brought |= {*range(copy.first, copy.first + copy.num_blocks)}
             self._world.seen["landed ahead"] += 1
 
     def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
@@ -188,9 +188,9 @@ class Asked:
     num_asked: int = 0  # blocks of its newest load
     ran: bool = False  # a step has computed some of it, or will have before what it has is saved
     came: list[str] = field(default_factory=list)  # for each prompt token that was not computed, the tier that had it
-    ahead: Promotion | None = None  # what is copied to the device for it while it waits
+    ahead: BlockLoad | None = None  # what is copied to the device for it while it waits
     brought: set[int] = field(default_factory=set)  # blocks that have come that way
-    load: Promotion | Haul | None = None  # the newest for it
+    load: BlockLoad | None = None  # the newest for it
     was_fetched: bool = False  # something was read into host memory for it while it waited
     load_waited: bool = False  # a step has waited for it
 
@@ -215,7 +215,7 @@ class Asked:
         self.num_opened, self.ahead = num_blocks, None
         self.sources = ["host" if block in self.brought else "device" for block in range(num_blocks) for _ in range(BLOCK)]
 
-    def begin_ahead(self, load: Promotion) -> None:
+    def begin_ahead(self, load: BlockLoad) -> None:
         self.ahead = load
         self.brought = {block for block in self.brought if block < load.first}  # the others were lost again
 
@@ -249,7 +249,7 @@ class World:
         self.results: list[StepResult] = []  # and all that came of them
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
-        self.device = Device(num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.behind))
+        self.device = Device(num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.stores))
         pool = BlockPool(num_slots, "device")
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
         self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
@@ -387,7 +387,7 @@ class World:
         plan = self.plan()
         if behind:
             self.commit()
-        return behind or plan is not None or settled or self.cache.num_in_flight + self.cache.num_behind > 0
+        return behind or plan is not None or settled or self.cache.num_in_flight + self.cache.num_cold_in_flight > 0
 
     def finish(self) -> None:
         """Step on until every request has ended, within the turns that it would take one after the other, each of them computed twice;
@@ -400,9 +400,8 @@ class World:
         assert all(asked.ended is not None for asked in self.asked.values()), "a request was left behind"
         assert not self.scheduler.has_work() and not self.scheduler._tracks and not self.cache.tables
         assert sorted(self.scheduler._running._free_rows) == list(range(self.budget.max_batch))
-        assert self.cache.num_in_flight == self.cache.num_behind == 0
-        assert not self.cache._promoting and not self.cache._hauls
-        assert self.tiers is None or self.tiers.ladder.behind is None or not self.tiers.ladder.behind.reads
+        assert self.cache.num_in_flight == self.cache.num_cold_in_flight == 0
+        assert not self.cache.loads.reads
         for counts in self.cache.stats().slots.values():
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:

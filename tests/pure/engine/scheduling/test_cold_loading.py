@@ -9,7 +9,7 @@ from scheduler_tiers import Cold, land_in_parts
 from scheduler_world import World
 
 from penstock.contract import KvSource
-from penstock.kv.tiers.loads import Haul
+from penstock.kv.tiers.loads import BlockLoad
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forgotten(*tiers: str, num_host: int = 24, **world: int) -> World:
     """A world in which A was computed; it is in the first of `tiers`, and nowhere hotter."""
-    made = World(**world, cold=Cold(num_host, behind=tiers))
+    made = World(**world, cold=Cold(num_host, stores=tiers))
     made.submit(A, 1, ignore_eos=True)
     made.finish()
     made.cache.reset(["device", "host"])
@@ -101,7 +101,7 @@ def test_where_host_memory_has_no_room_it_is_computed_in_the_same_step() -> None
     private = tiers_of(world).host.take_private(4, "somebody")
     assert private is not None
     request = world.submit(A, 2, ignore_eos=True)
-    assert shape(planned(world)) == [(request, 0, 8)] and isinstance(world.asked[request].load, Haul)
+    assert shape(planned(world)) == [(request, 0, 8)] and isinstance(world.asked[request].load, BlockLoad)
     private.rollback()
     world.finish()
     assert source_of(world, request) == KvSource(computed=16)
@@ -117,7 +117,7 @@ def test_a_step_starts_behind_the_last_part_where_nobody_else_computes() -> None
         run_lane(world, "read ssd 1")
     run_lane(world, "launch to device")
     load = world.asked[request].load
-    assert isinstance(load, Haul) and load.num_sent == 4 and not load.nearly_landed() and world.plan() is None
+    assert isinstance(load, BlockLoad) and load.num_sent == 4 and not load.nearly_landed() and world.plan() is None
     while not load.nearly_landed():
         world.device.lanes.lane("to device").step()
     plan = planned(world)

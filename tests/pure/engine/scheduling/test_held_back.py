@@ -17,7 +17,7 @@ BOUND_S = 20.0
 def two_that_run(monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8, bound_s: float = BOUND_S) -> tuple[World, str]:
     """All rows are taken, one of them by a conversation that counts as dear; `known` are cached on the device."""
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
-    tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
         world.finish()

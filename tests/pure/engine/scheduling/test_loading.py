@@ -66,7 +66,7 @@ def test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes() 
 
 
 def test_a_short_step_does_not_begin_before_its_load_is_nearly_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kv.tiers.ladder._LAST_BYTES", 1)
+    monkeypatch.setattr("penstock.kv.tiers.loads._LAST_BYTES", 1)
     world = remembered(A[:12], overlap_tokens=100)
     again = world.submit([*A[:12], 6], 1)
     world.plan()
@@ -271,7 +271,7 @@ def test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over() -> 
     world = crowded()
     world.cancel("r1")
     tiers = tiers_of(world)
-    assert len(tiers.ladder.demoter)
+    assert len(tiers.saves.mover)
     world.cancel("r0")
     world.close()
     assert tiers.host.slots.reserved == 0

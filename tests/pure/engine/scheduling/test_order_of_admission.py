@@ -27,7 +27,7 @@ def busy(*known: list[int], bound_s: float = BOUND_S, num_host: int = 24, **worl
     for prompt in known:
         made.submit(prompt, 1, ignore_eos=True)
         made.finish()
-    tiers_of(made).ladder.prefill.add(100, 0.0, 100.0)
+    tiers_of(made).loads.prefill.add(100, 0.0, 100.0)
     made.submit([2, 2, 2], 40, ignore_eos=True)
     planned(made)
     return made
@@ -81,7 +81,7 @@ def test_requests_that_find_nothing_keep_the_order_of_their_arrival() -> None:
 
 def test_where_nothing_was_measured_the_order_is_that_of_arrival() -> None:
     world = busy(A[:8])
-    tiers_of(world).ladder.prefill = type(tiers_of(world).ladder.prefill)()
+    tiers_of(world).loads.prefill = type(tiers_of(world).loads.prefill)()
     dear, cheap = world.submit(B, 1), later(world, 1.0, [*A[:8], 1], 1)
     assert order_of(world) == [dear, cheap]
     world.close()
@@ -269,7 +269,7 @@ def test_what_a_request_in_line_wants_is_wanted_until_it_leaves_the_line(ends: C
 
 def test_a_retracted_request_wants_what_was_saved_of_it_until_it_runs_again() -> None:
     world = World(num_slots=6, overcommit=3.0, cold=Cold(24), max_overtaken_s=BOUND_S)
-    tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
     first, second = world.submit(A[:8], 9, ignore_eos=True), later(world, 1.0, B[:8], 9, ignore_eos=True)
     while world.state_of(second) != "retracted":
         world.step()
@@ -325,7 +325,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tok
     line and fits from now on."""
     monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", dear_tokens)
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
-    tiers_of(world).ladder.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
     talk, _ = world.submit(A[:8], 2, ignore_eos=True), world.submit([2, 2, 2], 40, ignore_eos=True)
     planned(world)
     other = world.submit(B, 1)

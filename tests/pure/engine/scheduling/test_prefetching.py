@@ -14,7 +14,7 @@ from test_cold_loading import forgotten, run_lane
 from penstock.contract import KvSource
 from penstock.engine.scheduling import matching
 from penstock.engine.scheduling.track import Track
-from penstock.kv.tiers.loads import Fetch, Haul, Promotion
+from penstock.kv.tiers.loads import BlockLoad, Fetch
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_a_request_that_waits_has_its_cold_blocks_in_host_memory_when_it_starts(
     assert fetch.settled and host_has(world, A) == [True] * 4 and world.state_of(waiting) == "waiting"
     while world.state_of(waiting) == "waiting":
         world.step()
-    assert isinstance(world.asked[waiting].load, Promotion), "from host memory, layer by layer"
+    assert isinstance(world.asked[waiting].load, BlockLoad), "from host memory, layer by layer"
     world.finish()
     assert set(reads.values()) == {1} and len(reads) == 4
     assert source_of(world, waiting) == KvSource(host=16, computed=1)
@@ -83,7 +83,7 @@ def test_a_request_that_starts_at_once_reads_nothing_ahead() -> None:
     world = forgotten("ssd")
     request = world.submit([*A, 1], 2, ignore_eos=True)
     world.plan()
-    assert isinstance(world.asked[request].load, Haul) and track_of(world, request).prefetch is None
+    assert isinstance(world.asked[request].load, BlockLoad) and track_of(world, request).prefetch is None
     world.finish()
     world.close()
 
@@ -205,7 +205,7 @@ def test_a_read_that_hangs_keeps_nobody_waiting() -> None:
 
 def test_requests_in_line_leave_room_for_saves() -> None:
     """However long the line: fetches reserve a quarter of host memory at most."""
-    world = World(max_batch=1, cold=Cold(16, behind=("ssd",)))
+    world = World(max_batch=1, cold=Cold(16, stores=("ssd",)))
     prompts = [[number] * 16 for number in range(1, 6)]
     for prompt in prompts:
         world.submit(prompt, 1, ignore_eos=True)

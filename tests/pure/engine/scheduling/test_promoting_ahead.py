@@ -13,7 +13,7 @@ from penstock.contract import FinishReason, KvSource
 from penstock.engine.scheduling import matching
 from penstock.engine.scheduling.track import Track
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.loads import Promotion
+from penstock.kv.tiers.loads import BlockLoad
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def track_of(world: World, request_id: str) -> Track:
     return world.scheduler._tracks[request_id]
 
 
-def ahead_of(world: World, request_id: str) -> Promotion:
+def ahead_of(world: World, request_id: str) -> BlockLoad:
     load = track_of(world, request_id).ahead
-    assert isinstance(load, Promotion)
+    assert isinstance(load, BlockLoad)
     return load
 
 
@@ -248,7 +248,7 @@ def test_a_request_that_relies_on_colder_tiers_no_more_gets_nothing() -> None:
 
 
 def test_what_lies_behind_host_memory_is_not_copied_to_the_device_by_it() -> None:
-    world = World(num_slots=12, cold=Cold(24, behind=("ssd",)))
+    world = World(num_slots=12, cold=Cold(24, stores=("ssd",)))
     world.submit(A, 1, ignore_eos=True)
     world.finish()
     world.cache.reset(["device", "host"])
@@ -285,7 +285,7 @@ def test_nobody_overtakes_while_its_blocks_come() -> None:
 def test_it_keeps_its_place_in_line_while_its_blocks_come() -> None:
     """Nothing of them is found meanwhile, and it is not to fall behind for that."""
     world = remembered(A, num_slots=12, max_overtaken_s=60.0)
-    tiers_of(world).ladder.prefill.add(100, 0.0, 100 * 0.1)
+    tiers_of(world).loads.prefill.add(100, 0.0, 100 * 0.1)
     world.submit(B[:4], 25, ignore_eos=True)
     planned(world)
     waiting = world.submit([*A, 1], 8, ignore_eos=True)

@@ -24,7 +24,7 @@ D = [3, 1, 3, 1, 2, 2, 2, 2, 4, 4, 4, 4, 1, 1, 1, 1]
 def full(num_host: int, **world: Any) -> World:
     """The device has eight slots and remembers B, which is nowhere else where host memory is small; host memory remembers C."""
     made = World(num_slots=8, prefill_chunk=64, cold=Cold(num_host, postpones=True), max_overtaken_s=20.0, **world)
-    tiers_of(made).ladder.prefill.add(100, 0.0, 1.0)
+    tiers_of(made).loads.prefill.add(100, 0.0, 1.0)
     made.submit(C, 1, ignore_eos=True)
     made.finish()
     made.cache.reset(["device"])
@@ -96,8 +96,8 @@ def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> Non
     planned(world)
     waits = world.submit(D, 8, ignore_eos=True)  # six blocks: it has to wait for the end of the first
     left: list[int] = []
-    move = tiers_of(world).ladder._move
-    tiers_of(world).ladder._move = lambda slots: left.append(len(slots)) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    move = tiers_of(world).saves._move
+    tiers_of(world).saves._move = lambda slots: left.append(len(slots)) or move(slots)  # type: ignore[method-assign, func-returns-value]
     moved = []
     for _ in range(10):
         world.commit()
@@ -247,7 +247,7 @@ def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> No
 def test_slots_are_not_made_free_out_of_what_the_next_one_has_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     with_answers(monkeypatch, 3)
     world = World(num_slots=8, prefill_chunk=64, overcommit=2.0, cold=Cold(24, postpones=True), max_overtaken_s=20.0)
-    tiers_of(world).ladder.prefill.add(100, 0.0, 1.0)
+    tiers_of(world).loads.prefill.add(100, 0.0, 1.0)
     world.submit(B, 1, ignore_eos=True)
     world.finish()
     world.submit(A[:8], 9, ignore_eos=True)  # four blocks, two at once; two slots are free then, and B has the others
@@ -268,8 +268,8 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
     of_d = world.cache.prefix_of(D)
     assert of_d is not None
     retained = world.cache.retain(of_d, -1e12)
-    move, moved = tiers_of(world).ladder._move, list[int]()
-    tiers_of(world).ladder._move = lambda slots: moved.extend(slots) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    move, moved = tiers_of(world).saves._move, list[int]()
+    tiers_of(world).saves._move = lambda slots: moved.extend(slots) or move(slots)  # type: ignore[method-assign, func-returns-value]
     again = world.submit([*B, 1], 8, ignore_eos=True)
     slots_of_d = world.cache.pool.find_each(of_d.keys)
     while world.outcome(again)[1] is None:
@@ -285,8 +285,8 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
 
 def watch_moves(world: World) -> None:
     """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody is admitted."""
-    ladder, moves = tiers_of(world).ladder, Counter[int]()
-    move = ladder._move
+    saves, moves = tiers_of(world).saves, Counter[int]()
+    move = saves._move
 
     def counted(slots: Sequence[int]) -> None:
         world.seen["blocks that left"] += len(slots)
@@ -295,7 +295,7 @@ def watch_moves(world: World) -> None:
             assert moves[len(world.admitted)] <= world.cache.num_blocks, "blocks are sent again and again, and nobody is admitted"
         move(slots)
 
-    ladder._move = counted  # type: ignore[method-assign]
+    saves._move = counted  # type: ignore[method-assign]
 
 
 def crowd(seed: int) -> Counter[str]:
@@ -304,7 +304,7 @@ def crowd(seed: int) -> Counter[str]:
     bound_s = r.choice([0.0, 2.0, 50.0])
     cold = Cold(r.randint(1, 9), r.choice([0, 1000]), postpones=True)
     world = World(r.randint(4, 8), r.choice([1, 2, 4]), r.choice([3, 8, 64]), r.choice([1.0, 1.0, 3.0]), cold=cold, max_overtaken_s=bound_s)
-    tiers_of(world).ladder.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
+    tiers_of(world).loads.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
     watch_moves(world)
     for _ in range(r.randint(4, 14)):
         stem, max_tokens = r.choice([*STEMS, A, D]), r.randint(1, 9)

@@ -15,10 +15,10 @@ from scheduler_walks import choose, walk, walk_and_shorten
 NUM_WALKS = 120
 RARE = (654,)  # walks that meet what few others do: a part of a load that fails while a later one lands
 WANTED = (
-    "haul",
+    "cold load",
     "promotion",
-    "haul that ended short",
-    "haul that brought nothing",
+    "cold load that ended short",
+    "cold load that brought nothing",
     "step over a load",
     "step without its load",
     "retraction",

@@ -1,4 +1,5 @@
-"""Defects in what the scheduler, the cache and the ladder do about colder tiers, one function each, to show that the tests see them."""
+"""Defects in what the scheduler, the cache, its loads and saves do about colder tiers, one function each, to show that the tests see
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from penstock.kv.blocks.handles import Hold, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import HostLease, HostTier, Taken
-from penstock.kv.tiers.ladder import Ladder, Promotion
+from penstock.kv.tiers.loads import BlockLoad, Copy, Loads, Reads
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer.mover import Mover
 
 Patch = pytest.MonkeyPatch
@@ -73,7 +75,8 @@ def waits_for_ever_for_a_late_load(patch: Patch) -> None:
 
 
 def keeps_others_waiting_for_a_late_load(patch: Patch) -> None:
-    patch.setattr(Promotion, "overdue", False)
+    patch.setattr(Reads, "overdue", False)
+    patch.setattr(Copy, "overdue", False)
 
 
 def takes_back_the_slots_of_a_late_load(patch: Patch) -> None:
@@ -81,8 +84,8 @@ def takes_back_the_slots_of_a_late_load(patch: Patch) -> None:
         def faulty(self: Scheduler, track: Track) -> None:
             load = track.load
             stop_waiting(self, track)
-            assert isinstance(load, Promotion)
-            load.pins[0].end()
+            assert isinstance(load, BlockLoad)
+            load.copies[0].pins[0].end()
 
         return faulty
 
@@ -196,11 +199,12 @@ def counts_what_was_copied_ahead_to_the_device(patch: Patch) -> None:
 
 def gives_a_half_saved_tail_a_key(patch: Patch) -> None:
     def make(promote: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> Promotion:
+        def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> BlockLoad:
             first = table.num_slots
-            promotion: Promotion = promote(self, table, lease, num_blocks, num_next)
-            promotion.keys = table.prefix.keys[first : first + num_blocks]
-            return promotion
+            load: BlockLoad = promote(self, table, lease, num_blocks, num_next)
+            for copy in load.copies:
+                copy.keys = table.prefix.keys[first : first + num_blocks]
+            return load
 
         return faulty
 
@@ -209,12 +213,12 @@ def gives_a_half_saved_tail_a_key(patch: Patch) -> None:
 
 def saves_a_full_match_short_of_its_end(patch: Patch) -> None:
     def make(save: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Ladder, hold: Hold, num_blocks: int, keys: Any, num_tokens: int, fence: Any) -> Any:
+        def faulty(self: Saves, hold: Hold, num_blocks: int, keys: Any, num_tokens: int, fence: Any) -> Any:
             return save(self, hold, num_blocks, keys, num_tokens - (num_tokens == len(keys) * BLOCK), fence)
 
         return faulty
 
-    _around(patch, Ladder, "save", make)
+    _around(patch, Saves, "retract", make)
 
 
 def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
@@ -229,21 +233,21 @@ def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
     _around(patch, BlockPool, "take_back", make)
 
 
-# --------------------------------------------------------------------------------------------------------------- the ladder
+# ----------------------------------------------------------------------------------------------------------- loads and saves
 
 
 def promotes_into_slots_that_a_step_still_uses(patch: Patch) -> None:
     def make(promote: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, pin, after, lease, keys, num_next: promote(self, pin, (), lease, keys, num_next)
+        return lambda self, table, first, lease, keys, after, num_next: promote(self, table, first, lease, keys, (), num_next)
 
-    _around(patch, Ladder, "promote", make)
+    _around(patch, Loads, "begin", make)
 
 
 def saves_a_tail_before_its_step_has_ended(patch: Patch) -> None:
     def make(save: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, hold, num_blocks, keys, num_tokens, fence: save(self, hold, num_blocks, keys, num_tokens, None)
 
-    _around(patch, Ladder, "save", make)
+    _around(patch, Saves, "retract", make)
 
 
 def publishes_before_the_bytes_have_landed(patch: Patch) -> None:
@@ -267,7 +271,7 @@ def publishes_a_demotion_that_failed(patch: Patch) -> None:
 
 
 def publishes_a_promotion_that_failed(patch: Patch) -> None:
-    patch.setattr(Promotion, "error", lambda self: None)
+    patch.setattr(Copy, "error", lambda self: None)
 
 
 def evicts_what_is_leased(patch: Patch) -> None:
@@ -303,16 +307,15 @@ def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
 
 def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
     def make(settle: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Ladder) -> list[Promotion]:
-            for promotion in self.promoter.in_flight():
-                if isinstance(promotion, Promotion) and promotion.error() is not None:
-                    promotion.kept = ()
-            promotions: list[Promotion] = settle(self)
-            return promotions
+        def faulty(self: Loads) -> Any:
+            for copy in self.mover.in_flight():
+                if isinstance(copy, Copy) and copy.error() is not None:
+                    copy.load.kept = []
+            return settle(self)
 
         return faulty
 
-    _around(patch, Ladder, "settle", make)
+    _around(patch, Loads, "settle", make)
 
 
 def keeps_what_was_saved_for_one_request(patch: Patch) -> None:
@@ -342,14 +345,14 @@ def takes_one_end_for_the_end_of_all(patch: Patch) -> None:
 
 def refuses_to_save_into_a_full_host(patch: Patch) -> None:
     def make(submit_saves: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Ladder) -> None:
+        def faulty(self: Saves) -> None:
             if not self.host.slots.free:
                 raise TransferFailed("the host tier is full")
             submit_saves(self)
 
         return faulty
 
-    _around(patch, Ladder, "submit_saves", make)
+    _around(patch, Saves, "submit", make)
 
 
 # Those that any walk brings to light sooner or later; the others need a story of their own.

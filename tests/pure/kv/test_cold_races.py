@@ -9,24 +9,24 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from behind_faults import ends_the_pin_of_a_write_when_it_is_submitted as ends_the_pin_of_a_write
-from behind_faults import gives_back_what_a_fetch_reads_into
-from behind_faults import lets_go_of_what_it_read_when_its_table_ends as lets_go_of_its_sources
-from behind_faults import reads_into_slots_that_it_gives_back_with_its_table as gives_back_what_it_reads_into
-from ladder_rig import BLOCK, LAYERS, LAYOUT
-from stacked_rig import ALL, BLOCK_BYTES, CELL, SCOPE
+from stacked_rig import ALL, BLOCK_BYTES, CELL
+from storage_faults import ends_the_pin_of_a_write_when_it_is_submitted as ends_the_pin_of_a_write
+from storage_faults import gives_back_what_a_fetch_reads_into
+from storage_faults import lets_go_of_what_it_read_when_its_table_ends as lets_go_of_its_sources
+from storage_faults import reads_into_slots_that_it_gives_back_with_its_table as gives_back_what_it_reads_into
+from storage_rig import BLOCK, LAYERS, LAYOUT, SCOPE
 
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.behind import Behind
 from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostLease, HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits
-from penstock.kv.tiers.loads import Fetch, Haul, Promotion
+from penstock.kv.tiers.loads import BlockLoad, Fetch, Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer.mover import Mover
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -49,15 +49,13 @@ class World:
         tier = HostTier(BlockPool(num_host, "host", sanitizer), BLOCK, 1e9)
         load = Mover(("host", "device"), TagCopier(self.host, self.device), lane("load"), launcher("launch-load"))
         save = Mover(("device", "host"), TagCopier(self.device, self.host), lane("save"), launcher("launch-save"))
-        self.ladder = Ladder(pool, tier, (load, save), LAYOUT, LadderLimits(0, 1e9, load_always=True))
         self.store = MemoryStore("ssd", local=True)
         lanes = ColdLanes([lane("read-0"), lane("read-1")], [lane("write")], None)
         limits = ColdLimits(group_bytes=BLOCK_BYTES, write_bytes=BLOCK_BYTES, stuck_s=1e9)
         self.tier = ColdTier(self.store, lanes, self.host.view, ("host", LAYERS), limits, HandClock())
-        behind = Behind(tier, [self.tier], BLOCK_BYTES)
-        behind._part_blocks = 1
-        self.ladder.put_behind(behind)
-        self.cache = KvCache(pool, SCOPE, ladder=self.ladder)
+        loads = Loads(Saves(pool, tier, [self.tier], save, LAYOUT, TierLimits(0, 1e9, load_always=True)), load)
+        loads._part_blocks = 1
+        self.cache = KvCache(pool, SCOPE, loads=loads)
 
     def prefix(self, name: str, num_blocks: int = 2) -> Prefix:
         prefix = self.cache.prefix_of([ord(name)] * (num_blocks * BLOCK))
@@ -96,7 +94,7 @@ class World:
         self.cache.drain(1.0)
         self.cache.reset(["device"])
 
-    def load(self, name: str, num_blocks: int = 2, loses: bool = False) -> tuple[BlockTable, Haul | Promotion]:
+    def load(self, name: str, num_blocks: int = 2, loses: bool = False) -> tuple[BlockTable, BlockLoad]:
         """`loses`: the disk has none of it any more when it is read."""
         prefix = self.prefix(name, num_blocks)
         lease = self.cache.lease(name, prefix)
@@ -109,7 +107,7 @@ class World:
     def fetch(self, name: str, num_blocks: int) -> Fetch | None:
         return self.cache.prefetch(self.prefix(name, num_blocks), name)
 
-    def read(self, table: BlockTable, num_blocks: int, load: Haul | Promotion | None = None) -> tuple[Fence, list[Any]]:
+    def read(self, table: BlockTable, num_blocks: int, load: BlockLoad | None = None) -> tuple[Fence, list[Any]]:
         """A step that reads the table's first blocks, behind `load`."""
         if load is not None:
             Arriving([load]).wait_on(self.compute, LAYERS)
@@ -160,17 +158,17 @@ def read_into_host_slots_that_a_promotion_still_reads(sequencer: Sequencer, sani
     world.bring_to_host("a")
     world.put("b")
     one, promotion = world.load("a")
-    two, haul = world.load("b")
+    two, load = world.load("b")
     world.cache.drain(1.0)
     fence, seen = world.read(one, 2)
     world.finish(one, fence)
     assert promotion.error() is None and seen == whole(world.prefix("a"))
-    assert haul.settled
+    assert load.settled
     world.finish(*world.run("b", 2, two))
     world.end()
 
 
-def read_into_host_slots_that_the_copy_of_a_haul_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def read_into_host_slots_that_the_copy_of_a_load_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
     world = World(sequencer, sanitizer, num_device=6, num_host=2)
     world.put("a")
     world.put("b")
@@ -183,7 +181,7 @@ def read_into_host_slots_that_the_copy_of_a_haul_still_reads(sequencer: Sequence
     two, second = world.load("b")
     world.turns(2)
     world.cache.drain(1.0)
-    assert isinstance(first, Haul) and first.over and second.settled
+    assert isinstance(first, BlockLoad) and first.over and second.settled
     world.finish(*world.run("b", 2, two))
     world.end()
 
@@ -191,7 +189,7 @@ def read_into_host_slots_that_the_copy_of_a_haul_still_reads(sequencer: Sequence
 def evict_and_refill_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
     world = World(sequencer, sanitizer, num_host=2)
     world.save("a")
-    sequencer.pause("waits for the copies", lambda: world.ladder.demoter.lane.num_finished >= 2)  # type: ignore[attr-defined]
+    sequencer.pause("waits for the copies", lambda: world.cache.saves.mover.lane.num_finished >= 2)  # type: ignore[attr-defined]
     world.turns(2)
     world.cache.reset()
     world.save("b")
@@ -204,7 +202,7 @@ def read_over_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitizer
     world = World(sequencer, sanitizer, num_host=2)
     world.put("b")
     world.save("a")
-    sequencer.pause("waits for the copies", lambda: world.ladder.demoter.lane.num_finished >= 2)  # type: ignore[attr-defined]
+    sequencer.pause("waits for the copies", lambda: world.cache.saves.mover.lane.num_finished >= 2)  # type: ignore[attr-defined]
     world.turns(2)
     world.cache.reset()
     table, load = world.load("b")
@@ -222,11 +220,11 @@ def cancel_while_blocks_are_read(sequencer: Sequencer, sanitizer: Sanitizer | No
     world.turns(1)
     world.save("b")
     world.cache.drain(1.0)
-    assert isinstance(load, Haul) and load.over
+    assert isinstance(load, BlockLoad) and load.over
     world.end()
 
 
-def haul_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def load_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
     world = World(sequencer, sanitizer, num_device=2)
     world.put("a")
     table, _ = world.run("b")
@@ -241,7 +239,7 @@ def haul_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: San
     world.end()
 
 
-def compute_where_a_haul_ended_short_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def compute_where_a_load_ended_short_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
     world = World(sequencer, sanitizer, num_device=2)
     world.put("a")
     other = sequencer.lane("other")  # the step that had the slots is on no lane that the table's own steps come behind
@@ -263,7 +261,7 @@ def fetch_over_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitize
     world = World(sequencer, sanitizer)
     world.put("b", 1)
     world.save("a", 4)
-    sequencer.pause("waits for the copies", lambda: world.ladder.demoter.lane.num_finished >= 2)  # type: ignore[attr-defined]
+    sequencer.pause("waits for the copies", lambda: world.cache.saves.mover.lane.num_finished >= 2)  # type: ignore[attr-defined]
     world.turns(2)
     world.cache.reset()
     world.fetch("b", 1)
@@ -323,27 +321,27 @@ def promotions_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_that_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = Haul.__init__
+    init = BlockLoad.__init__
 
-    def faulty(self: Haul, hold: Any, first: int, keys: Any, after: Any, deadline_s: float) -> None:
-        init(self, hold, first, keys, (), deadline_s)
+    def faulty(self: BlockLoad, table: Any, first: int, num_blocks: int, keys: Any, after: Any, deadline_s: float) -> None:
+        init(self, table, first, num_blocks, keys, (), deadline_s)
 
-    monkeypatch.setattr(Haul, "__init__", faulty)
+    monkeypatch.setattr(BlockLoad, "__init__", faulty)
 
 
 Of = Callable[[Sequencer, Sanitizer | None], None]
 PROGRAMS: dict[Of, list[Fault]] = {
     promote_what_is_still_being_read: [takes_what_is_being_read_for_read],
     read_into_host_slots_that_a_promotion_still_reads: [promotions_without_protection],
-    read_into_host_slots_that_the_copy_of_a_haul_still_reads: [lets_go_of_its_sources],
+    read_into_host_slots_that_the_copy_of_a_load_still_reads: [lets_go_of_its_sources],
     evict_and_refill_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
     read_over_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
     cancel_while_blocks_are_read: [gives_back_what_it_reads_into],
     fetch_over_a_slot_that_is_written_to_the_disk: [ends_the_pin_of_a_write],
     save_while_a_fetch_that_nobody_wants_any_more_reads: [gives_back_what_a_fetch_reads_into],
     promote_what_a_fetch_is_still_reading: [takes_what_is_being_read_for_read],
-    haul_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
-    compute_where_a_haul_ended_short_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
+    load_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
+    compute_where_a_load_ended_short_into_slots_that_a_step_still_reads: [parts_that_wait_for_nobody],
 }
 
 

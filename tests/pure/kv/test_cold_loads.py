@@ -4,8 +4,8 @@ does not come is known, and nothing is left; and faults that turn these tests re
 from __future__ import annotations
 
 import pytest
-from behind_faults import lets_go_of_what_it_read_when_its_table_ends
 from stacked_rig import GROUP, PART, Stacked
+from storage_faults import lets_go_of_what_it_read_when_its_table_ends
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
@@ -23,15 +23,15 @@ def from_ssd(num_blocks: int = EIGHT, **rig: int) -> Stacked:
 
 def test_the_first_blocks_are_promoted_while_later_ones_are_read() -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     seen = []
     for lane in (0, 1, 0, 1):
-        seen.append((haul.num_ready, haul.num_sent, haul.num_landed, haul.arrivals, haul.settled, haul.error()))
+        seen.append((load.num_ready, load.num_sent, load.num_landed, load.arrivals, load.settled, load.error()))
         rig.read(lane)
-        assert haul.num_sent == haul.num_ready == seen[-1][0] + GROUP
+        assert load.num_sent == load.num_ready == seen[-1][0] + GROUP
         rig.copy()
     assert seen == [(num, num, num, None, False, None) for num in (0, 2, 4, 6)]
-    assert haul.settled and haul.over and haul.arrivals == () and haul.num_landed == EIGHT and haul.error() is None
+    assert load.settled and load.over and load.arrivals == () and load.num_landed == EIGHT and load.error() is None
     assert rig.device_has(EIGHT) == [True] * EIGHT and table.num_keyed == EIGHT
     assert rig.cache.stats().promoted_total == EIGHT
     rig.end(table)
@@ -39,40 +39,40 @@ def test_the_first_blocks_are_promoted_while_later_ones_are_read() -> None:
 
 def test_groups_that_are_read_out_of_order_are_promoted_in_order() -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.read(1)
     rig.read(1)
-    assert haul.num_ready == 0 and haul.num_sent == 0, "the first has not come"
+    assert load.num_ready == 0 and load.num_sent == 0, "the first has not come"
     rig.read(0)
-    assert haul.num_sent == 2 * GROUP, "the first, and the second behind it"
+    assert load.num_sent == 2 * GROUP, "the first, and the second behind it"
     rig.copy()
-    assert haul.num_landed == 2 * GROUP and not haul.settled
+    assert load.num_landed == 2 * GROUP and not load.settled
     rig.read(0)
-    assert haul.num_sent == EIGHT
+    assert load.num_sent == EIGHT
     rig.copy()
-    assert haul.settled and rig.device_has(EIGHT) == [True] * EIGHT
+    assert load.settled and rig.device_has(EIGHT) == [True] * EIGHT
     rig.end(table)
 
 
 def test_it_can_be_waited_for_once_everything_is_sent_and_is_nearly_there_before_its_last_part() -> None:
     rig = from_ssd(6)
-    table, haul = rig.load(6)
+    table, load = rig.load(6)
     rig.read(0, 1, 0)
-    assert haul.num_sent == 6 and len(haul.parts) == 3 and haul.arrivals is None and not haul.nearly_landed(), "not launched"
+    assert load.num_sent == 6 and len(load.copies) == 3 and load.arrivals is None and not load.nearly_landed(), "not launched"
     for _ in range(3):
         rig.lane("launch load").step()
-    arrivals = haul.arrivals
-    assert arrivals is not None and len(arrivals) == 3 and not haul.nearly_landed(), "two of them come before the last"
+    arrivals = load.arrivals
+    assert arrivals is not None and len(arrivals) == 3 and not load.nearly_landed(), "two of them come before the last"
     rig.lane("load").step()
     rig.lane("load").step()
-    assert not haul.nearly_landed()
+    assert not load.nearly_landed()
     rig.lane("load").step()
     rig.lane("load").step()
-    assert haul.nearly_landed() and [arrival.fence.passed() for arrival in arrivals] == [True, True, False]
+    assert load.nearly_landed() and [arrival.fence.passed() for arrival in arrivals] == [True, True, False]
     rig.cache.settle()
-    assert haul.arrivals == arrivals[2:] and haul.nearly_landed() and not haul.settled and haul.num_landed == 4
+    assert load.arrivals == arrivals[2:] and load.nearly_landed() and not load.settled and load.num_landed == 4
     rig.copy()
-    assert haul.settled and haul.arrivals == () and haul.nearly_landed()
+    assert load.settled and load.arrivals == () and load.nearly_landed()
     rig.end(table)
 
 
@@ -92,11 +92,11 @@ def test_what_the_host_has_comes_first_and_in_between() -> None:
     assert lease.runs_from(3) == [("ssd", 1), ("host", 1), ("remote", 2)]
     assert rig.cache.match(rig.prefix(EIGHT).keys, lease) == Match(0, 0, False, 7)
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    haul = rig.cache.promote(table, lease, 7, 1)
+    load = rig.cache.promote(table, lease, 7, 1)
     rig.cache.settle()
-    assert haul.num_sent == 2, "what is in host memory need not wait"
+    assert load.num_sent == 2, "what is in host memory need not wait"
     rig.flow()
-    assert haul.settled and haul.num_landed == 7 and rig.device_has(7) == [True] * 7
+    assert load.settled and load.num_landed == 7 and rig.device_has(7) == [True] * 7
     assert rig.store_has(keys[5:7]) == [True] * 2, "what came from the second tier is written to the first"
     rig.end(table)
 
@@ -108,48 +108,48 @@ def test_what_the_host_has_comes_first_and_in_between() -> None:
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_cancel_at_any_moment_keeps_what_is_under_way_and_brings_nothing_more(num_read: int, copied: bool) -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     for number in range(num_read):
         rig.read(number % 2)
         if copied:
             rig.copy()
-    sent = haul.num_sent
+    sent = load.num_sent
     rig.cache.release(table, None)
     rig.cache.settle()
     rig.check()
-    assert haul.limit == haul.num_sent == sent == num_read * GROUP
-    assert haul.settled == (copied or num_read == 0), "copies that were sent go on"
+    assert load.limit == load.num_sent == sent == num_read * GROUP
+    assert load.settled == (copied or num_read == 0), "copies that were sent go on"
     assert rig.pool.counts.pinned == (0 if copied else sent) and rig.pool.counts.active == 0
-    assert haul.over == (haul.settled and num_read == 4)
+    assert load.over == (load.settled and num_read == 4)
     rig.flow()
-    assert haul.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT, "what was being read is in host memory"
+    assert load.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT, "what was being read is in host memory"
     assert rig.device_has(EIGHT) == [True] * sent + [False] * (EIGHT - sent), "and what was sent is on the device"
     rig.end()
 
 
-def test_a_device_slot_of_a_cancelled_request_is_not_written_by_its_haul() -> None:
+def test_a_device_slot_of_a_cancelled_request_is_not_written_by_its_load() -> None:
     rig = from_ssd(num_device=EIGHT)
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.read(0)
     rig.cache.release(table, None)
     other = rig.ran(6, "b", "other")  # all the slots that no copy has
     rig.flow()
-    assert haul.over and table.num_slots == EIGHT and rig.device_has(6, "b") == [True] * 6
+    assert load.over and table.num_slots == EIGHT and rig.device_has(6, "b") == [True] * 6
     rig.end(other)
 
 
 def cancelled_with_a_copy_in_flight() -> None:
     rig = from_ssd(4, num_host=4)
-    table, haul = rig.load(4)
+    table, load = rig.load(4)
     rig.read(0)
-    assert haul.num_sent == GROUP
+    assert load.num_sent == GROUP
     rig.cache.release(table, None)
     rig.cache.settle()
     rig.cache.reset(["host"])
     other = rig.ran(4, "b", "other")
     rig.run("launch save", "save")
     rig.flow()
-    assert haul.over and rig.device_has(4) == [True] * GROUP + [False] * GROUP
+    assert load.over and rig.device_has(4) == [True] * GROUP + [False] * GROUP
     rig.end(other)
 
 
@@ -171,14 +171,14 @@ def test_it_is_noticed_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_ends_before_a_block_that_does_not_come(lost: int, how: str) -> None:
     rig = from_ssd()
     keys = rig.keys(EIGHT)
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     if how == "failing":
         rig.stores["ssd"].fails.add(keys[lost])
     else:
         (rig.stores["ssd"].lose if how == "lost" else rig.stores["ssd"].spoil)(keys[lost])
     rig.flow()
-    assert haul.settled and haul.over and haul.num_landed == haul.limit == lost
-    assert isinstance(haul.error(), TransferFailed) and f"{lost} of {EIGHT} blocks came" in str(haul.error())
+    assert load.settled and load.over and load.num_landed == load.limit == lost
+    assert isinstance(load.error(), TransferFailed) and f"{lost} of {EIGHT} blocks came" in str(load.error())
     assert rig.device_has(EIGHT) == [True] * lost + [False] * (EIGHT - lost) and table.num_keyed == lost
     assert rig.host_has(keys) == [place != lost for place in range(EIGHT)], "those behind it are in host memory"
     rig.fill(table, EIGHT)
@@ -188,13 +188,13 @@ def test_it_ends_before_a_block_that_does_not_come(lost: int, how: str) -> None:
 
 def test_a_block_that_is_missing_ends_it_at_once_and_reads_behind_it_go_on() -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.stores["ssd"].lose(rig.keys(EIGHT)[0])
     rig.read(0)
-    assert haul.settled and haul.num_landed == 0 and not haul.over, "its request need not wait for the rest"
+    assert load.settled and load.num_landed == 0 and not load.over, "its request need not wait for the rest"
     rig.fill(table, EIGHT)
     rig.flow()
-    assert haul.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT
+    assert load.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT
     rig.end(table)
 
 
@@ -205,14 +205,14 @@ def test_what_ended_short_is_computed_behind_the_earlier_users_of_its_slots() ->
     fence = rig.step()
     rig.cache.release(earlier, fence)
     rig.stores["ssd"].fails.add(rig.keys(4)[3])
-    table, haul = rig.load(4)
-    assert haul.after == (fence,) and table.take_after() == ()
+    table, load = rig.load(4)
+    assert load.after == (fence,) and table.take_after() == ()
     rig.read(0, 1)
-    assert haul.num_sent == haul.limit == 3 and not haul.settled
+    assert load.num_sent == load.limit == 3 and not load.settled
     rig.run("launch load", "load")
-    assert not haul.settled, "the copies wait for the step that has not run"
+    assert not load.settled, "the copies wait for the step that has not run"
     rig.run("compute", "load")
-    assert haul.settled and haul.num_landed == 3
+    assert load.settled and load.num_landed == 3
     rig.end(table)
 
 
@@ -227,10 +227,10 @@ def test_a_table_that_computes_at_once_waits_for_the_earlier_users_itself() -> N
     rig.put("ssd", rig.keys(2))
     lease = rig.cache.lease("request", rig.prefix(2))
     assert lease is not None
-    haul = rig.cache.promote(table, lease, 2, 1)
+    load = rig.cache.promote(table, lease, 2, 1)
     rig.stores["ssd"].lose()
     rig.read(0)
-    assert haul.settled and table.take_after() == (fence,), "told once"
+    assert load.settled and table.take_after() == (fence,), "told once"
     rig.cache.settle()
     assert table.take_after() == ()
     rig.end(table)
@@ -242,23 +242,23 @@ def test_a_table_that_computes_at_once_waits_for_the_earlier_users_itself() -> N
 @pytest.mark.parametrize("failed", range(4))
 def test_a_part_that_fails_while_later_ones_are_in_flight(failed: int) -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.read(0, 1, 0)
     for number in range(3):
-        rig.loads.fail_next = number == failed
+        rig.load_copier.fail_next = number == failed
         rig.lane("launch load").step()
         rig.lane("load").step()
         rig.lane("load").step()
     rig.cache.settle()
     rig.check()
     came = min(failed, 3) * PART
-    assert haul.num_landed == came
+    assert load.num_landed == came
     if failed < 3:
-        assert isinstance(haul.error(), TransferFailed) and haul.settled and haul.limit == 6, "what is not sent is not sent any more"
+        assert isinstance(load.error(), TransferFailed) and load.settled and load.limit == 6, "what is not sent is not sent any more"
     assert table.num_keyed == came and rig.device_has(EIGHT) == [True] * came + [False] * (EIGHT - came), "no key for what lies behind it"
-    rig.loads.fail_next = failed == 3
+    rig.load_copier.fail_next = failed == 3
     rig.flow()
-    assert haul.over and haul.num_landed == came and rig.device_has(EIGHT)[came:] == [False] * (EIGHT - came)
+    assert load.over and load.num_landed == came and rig.device_has(EIGHT)[came:] == [False] * (EIGHT - came)
     rig.fill(table, EIGHT)
     assert rig.device_has(EIGHT) == [True] * EIGHT
     rig.end(table)
@@ -266,23 +266,23 @@ def test_a_part_that_fails_while_later_ones_are_in_flight(failed: int) -> None:
 
 def test_parts_behind_one_that_failed_are_of_use_when_the_table_has_gone() -> None:
     rig = from_ssd(4)
-    table, haul = rig.load(4)
+    table, load = rig.load(4)
     rig.read(0, 1)
-    rig.loads.fail_next = 1
+    rig.load_copier.fail_next = 1
     rig.cache.release(table, None)
     rig.flow()
-    assert haul.over and rig.device_has(4) == [False, False, True, True]
+    assert load.over and rig.device_has(4) == [False, False, True, True]
     rig.end()
 
 
 def test_a_part_that_cannot_be_sent_ends_it() -> None:
     rig = from_ssd(4)
-    table, haul = rig.load(4)
+    table, load = rig.load(4)
     rig.read(0)
     rig.copy()
     rig.lane("launch load").close()
     rig.read(1)
-    assert haul.settled and haul.num_landed == 2 and isinstance(haul.error(), TransferFailed)
+    assert load.settled and load.num_landed == 2 and isinstance(load.error(), TransferFailed)
     rig.end(table)
 
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from ladder_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
+from storage_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
 
 from penstock.errors import InvariantBroken, LaneClosed, PenstockError, TransferFailed
 from penstock.kv.blocks.handles import Hold
-from penstock.kv.tiers import ladder as ladder_module
+from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers.host import HostLease, HostTier
-from penstock.kv.tiers.ladder import Ladder, SavedLease
+from penstock.kv.tiers.saves import SavedLease, Saves
 from penstock.kv.transfer.mover import Transfer
 
 # -------------------------------------------------------------------------------------------------------------- promote
@@ -61,10 +61,10 @@ def test_a_promotion_comes_by_groups_of_layers_where_a_step_can_begin_on_the_fir
 
 def test_groups_cover_every_layer_of_every_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for last_bytes in (1, LAYOUT.block_bytes, 3 * LAYOUT.block_bytes, 1 << 30):
-        monkeypatch.setattr(ladder_module, "_LAST_BYTES", last_bytes)
+        monkeypatch.setattr(loads_module, "_LAST_BYTES", last_bytes)
         for num_blocks in range(1, 9):
             for layered in (True, False):
-                groups = Rig().ladder._groups(num_blocks, layered)
+                groups = Rig().cache.loads._groups(num_blocks, layered)
                 covered = [
                     (block, layer) for group in groups for block in range(num_blocks)[group.blocks] for layer in range(*group.layers)
                 ]
@@ -77,9 +77,9 @@ def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
     rig.pool.evict(8)
     hold = rig.hold(2)
     promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2)
-    rig.loads.fail_next = 1
+    rig.load_copier.fail_next = 1
     assert rig.land() == [promotion]
-    assert isinstance(promotion.error(), TransferFailed) and rig.ladder.traffic().failures == {("host", "copy"): 1}
+    assert isinstance(promotion.error(), TransferFailed) and rig.cache.traffic().failures == {("host", "copy"): 1}
     assert rig.host.slots.idle == 2 and rig.host.num_leases == 0
     hold.end()
     assert rig.pool.counts.free == 8
@@ -108,7 +108,7 @@ def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothi
     if why == "expired":
         rig.now_s = 1000.0
         rig.host.expire()
-    with pytest.raises(InvariantBroken, match="does not have 3 blocks"):
+    with pytest.raises(InvariantBroken, match="has expired" if why == "expired" else "does not have 3 blocks"):
         rig.promote(hold, lease, 3)
     assert rig.host.num_leases == (why != "expired")
     hold.end()
@@ -147,7 +147,7 @@ def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
 
 def retracted(rig: Rig, num_keyed: int, num_more: int, num_tokens: int, keys: list[bytes] = KEYS) -> SavedLease:
     hold = rig.computed(keys[:num_keyed], num_more=num_more)
-    lease = rig.ladder.save(hold, num_keyed + num_more, keys[:num_keyed], num_tokens, None)
+    lease = rig.saves.retract(hold, num_keyed + num_more, keys[:num_keyed], num_tokens, None)
     hold.end()
     assert lease is not None
     return lease
@@ -176,7 +176,7 @@ def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> 
     rig.pool.evict(8)
     lease = retracted(rig, 2, 1, 9)
     rig.land()
-    assert rig.ladder.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes
+    assert rig.saves.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes
     rig.save(KEYS[5:7], "other").end()
     assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
     lease.end()
@@ -186,11 +186,11 @@ def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> 
 def test_blocks_that_are_offered_and_then_retracted_are_copied_once() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2], num_more=1)
-    rig.ladder.offer(hold, 0, KEYS[:2], None)
-    lease = rig.ladder.save(hold, 3, KEYS[:2], 9, None)
+    rig.saves.offer(hold, 0, KEYS[:2], None)
+    lease = rig.saves.retract(hold, 3, KEYS[:2], 9, None)
     hold.end()
     rig.land()
-    assert rig.ladder.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes and lease.num_from(0) == 3
+    assert rig.saves.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes and lease.num_from(0) == 3
     lease.end()
     rig.close()
 
@@ -211,7 +211,7 @@ def test_a_retraction_that_finds_the_host_full_keeps_what_there_was_room_for() -
 def test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there() -> None:
     rig = Rig()
     rig.save(KEYS[:1], "before").end()
-    rig.saves.fail_next = 1
+    rig.save_copier.fail_next = 1
     lease = retracted(rig, 2, 1, 9, [KEYS[0], KEYS[1]])
     rig.land()
     assert lease.ready and [lease.num_from(block) for block in range(3)] == [1, 0, 0]
@@ -240,20 +240,20 @@ def test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_ov
 
 
 def rated(rig: Rig, bytes_per_s: float, tokens_per_s: float) -> None:
-    rig.ladder.link.add(1 << 20, (1 << 20) / bytes_per_s)
-    rig.ladder.prefill.add(1000, 500, 1000 / tokens_per_s)
+    rig.loads.link.add(1 << 20, (1 << 20) / bytes_per_s)
+    rig.loads.prefill.add(1000, 500, 1000 / tokens_per_s)
 
 
 def test_a_hit_is_taken_where_fetching_is_faster_than_computing() -> None:
     rig = Rig()
     rig.save(KEYS[:4]).end()
     lease = leased(rig, KEYS[:4])
-    assert rig.ladder.worth(lease, 0) == 4, "nothing is known yet"
+    assert rig.loads.worth(lease, 0) == 4, "nothing is known yet"
     bytes_per_token = LAYOUT.block_bytes / BLOCK
     rated(rig, 1000 * bytes_per_token, 500)
-    assert [rig.ladder.worth(lease, depth) for depth in range(5)] == [4, 3, 2, 1, 0]
-    rig.ladder.link.bytes_per_s = 100 * bytes_per_token
-    assert rig.ladder.worth(lease, 0) == 0
+    assert [rig.loads.worth(lease, depth) for depth in range(5)] == [4, 3, 2, 1, 0]
+    rig.loads.link.bytes_per_s = 100 * bytes_per_token
+    assert rig.loads.worth(lease, 0) == 0
     lease.end()
     rig.close()
 
@@ -264,12 +264,12 @@ def test_what_is_ahead_on_the_lane_counts() -> None:
     rig.pool.evict(8)
     rated(rig, 1000 * LAYOUT.block_bytes / BLOCK, 700)
     one, two = leased(rig, KEYS[:4]), leased(rig, KEYS[:2])
-    assert rig.ladder.worth(two, 0) == 2
+    assert rig.loads.worth(two, 0) == 2
     hold = rig.hold(4)
     rig.promote(hold, one, 4)
-    assert rig.ladder.worth(two, 0) == 0
+    assert rig.loads.worth(two, 0) == 0
     rig.land()
-    assert rig.ladder.worth(two, 0) == 2
+    assert rig.loads.worth(two, 0) == 2
     two.end()
     hold.end()
     rig.close()
@@ -281,11 +281,11 @@ def test_a_lane_that_is_late_is_not_worth_waiting_for_by_anybody() -> None:
     rig.pool.evict(8)
     one, two, hold = leased(rig, KEYS[:2]), leased(rig, KEYS[:2]), rig.hold(2)
     promotion = rig.promote(hold, one, 2)
-    assert rig.ladder.worth(two, 0) == 2
+    assert rig.loads.worth(two, 0) == 2
     promotion.deadline_s = 0.0
-    assert promotion.overdue and rig.ladder.worth(two, 0) == 0
+    assert promotion.overdue and rig.loads.worth(two, 0) == 0
     rig.land()
-    assert not promotion.overdue and rig.ladder.worth(two, 0) == 2
+    assert not promotion.overdue and rig.loads.worth(two, 0) == 2
     two.end()
     hold.end()
     rig.close()
@@ -294,9 +294,9 @@ def test_a_lane_that_is_late_is_not_worth_waiting_for_by_anybody() -> None:
 def overdue_save(rig: Rig) -> Hold:
     """Of one block, that is on the lane and has not come."""
     hold = rig.computed(KEYS[:1])
-    rig.ladder.offer(hold, 0, KEYS[:1], None)
-    rig.ladder.submit_saves()
-    first = rig.ladder.demoter.first()
+    rig.saves.offer(hold, 0, KEYS[:1], None)
+    rig.saves.submit()
+    first = rig.saves.mover.first()
     assert first is not None and not first.overdue
     first.deadline_s = 0.0
     return hold
@@ -305,11 +305,11 @@ def overdue_save(rig: Rig) -> Hold:
 def test_behind_a_save_that_is_overdue_nothing_is_sent_and_no_slot_is_kept() -> None:
     rig = Rig()
     stuck, other = overdue_save(rig), rig.computed(KEYS[1:3], "other", num_more=1)
-    rig.ladder.offer(other, 0, KEYS[1:3], None)
-    rig.ladder.submit_saves()
-    assert len(rig.ladder.demoter) == 1 and rig.ladder.traffic().skipped["late"] == 2
-    assert rig.ladder.save(other, 3, KEYS[1:3], 2 * BLOCK + 1, None) is None
-    assert rig.ladder.traffic().skipped["late"] == 3
+    rig.saves.offer(other, 0, KEYS[1:3], None)
+    rig.saves.submit()
+    assert len(rig.saves.mover) == 1 and rig.cache.traffic().skipped["late"] == 2
+    assert rig.saves.retract(other, 3, KEYS[1:3], 2 * BLOCK + 1, None) is None
+    assert rig.cache.traffic().skipped["late"] == 3
     for hold in (stuck, other):
         hold.end()
     assert rig.pool.counts.pinned == 1, "what is on the lane keeps what it reads"
@@ -340,9 +340,9 @@ def test_what_a_request_saved_of_its_own_is_always_worth_it() -> None:
     lease = retracted(rig, 1, 1, 6)
     rig.land()
     rated(rig, 1.0, 1e9)
-    assert rig.ladder.worth(lease, 0) == 2
+    assert rig.loads.worth(lease, 0) == 2
     other = leased(rig, KEYS[:1])
-    assert rig.ladder.worth(other, 0) == 0
+    assert rig.loads.worth(other, 0) == 0
     for each in (lease, other):
         each.end()
     rig.close()
@@ -379,12 +379,12 @@ def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
 
 
 def gives_the_tail_a_key(patch: Patch) -> None:
-    save = Ladder.save
+    save = Saves.retract
 
-    def faulty(self: Ladder, hold, num_blocks, keys, num_tokens, fence):
+    def faulty(self: Saves, hold, num_blocks, keys, num_tokens, fence):
         return save(self, hold, num_blocks, [*keys, *KEYS[20 : 20 + num_blocks - len(keys)]], num_tokens, fence)
 
-    patch.setattr(Ladder, "save", faulty)
+    patch.setattr(Saves, "retract", faulty)
 
 
 def forgets_a_lease_given_up_under_way(patch: Patch) -> None:
@@ -402,7 +402,7 @@ RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
 
 
 @pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
-def test_a_broken_ladder_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+def test_a_defect_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
         test()

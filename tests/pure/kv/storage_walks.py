@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ladder_rig import LAYERS
 from stacked_rig import ALL, Stacked
+from storage_rig import LAYERS
 
 from event_walks import Event, choose_events, told_shortly
 from penstock.config import AdmissionName
 from penstock.contract import Lease, Prefix
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.table import BlockTable
-from penstock.kv.tiers import behind
-from penstock.kv.tiers.behind import Persisting
-from penstock.kv.tiers.loads import Fetch, Haul, Promotion
+from penstock.kv.tiers import loads, saves
+from penstock.kv.tiers.loads import BlockLoad, Fetch
+from penstock.kv.tiers.saves import Persisting
 from penstock.testing.stores import MemoryStore
 
 MAX_OPEN = 5
@@ -40,7 +40,7 @@ class Asked:
     table: BlockTable | None = None
     first: int = 0  # blocks that were on the device
     num_wanted: int = 0  # that are loaded behind them
-    load: Haul | Promotion | None = None
+    load: BlockLoad | None = None
     filled: bool = False
     want: PoolWant | None = None  # while it waits
 
@@ -110,21 +110,20 @@ class Walker:
                 self.seen["persisted"] += bool(claim.keys)
         self.claims = [claim for claim in self.claims if not claim.persisting.settled]
 
-    def _check_load(self, asked: Asked, load: Haul | Promotion, table: BlockTable) -> None:
+    def _check_load(self, asked: Asked, load: BlockLoad, table: BlockTable) -> None:
         num, wanted = load.num_landed, asked.num_wanted
         keys = asked.prefix.keys[asked.first : asked.first + num]
         slots = table.hold.slots[asked.first : asked.first + num]
         assert self.rig.device.read(slots, ALL) == [[key] * LAYERS for key in keys], "what is said to have landed is not there"
         assert num <= wanted and table.num_keyed == asked.first + num
-        is_haul = isinstance(load, Haul)
         if load.settled:
             assert (load.error() is None) == (num == wanted), "it says that all of it has come, and it has not"
-            self.seen["ended short"] += is_haul and 0 < num < wanted
-            self.seen["came"] += is_haul and num == wanted
-        if isinstance(load, Haul):
+            self.seen["ended short"] += load.is_cold and 0 < num < wanted
+            self.seen["came"] += load.is_cold and num == wanted
+        if load.is_cold:
             assert num <= load.num_sent <= load.limit <= wanted
             assert load.arrivals is None or load.num_sent == wanted, "a fence that does not exist cannot be waited for"
-            self.seen["part of it under way"] += any(part.settled for part in load.parts) and not load.settled
+            self.seen["part of it under way"] += any(copy.settled for copy in load.copies) and not load.settled
 
     # ------------------------------------------------------------------------------------------------------------- requests
 
@@ -159,8 +158,8 @@ class Walker:
         lease, asked.lease = asked.lease, None
         if lease is not None and match.num_colder:
             asked.load = cache.promote(asked.table, lease, match.num_colder, 1)
-            self.seen["haul"] += isinstance(asked.load, Haul)
-            self.seen["haul that shares a fetch"] += isinstance(asked.load, Haul) and bool(asked.load.awaited)
+            self.seen["cold load"] += asked.load.is_cold
+            self.seen["cold load that shares a fetch"] += bool(asked.load.awaited)
         elif lease is not None:
             lease.end()
 
@@ -211,7 +210,7 @@ class Walker:
             if asked.lease is not None:
                 asked.lease.end()
             if asked.table is not None:
-                self.seen["cancelled while loading"] += isinstance(asked.load, Haul) and not asked.load.settled
+                self.seen["cancelled while loading"] += asked.load is not None and asked.load.is_cold and not asked.load.settled
                 self.rig.cache.release(asked.table, self.rig.step() if r.random() < 0.5 else None)
 
     # ---------------------------------------------------------------------------------------------------------------- lanes
@@ -260,10 +259,10 @@ class Walker:
         self.rig.clock.advance(100.0)
 
     def copies_fail(self, r: random.Random) -> None:
-        self.rig.loads.fail_next = r.randint(1, 2)
+        self.rig.load_copier.fail_next = r.randint(1, 2)
 
     def loads_are_late(self, r: random.Random) -> None:
-        for reads in self.rig.behind.reads:
+        for reads in self.rig.loads.reads:
             reads.deadline_s = 0.0
 
     def leases_expire(self, r: random.Random) -> None:
@@ -273,7 +272,7 @@ class Walker:
     def reset(self, r: random.Random) -> None:
         tier = r.choice(["device", "host", "first"])
         first = next(iter(self.rig.tiers.values()))
-        self.rig.cache.begin_reset([first.name if tier == "first" else tier])
+        self.rig.cache.reset([first.name if tier == "first" else tier])
 
     def persist(self, r: random.Random) -> None:
         persisting = self.rig.cache.persist()
@@ -286,7 +285,7 @@ class Walker:
         """Nothing goes wrong any more: everything ends, and nothing is left."""
         r = random.Random(0)
         self.stores_are_well_again(r)
-        self.rig.loads.fail_next = 0
+        self.rig.load_copier.fail_next = 0
         self.rig.flow()
         self.check()
         for asked in self.asked:
@@ -343,12 +342,12 @@ def choose(seed: int) -> tuple[Shape, list[Event]]:
 @contextmanager
 def at_once(num_groups: int) -> Iterator[None]:
     """So much is read ahead, handed over and taken note of in one turn."""
-    before = behind._READ_AHEAD, behind._READ_AT_ONCE, behind._WRITE_AT_ONCE, behind._GONE_AT_ONCE
-    behind._READ_AHEAD = behind._READ_AT_ONCE = behind._WRITE_AT_ONCE = behind._GONE_AT_ONCE = num_groups
+    before = loads._READ_AHEAD, loads._READ_AT_ONCE, saves._WRITE_AT_ONCE, saves._GONE_AT_ONCE
+    loads._READ_AHEAD = loads._READ_AT_ONCE = saves._WRITE_AT_ONCE = saves._GONE_AT_ONCE = num_groups
     try:
         yield
     finally:
-        behind._READ_AHEAD, behind._READ_AT_ONCE, behind._WRITE_AT_ONCE, behind._GONE_AT_ONCE = before
+        loads._READ_AHEAD, loads._READ_AT_ONCE, saves._WRITE_AT_ONCE, saves._GONE_AT_ONCE = before
 
 
 def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:

@@ -1,37 +1,59 @@
-"""A ladder over arenas of tags and lanes that a test runs by hand, with the few moves that its tests are made of."""
+"""A cache over arenas of tags and lanes that a test runs by hand, with the few moves that its tests are made of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from penstock.config import AdmissionName
 from penstock.kv.blocks.handles import Hold
+from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.table import BlockTable
+from penstock.kv.cache import KvCache
 from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HostLease, HostTier
-from penstock.kv.tiers.ladder import Ladder, LadderLimits, Promotion
+from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
+from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer.mover import Mover
 from support.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
 
 BLOCK = 4
 LAYERS = 6
 LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens=BLOCK, dtype="float32")
+SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
 KEYS = [bytes([i]) * 16 for i in range(40)]
 
 
 class Rig:
     """`device` and `host` hold tags; a block that was computed under a key holds that key in every layer."""
 
-    def __init__(self, num_device: int = 8, num_host: int = 16, overlap_tokens: int = 0, load_always: bool = False) -> None:
+    def __init__(
+        self,
+        num_device: int = 8,
+        num_host: int = 16,
+        overlap_tokens: int = 0,
+        load_always: bool = False,
+        prefix_cache: bool = True,
+        admission: AdmissionName = "always",
+    ) -> None:
         self.now_s = 0.0
         self.device, self.host_arena = TagArena("device", num_device, LAYERS), self.make_host_arena(num_host)
         self.lanes = SteppedLanes(self.device, self.host_arena)
         self.pool = BlockPool(num_device, "device")
         self.host = HostTier(BlockPool(num_host, "host"), BLOCK, 100.0, lambda: self.now_s)
-        self.loads, self.saves = TagCopier(self.host_arena, self.device), TagCopier(self.device, self.host_arena)
-        movers = (
-            Mover(("host", "device"), self.loads, self.lane("load"), self.lane("launch load")),
-            Mover(("device", "host"), self.saves, self.lane("save"), self.lane("launch save")),
-        )
-        self.ladder = Ladder(self.pool, self.host, movers, LAYOUT, LadderLimits(overlap_tokens, 1e9, load_always))
+        self.load_copier, self.save_copier = TagCopier(self.host_arena, self.device), TagCopier(self.device, self.host_arena)
+        loader = Mover(("host", "device"), self.load_copier, self.lane("load"), self.lane("launch load"))
+        saver = Mover(("device", "host"), self.save_copier, self.lane("save"), self.lane("launch save"))
         self.compute = self.lane("compute")
+        limits = TierLimits(overlap_tokens, 1e9, load_always, admission=admission)
+        self.loads = Loads(Saves(self.pool, self.host, self.make_cold(), saver, LAYOUT, limits), loader)
+        self.saves = self.loads.saves
+        self.cache = KvCache(self.pool, SCOPE, prefix_cache, self.loads)
+
+    def make_cold(self) -> Sequence[ColdTier]:
+        return ()
 
     def make_host_arena(self, num_slots: int) -> SteppedArena:
         return TagArena("host", num_slots, LAYERS)
@@ -66,26 +88,31 @@ class Rig:
     def save(self, keys: list[bytes], owner: str = "request") -> Hold:
         """Blocks that are in the host tier when this returns."""
         hold = self.computed(keys, owner)
-        self.ladder.offer(hold, 0, keys, None)
-        self.ladder.submit_saves()
+        self.saves.offer(hold, 0, keys, None)
+        self.saves.submit()
         self.land()
         return hold
 
-    def land(self) -> list[Promotion]:
+    def land(self) -> list[BlockLoad]:
         self.lanes.run_all()
         return self.settle()
 
-    def settle(self) -> list[Promotion]:
-        promotions = self.ladder.settle()
-        for promotion in promotions:
-            for pin in promotion.pins:
-                pin.end()
-        return promotions
+    def settle(self) -> list[BlockLoad]:
+        """Loads of which a copy is over; no block gets a key."""
+        self.host.expire()
+        self.saves.settle()
+        copies = self.loads.mover.in_flight()
+        for _ in self.loads.settle():
+            pass
+        return [copy.load for copy in copies if copy.settled and isinstance(copy, Copy)]
 
-    def promote(self, hold: Hold, lease: HostLease, num: int, num_next: int = 1) -> Promotion:
+    def promote(self, hold: Hold, lease: HostLease, num: int, num_next: int = 1) -> BlockLoad:
         first = hold.num_slots - num
         self.device.spoil(hold.slots[first:], (0, LAYERS))  # they may be those that had the same blocks before
-        return self.ladder.promote(self.pool.pin_run(hold, first, num, hold.owner), (), lease, (), num_next)
+        return self.load_from(hold, first, lease, (), num_next=num_next)
+
+    def load_from(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], num_next: int = 1) -> BlockLoad:
+        return self.loads.begin(BlockTable(hold, BLOCK, None, 0), first, lease, keys, (), num_next)
 
     def in_host(self, keys: list[bytes]) -> list[object]:
         """What lies under each key, None where nothing does; the same in every layer."""
@@ -103,8 +130,7 @@ class Rig:
     def close(self) -> None:
         """Nothing may be left."""
         self.check()
-        self.ladder.close(None)
-        self.pool.close()
+        self.cache.close()
 
 
 def leased(rig: Rig, keys: list[bytes]) -> HostLease:

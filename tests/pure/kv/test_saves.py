@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ladder_rig import KEYS, LAYOUT, Rig, leased
+from storage_rig import KEYS, LAYOUT, Rig, leased
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, PenstockError
 from penstock.kv.tiers import saves
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.ladder import Demotion, Ladder
+from penstock.kv.tiers.saves import Save, Saves, TrafficCounts
 from penstock.kv.transfer.mover import Mover, Transfer
 
 BOTH = (("device", "host"), ("host", "device"))
@@ -25,15 +25,15 @@ BOTH = (("device", "host"), ("host", "device"))
 def test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
-    rig.ladder.offer(hold, 0, KEYS[:2], None)
-    rig.ladder.submit_saves()
-    assert rig.ladder.num_in_flight == 1 and rig.in_host(KEYS[:2]) == [None, None]
+    rig.saves.offer(hold, 0, KEYS[:2], None)
+    rig.saves.submit()
+    assert rig.cache.num_in_flight == 1 and rig.in_host(KEYS[:2]) == [None, None]
     for lane in ("launch save", "save"):
         assert rig.lane(lane).step()
         rig.settle()
         assert rig.in_host(KEYS[:2]) == [None, None]
     rig.land()
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and rig.ladder.num_in_flight == 0
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and rig.cache.num_in_flight == 0
     hold.end()
     rig.close()
 
@@ -42,8 +42,8 @@ def test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed() ->
 def test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:1])
-    rig.ladder.offer(hold, 0, KEYS[:1], rig.step())
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, KEYS[:1], rig.step())
+    rig.saves.submit()
     assert rig.lane("launch save").step()
     assert not rig.lane("save").step(), "the copy waits on its lane"
     assert rig.compute.step() and rig.lane("save").step()
@@ -55,8 +55,8 @@ def test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them() -> None:
 def test_the_blocks_of_an_ended_table_stay_until_they_have_been_read() -> None:
     rig = Rig(num_device=2)
     hold = rig.computed(KEYS[:2])
-    rig.ladder.offer(hold, 0, KEYS[:2], None)
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, KEYS[:2], None)
+    rig.saves.submit()
     hold.end()
     assert rig.pool.counts.pinned == 2 and rig.pool.try_reserve(1, "other") is None
     rig.land()
@@ -69,8 +69,8 @@ def test_a_save_of_any_size_is_handed_over_as_one_item_and_launched_by_another_t
     for num_blocks in (1, 6):
         rig = Rig()
         hold = rig.computed(KEYS[:num_blocks])
-        rig.ladder.offer(hold, 0, KEYS[:num_blocks], None)
-        rig.ladder.submit_saves()
+        rig.saves.offer(hold, 0, KEYS[:num_blocks], None)
+        rig.saves.submit()
         assert (len(rig.lane("launch save")), len(rig.lane("save"))) == (1, 0)
         rig.land()
         assert rig.in_host(KEYS[:num_blocks]) == KEYS[:num_blocks]
@@ -82,10 +82,10 @@ def test_what_was_offered_by_several_requests_goes_as_one_transfer_and_each_key_
     rig = Rig()
     one, two = rig.computed(KEYS[:2], "one"), rig.computed(KEYS[2:4], "two")
     for hold, keys in ((one, KEYS[:2]), (two, [KEYS[0], KEYS[3]])):  # the second has computed the first block as well
-        rig.ladder.offer(hold, 0, keys, None)
-    rig.ladder.submit_saves()
-    rig.ladder.submit_saves()
-    assert rig.ladder.num_in_flight == 1
+        rig.saves.offer(hold, 0, keys, None)
+    rig.saves.submit()
+    rig.saves.submit()
+    assert rig.cache.num_in_flight == 1
     rig.land()
     assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, KEYS[3]] and rig.host.counts.deduplicated == 1
     for hold in (one, two):
@@ -99,8 +99,8 @@ def test_a_save_that_finds_the_host_full_is_skipped_and_counted() -> None:
     rig.save(KEYS[:2], "first").end()
     lease = leased(rig, KEYS[:2])
     rig.save(KEYS[2:4], "second").end()
-    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.ladder.traffic().skipped == {"full": 2, "late": 0}
-    assert rig.ladder.num_in_flight == 0 and rig.ladder.counts.failures == {}
+    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.cache.traffic().skipped == {"full": 2, "late": 0}
+    assert rig.cache.num_in_flight == 0 and rig.saves.counts.failures == {}
     lease.end()
     rig.close()
 
@@ -109,11 +109,11 @@ def test_a_long_demotion_lands_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
     rig = Rig()
     hold = rig.computed(KEYS[:5])
-    rig.ladder.offer(hold, 0, KEYS[:5], None)
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, KEYS[:5], None)
+    rig.saves.submit()
     rig.lane("launch save").step()
     landed = []
-    while rig.ladder.num_in_flight:
+    while rig.cache.num_in_flight:
         assert rig.lane("save").step()
         rig.settle()
         landed.append(rig.host.num_keys)
@@ -128,17 +128,17 @@ def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(failing:
     monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
     rig = Rig()
     hold = rig.computed(KEYS[:5])
-    rig.ladder.offer(hold, 0, KEYS[:5], None)
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, KEYS[:5], None)
+    rig.saves.submit()
     rig.lane("launch save").step()
     for _ in range(2 * failing):
         rig.lane("save").step()
-    rig.saves.fail_next = 1
+    rig.save_copier.fail_next = 1
     rig.land()
     assert rig.in_host(KEYS[:5]) == [*KEYS[: 2 * failing], *[None] * (5 - 2 * failing)]
-    assert rig.ladder.traffic().failures == {("host", "copy"): 1} and rig.host.slots.reserved == 0
-    rig.ladder.offer(hold, 0, KEYS[:5], None)  # and it can be tried again
-    rig.ladder.submit_saves()
+    assert rig.cache.traffic().failures == {("host", "copy"): 1} and rig.host.slots.reserved == 0
+    rig.saves.offer(hold, 0, KEYS[:5], None)  # and it can be tried again
+    rig.saves.submit()
     rig.land()
     assert rig.in_host(KEYS[:5]) == KEYS[:5]
     hold.end()
@@ -153,18 +153,18 @@ def test_transfers_settle_in_the_order_of_their_submission() -> None:
     hold = rig.computed(KEYS[:3])
     saves: list[Transfer] = []
     for block in range(3):
-        rig.ladder.offer(hold, block, [KEYS[block]], None)
-        rig.ladder.submit_saves()
-        newest = rig.ladder.newest_save()
+        rig.saves.offer(hold, block, [KEYS[block]], None)
+        rig.saves.submit()
+        newest = rig.saves.newest()
         assert newest is not None
         saves.append(newest)
     order: list[list[bool]] = []
-    while rig.ladder.num_in_flight:
+    while rig.cache.num_in_flight:
         assert rig.lane("launch save").step() or rig.lane("save").step()
         rig.settle()
         order.append([save.settled for save in saves])
     assert order == sorted(order) and [True, False, False] in order and [True, True, False] in order
-    assert rig.ladder.newest_save() is None
+    assert rig.saves.newest() is None
     hold.end()
     rig.close()
 
@@ -176,10 +176,10 @@ def test_metrics_that_read_zero() -> None:
     lease, other = leased(rig, KEYS[:2]), leased(rig, KEYS[:1])
     hold = rig.hold(2)
     rig.promote(hold, lease, 2)
-    flying = rig.ladder.traffic()
+    flying = rig.cache.traffic()
     assert flying.in_flight == {("host", "device"): 1, ("device", "host"): 0} and flying.leases_open == 1
     rig.land()
-    traffic = rig.ladder.traffic()
+    traffic = rig.cache.traffic()
     assert traffic.bytes == dict.fromkeys(BOTH, 2 * LAYOUT.block_bytes)
     assert {pair: sum(histogram.counts) for pair, histogram in traffic.seconds.items()} == dict.fromkeys(BOTH, 1)
     assert sum(traffic.in_flight.values()) == 0 and traffic.failures == {}
@@ -197,13 +197,13 @@ def fails_on_the_launcher() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Demotion, "prepare", lambda self: (_ for _ in ()).throw(MemoryError("no room for a list")))
-        rig.ladder.offer(hold, 0, KEYS[:1], None)
-        rig.ladder.submit_saves()
+        patch.setattr(Save, "prepare", lambda self: (_ for _ in ()).throw(MemoryError("no room for a list")))
+        rig.saves.offer(hold, 0, KEYS[:1], None)
+        rig.saves.submit()
         rig.land()
-    assert rig.ladder.num_in_flight == 0 and rig.ladder.traffic().failures == {("host", "MemoryError"): 1}
-    rig.ladder.offer(hold, 0, KEYS[:2], None)
-    rig.ladder.submit_saves()
+    assert rig.cache.num_in_flight == 0 and rig.cache.traffic().failures == {("host", "MemoryError"): 1}
+    rig.saves.offer(hold, 0, KEYS[:2], None)
+    rig.saves.submit()
     rig.land()
     assert rig.in_host(KEYS[:2]) == KEYS[:2], "the launcher goes on"
     hold.end()
@@ -214,8 +214,8 @@ def test_a_defect_of_ours_on_the_launcher_is_not_taken_for_a_failure_of_the_tier
     rig = Rig()
     hold = rig.computed(KEYS[:1])
     monkeypatch.setattr(HostTier, "take", lambda *_: (_ for _ in ()).throw(InvariantBroken("books do not add up")))
-    rig.ladder.offer(hold, 0, KEYS[:1], None)
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, KEYS[:1], None)
+    rig.saves.submit()
     rig.lanes.run_all()
     with pytest.raises(InvariantBroken, match="add up"):
         rig.settle()
@@ -224,7 +224,7 @@ def test_a_defect_of_ours_on_the_launcher_is_not_taken_for_a_failure_of_the_tier
 def test_whoever_waits_is_woken_when_a_transfer_is_launched() -> None:
     rig = Rig()
     woken: list[int] = []
-    rig.ladder.call_when_launched(lambda: woken.append(rig.ladder.num_in_flight))
+    rig.cache.call_when_launched(lambda: woken.append(rig.cache.num_in_flight))
     rig.save(KEYS[:1]).end()
     lease, hold = leased(rig, KEYS[:1]), rig.hold(1)
     rig.promote(hold, lease, 1)
@@ -240,11 +240,11 @@ def test_whoever_waits_is_woken_when_a_transfer_is_launched() -> None:
 def test_a_demotion_that_cannot_be_submitted_lets_its_blocks_go() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
-    rig.ladder.offer(hold, 0, KEYS[:2], None)
+    rig.saves.offer(hold, 0, KEYS[:2], None)
     rig.lane("launch save").refuses = LaneClosed("the launcher is closed")
     with pytest.raises(LaneClosed):
-        rig.ladder.submit_saves()
-    assert rig.ladder.num_in_flight == 0
+        rig.saves.submit()
+    assert rig.cache.num_in_flight == 0
     hold.end()
     assert rig.pool.counts.idle == 2, "nothing is pinned"
     rig.close()
@@ -255,7 +255,7 @@ def test_a_save_that_cannot_be_submitted_lets_its_blocks_go() -> None:
     hold = rig.computed(KEYS[:1], num_more=1)
     rig.lane("launch save").refuses = LaneClosed("the launcher is closed")
     with pytest.raises(LaneClosed):
-        rig.ladder.save(hold, 2, KEYS[:1], 6, None)
+        rig.saves.retract(hold, 2, KEYS[:1], 6, None)
     hold.end()
     assert rig.pool.counts.pinned == 0 and rig.host.num_leases == 0
     rig.close()
@@ -268,11 +268,11 @@ def test_a_save_that_cannot_be_submitted_lets_its_blocks_go() -> None:
 def test_flush_between_submit_and_launch() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
-    rig.ladder.offer(hold, 0, KEYS[:1], None)
-    rig.ladder.submit_saves()
-    rig.ladder.offer(hold, 1, KEYS[1:2], None)  # this one was not even submitted
+    rig.saves.offer(hold, 0, KEYS[:1], None)
+    rig.saves.submit()
+    rig.saves.offer(hold, 1, KEYS[1:2], None)  # this one was not even submitted
     assert len(rig.lane("save")) == 0, "nothing is launched"
-    rig.ladder.drain(10.0)
+    rig.cache.drain(10.0)
     rig.settle()
     assert rig.in_host(KEYS[:2]) == KEYS[:2]
     hold.end()
@@ -283,15 +283,15 @@ def test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them() -> 
     rig = Rig()
     first, second = rig.computed(KEYS[:1], "first"), rig.computed(KEYS[1:2], "second")
     for hold, keys in ((first, KEYS[:1]), (second, KEYS[1:2])):
-        rig.ladder.offer(hold, 0, keys, rig.step() if hold is second else None)
-        rig.ladder.submit_saves()
+        rig.saves.offer(hold, 0, keys, rig.step() if hold is second else None)
+        rig.saves.submit()
     compute = rig.compute.step
     rig.compute.step = lambda: False  # type: ignore[method-assign]
-    rig.ladder.drain(10.0, first.slots)
+    rig.cache.drain(10.0, first.slots)
     rig.settle()
-    assert rig.in_host(KEYS[:2]) == [KEYS[0], None] and rig.ladder.num_in_flight == 1
+    assert rig.in_host(KEYS[:2]) == [KEYS[0], None] and rig.cache.num_in_flight == 1
     with pytest.raises(DeadlineExceeded):
-        rig.ladder.drain(0.0, second.slots)
+        rig.cache.drain(0.0, second.slots)
     rig.compute.step = compute  # type: ignore[method-assign]
     rig.land()
     for hold in (first, second):
@@ -302,12 +302,12 @@ def test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them() -> 
 def test_a_drain_that_cannot_end_says_so_and_gives_nothing_back() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:1])
-    rig.ladder.offer(hold, 0, KEYS[:1], rig.step())
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, KEYS[:1], rig.step())
+    rig.saves.submit()
     hold.end()
     rig.compute.step = lambda: False  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded):
-        rig.ladder.drain(0.0)
+        rig.cache.drain(0.0)
     rig.settle()
     assert rig.pool.counts.pinned == 1 and rig.host.slots.reserved == 1 and rig.in_host(KEYS[:1]) == [None]
 
@@ -331,8 +331,8 @@ def publishes_before_the_bytes(patch: Patch) -> None:
 
 
 def copies_before_the_step_has_ended(patch: Patch) -> None:
-    offer = Ladder.offer
-    patch.setattr(Ladder, "offer", lambda self, hold, first, keys, fence: offer(self, hold, first, keys, None))
+    offer = Saves.offer
+    patch.setattr(Saves, "offer", lambda self, hold, first, keys, fence: offer(self, hold, first, keys, None))
 
 
 def settles_whatever_is_over(patch: Patch) -> None:
@@ -394,7 +394,7 @@ def loses_what_its_launcher_raised(patch: Patch) -> None:
 
 
 def counts_nothing(patch: Patch) -> None:
-    patch.setattr(Ladder, "_book", lambda self, transfer, source, dest: None)
+    patch.setattr(TrafficCounts, "book", lambda self, transfer, source, dest, block_bytes: None)
 
 
 RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
@@ -411,7 +411,7 @@ RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
 
 
 @pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
-def test_a_broken_ladder_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+def test_a_defect_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
         test()
@@ -426,14 +426,14 @@ def test_a_defect_in_a_copy_is_not_taken_for_a_failure_of_the_tier(monkeypatch: 
     def broken(*args: object) -> None:
         raise InvariantBroken("no such slot")
 
-    monkeypatch.setattr(rig.saves, "copy", broken)
+    monkeypatch.setattr(rig.save_copier, "copy", broken)
     hold = rig.computed(KEYS[:1])
-    rig.ladder.offer(hold, 0, KEYS[:1], None)
-    rig.ladder.submit_saves()
+    rig.saves.offer(hold, 0, KEYS[:1], None)
+    rig.saves.submit()
     rig.lanes.run_all()
     with pytest.raises(InvariantBroken, match="no such slot"):
         rig.settle()
-    assert rig.ladder.traffic().failures == {}
+    assert rig.cache.traffic().failures == {}
 
 
 # Holds invariant 9: what was enqueued ends first.
@@ -443,14 +443,14 @@ def test_a_launch_that_raised_behind_its_copies_is_waited_for_and_gives_everythi
     def fails() -> None:
         raise RuntimeError("nobody can be woken")
 
-    rig.ladder.call_when_launched(fails)
+    rig.cache.call_when_launched(fails)
     hold = rig.computed(KEYS[:2])
-    rig.ladder.offer(hold, 0, KEYS[:2], None)
-    rig.ladder.submit_saves()
-    rig.ladder.drain(5.0)
+    rig.saves.offer(hold, 0, KEYS[:2], None)
+    rig.saves.submit()
+    rig.cache.drain(5.0)
     rig.settle()
-    assert rig.ladder.num_in_flight == 0 and rig.ladder.traffic().failures == {("host", "RuntimeError"): 1}
-    rig.ladder.call_when_launched(lambda: None)
+    assert rig.cache.num_in_flight == 0 and rig.cache.traffic().failures == {("host", "RuntimeError"): 1}
+    rig.cache.call_when_launched(lambda: None)
     hold.end()
     assert rig.pool.counts.pinned == 0 and rig.host.slots.reserved == rig.host.slots.pinned == 0
     rig.save(KEYS[4:6]).end()
@@ -463,11 +463,11 @@ def test_a_save_that_cannot_be_handed_over_gives_its_pins_back(what: str) -> Non
     rig = Rig()
     hold = rig.computed(KEYS[:2], num_more=1)
     if what == "offers":
-        rig.ladder.offer(hold, 0, KEYS[:2], None)
+        rig.saves.offer(hold, 0, KEYS[:2], None)
     rig.lane("launch save").refuses = MemoryError()
     with pytest.raises(MemoryError):
-        _ = rig.ladder.submit_saves() if what == "offers" else rig.ladder.save(hold, 3, KEYS[:2], 2 * 4 + 1, None)  # type: ignore[func-returns-value]
-    assert rig.ladder.num_in_flight == 0 and rig.host.num_leases == 0
+        _ = rig.saves.submit() if what == "offers" else rig.saves.retract(hold, 3, KEYS[:2], 2 * 4 + 1, None)  # type: ignore[func-returns-value]
+    assert rig.cache.num_in_flight == 0 and rig.host.num_leases == 0
     hold.end()
     assert rig.pool.counts.pinned == 0
     rig.close()
@@ -483,13 +483,13 @@ def test_a_retraction_whose_launch_fails_halfway_drops_what_it_took(monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(HostTier, "take_private", fails)
-        lease = rig.ladder.save(hold, 3, KEYS[:2], 2 * 4 + 1, None)
+        lease = rig.saves.retract(hold, 3, KEYS[:2], 2 * 4 + 1, None)
         assert lease is not None
         rig.land()
     assert lease.ready and lease.num_from(0) == 0 and rig.host.slots.reserved == 0 and not rig.host._arriving
     lease.end()
-    assert rig.ladder.traffic().failures == {("host", "MemoryError"): 1}
-    again = rig.ladder.save(hold, 3, KEYS[:2], 2 * 4 + 1, None)
+    assert rig.cache.traffic().failures == {("host", "MemoryError"): 1}
+    again = rig.saves.retract(hold, 3, KEYS[:2], 2 * 4 + 1, None)
     rig.land()
     assert again is not None and again.num_from(0) == 3, "the same can be saved again"
     again.end()

@@ -1,15 +1,15 @@
-"""How a haul gets room in host memory, shares what others bring, and what leases and broken tiers do to it. What becomes of its blocks is
-in `test_haul`."""
+"""How a load gets room in host memory, shares what others bring, and what leases and broken tiers do to it. What becomes of its blocks is
+in `test_cold_loads`."""
 
 from __future__ import annotations
 
 import pytest
 from stacked_rig import GROUP, Stacked
-from test_haul import EIGHT, from_ssd
+from test_cold_loads import EIGHT, from_ssd
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.tiers import behind
+from penstock.kv.tiers import loads
 
 # ------------------------------------------------------------------------------------------------------------------------ no room
 
@@ -18,10 +18,10 @@ def test_without_room_in_host_memory_it_ends_before_the_first_that_has_none() ->
     rig = from_ssd(num_host=EIGHT)
     private = rig.host.take_private(5, "somebody")
     assert private is not None
-    table, haul = rig.load(EIGHT)
-    assert haul.limit == 3 and rig.tiers["ssd"].num_reading == 2
+    table, load = rig.load(EIGHT)
+    assert load.limit == 3 and rig.tiers["ssd"].num_reading == 2
     rig.flow()
-    assert haul.settled and haul.num_landed == 3 and rig.device_has(EIGHT) == [True] * 3 + [False] * 5
+    assert load.settled and load.num_landed == 3 and rig.device_has(EIGHT) == [True] * 3 + [False] * 5
     private.rollback()
     rig.fill(table, EIGHT)
     rig.end(table)
@@ -31,21 +31,21 @@ def test_without_any_room_nothing_is_read_and_nothing_waits() -> None:
     rig = from_ssd(num_host=EIGHT)
     private = rig.host.take_private(8, "somebody")
     assert private is not None
-    table, haul = rig.load(EIGHT)
-    assert haul.settled and haul.over and haul.limit == 0 and rig.tiers["ssd"].num_reading == 0
-    assert isinstance(haul.error(), TransferFailed)
+    table, load = rig.load(EIGHT)
+    assert load.settled and load.over and load.limit == 0 and rig.tiers["ssd"].num_reading == 0
+    assert isinstance(load.error(), TransferFailed)
     private.rollback()
     rig.end(table)
 
 
-def test_host_blocks_of_the_same_haul_are_not_evicted_for_its_reads() -> None:
+def test_host_blocks_of_the_same_load_are_not_evicted_for_its_reads() -> None:
     rig = Stacked(num_host=4)
     rig.remembered(2, tiers=("host",))
     rig.put("ssd", rig.keys(6))
-    table, haul = rig.load(6)
-    assert haul.limit == 4, "two slots are free, and the two that it reads from are its own"
+    table, load = rig.load(6)
+    assert load.limit == 4, "two slots are free, and the two that it reads from are its own"
     rig.flow()
-    assert haul.num_landed == 4
+    assert load.num_landed == 4
     rig.end(table)
 
 
@@ -55,33 +55,33 @@ def test_host_blocks_of_the_same_haul_are_not_evicted_for_its_reads() -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One group is read at a time, and one more begun in each turn."""
-    monkeypatch.setattr(behind, "_READ_AHEAD", 1)
-    monkeypatch.setattr(behind, "_READ_AT_ONCE", 1)
+    monkeypatch.setattr(loads, "_READ_AHEAD", 1)
+    monkeypatch.setattr(loads, "_READ_AT_ONCE", 1)
 
 
 @pytest.mark.usefixtures("slow")
 def test_room_for_all_of_it_is_taken_though_little_is_read_at_a_time() -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     assert rig.host.slots.reserved == EIGHT and rig.tiers["ssd"].num_reading == 1
     for lane in (0, 1, 0, 1):
-        assert len(haul.staged) == 1
+        assert len(load.staged) == 1
         rig.read(lane)
     rig.copy()
-    assert haul.over and haul.num_landed == EIGHT
+    assert load.over and load.num_landed == EIGHT
     rig.end(table)
 
 
 @pytest.mark.usefixtures("slow")
 def test_what_is_not_being_read_yet_is_not_read_for_a_request_that_has_gone() -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.read(0)
     rig.cache.release(table, None)
     rig.cache.settle()
-    assert rig.host.slots.reserved == GROUP and not haul.over, "the one group that is being read"
+    assert rig.host.slots.reserved == GROUP and not load.over, "the one group that is being read"
     rig.flow()
-    assert haul.over and rig.host_has(rig.keys(EIGHT)) == [True] * 4 + [False] * 4
+    assert load.over and rig.host_has(rig.keys(EIGHT)) == [True] * 4 + [False] * 4
     rig.end()
 
 
@@ -89,12 +89,12 @@ def test_what_is_not_being_read_yet_is_not_read_for_a_request_that_has_gone() ->
 @pytest.mark.parametrize("lost", range(EIGHT))
 def test_what_lies_behind_a_block_that_does_not_come_is_not_read(lost: int) -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.stores["ssd"].lose(rig.keys(EIGHT)[lost])
     rig.flow()
     group = lost - lost % GROUP
     expected = [True] * group + [place != lost for place in range(group, group + GROUP)]
-    assert haul.over and haul.num_landed == lost and rig.host_has(rig.keys(EIGHT))[: group + GROUP] == expected
+    assert load.over and load.num_landed == lost and rig.host_has(rig.keys(EIGHT))[: group + GROUP] == expected
     assert sum(rig.host_has(rig.keys(EIGHT)[group + GROUP :])) <= GROUP, "at most what was begun already"
     rig.end(table)
 
@@ -104,7 +104,7 @@ def test_what_lies_behind_a_block_that_does_not_come_is_not_read(lost: int) -> N
 
 def test_the_second_request_for_the_same_blocks_waits_for_the_first() -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     keys = rig.prefix(EIGHT).keys
     lease = rig.cache.lease("second", rig.prefix(EIGHT))
     assert rig.cache.match(keys, lease) == Match(0, 0, True, 0)
@@ -114,7 +114,7 @@ def test_the_second_request_for_the_same_blocks_waits_for_the_first() -> None:
     rig.cache.release(table, None)
     rig.cache.settle()
     assert rig.cache.match(keys, lease).pending, "what is being read is about to be in host memory"
-    haul.deadline_s = 0.0
+    load.deadline_s = 0.0
     assert not rig.cache.match(keys, lease).pending, "nobody waits for what is late, whoever had asked for it"
     rig.flow()
     assert rig.cache.match(keys, lease) == Match(GROUP, GROUP, False, EIGHT - GROUP)
@@ -146,10 +146,10 @@ def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> No
     rig.flow()
     rig.forget_device()
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    haul = rig.cache.promote(table, lease, EIGHT, 1)
-    assert haul.num_ready == 3 and rig.tiers["ssd"].num_reading == 3, "half a group, and two whole ones"
+    load = rig.cache.promote(table, lease, EIGHT, 1)
+    assert load.num_ready == 3 and rig.tiers["ssd"].num_reading == 3, "half a group, and two whole ones"
     rig.flow()
-    assert haul.num_landed == EIGHT
+    assert load.num_landed == EIGHT
     rig.end(table)
 
 
@@ -165,33 +165,33 @@ def test_a_lease_that_has_expired_covers_nothing_and_cannot_be_used() -> None:
     assert lease.expired and lease.num_from(0) == 0 and lease.runs_from(0) == [] and lease.ready
     assert rig.cache.match(rig.prefix(EIGHT).keys, lease).num_colder == 0
     with pytest.raises(InvariantBroken, match="has expired"):
-        rig.behind.haul(rig.pool.hold("request"), 0, lease, (), (), 0.0)  # type: ignore[arg-type]
-    assert not rig.behind.reads
+        rig.load_from(rig.hold(1), 0, lease, ())  # type: ignore[arg-type]
+    assert not rig.loads.reads
 
 
-def test_a_lease_whose_time_ends_during_its_haul_protects_it_to_the_end() -> None:
+def test_a_lease_whose_time_ends_during_its_load_protects_it_to_the_end() -> None:
     rig = Stacked()
     rig.remembered(4, tiers=("host",))
     rig.put("ssd", rig.keys(6))
-    table, haul = rig.load(6)
+    table, load = rig.load(6)
     rig.now_s += 1000.0
     rig.cache.settle()
     rig.cache.reset(["host"])
     rig.flow()
-    assert haul.num_landed == 6
+    assert load.num_landed == 6
     rig.end(table)
 
 
-def test_a_tier_that_breaks_between_match_and_haul_means_computing() -> None:
+def test_a_tier_that_breaks_between_match_and_load_means_computing() -> None:
     rig = from_ssd()
     lease = rig.cache.lease("request", rig.prefix(EIGHT))
     rig.stores["ssd"].die()
     rig.tiers["ssd"].find(rig.keys(1), 0.0)
     assert lease is not None and not rig.tiers["ssd"].usable
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    haul = rig.cache.promote(table, lease, EIGHT, 1)
+    load = rig.cache.promote(table, lease, EIGHT, 1)
     rig.flow()
-    assert haul.settled and haul.over and haul.num_landed == 0 and not any(rig.host_has(rig.keys(EIGHT)))
+    assert load.settled and load.over and load.num_landed == 0 and not any(rig.host_has(rig.keys(EIGHT)))
     rig.fill(table, EIGHT)
     rig.stores["ssd"].raises = None
     rig.end(table)
@@ -199,29 +199,29 @@ def test_a_tier_that_breaks_between_match_and_haul_means_computing() -> None:
 
 def test_a_tier_that_breaks_between_two_reads_brings_what_it_had_read() -> None:
     rig = from_ssd()
-    table, haul = rig.load(EIGHT)
+    table, load = rig.load(EIGHT)
     rig.read(0)
     rig.stores["ssd"].die()
     rig.flow()
-    assert haul.over and haul.num_landed == GROUP and rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6
+    assert load.over and load.num_landed == GROUP and rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6
     rig.stores["ssd"].raises = None
     rig.end(table)
 
 
 def test_it_is_overdue_until_its_request_knows_how_it_ended() -> None:
     rig = from_ssd(2)
-    table, haul = rig.load(2)
-    assert not haul.overdue
-    haul.deadline_s = 0.0
-    assert haul.overdue
+    table, load = rig.load(2)
+    assert not load.overdue
+    load.deadline_s = 0.0
+    assert load.overdue
     rig.flow()
-    assert not haul.overdue
+    assert not load.overdue
     rig.end(table)
 
 
 def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back() -> None:
     rig = from_ssd(4)
-    table, haul = rig.load(4)
+    table, load = rig.load(4)
     whole = rig.stores["ssd"]._read
     rig.stores["ssd"].read = lambda keys, into: [whole(key, into[0]) for key in keys[:1]]  # type: ignore[method-assign]
     rig.lanes.run_all()
@@ -229,5 +229,17 @@ def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back()
         rig.cache.settle()
     with pytest.raises(InvariantBroken, match="said 1 things about 2 blocks"):
         rig.cache.settle()
-    assert rig.cache.settle() is not None and haul.settled and haul.num_landed == 0
+    assert rig.cache.settle() is not None and load.settled and load.num_landed == 0
     rig.end(table)
+
+
+def test_a_load_that_nothing_came_of_keeps_nobody_waiting() -> None:
+    rig = from_ssd()
+    taken = rig.host.take_private(rig.host.slots.free, "somebody")
+    assert taken is not None
+    table, load = rig.load(EIGHT)
+    assert load.settled and load.over and load.num_landed == 0
+    rig.cache.release(table, None)
+    assert not rig.cache.is_pending(rig.keys(EIGHT)), "also before the next turn has taken note of its end"
+    taken.rollback()
+    rig.end()

@@ -11,11 +11,11 @@ from stacked_rig import Stacked
 
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
-from penstock.kv.tiers import behind as behind_module
-from penstock.kv.tiers.behind import Behind, Persisting
+from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.breaker import BreakerState
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostLease
+from penstock.kv.tiers.saves import Persisting, Saves
 from penstock.lanes.lane import Ticket
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
@@ -39,7 +39,7 @@ def test_with_always_a_block_is_written_when_it_lands() -> None:
     rig.run("launch save", "save")
     assert rig.tiers["ssd"].num_writing == 1 and rig.host.slots.pinned == 4, "protected while they are written"
     rig.run("write ssd")
-    assert rig.store_has(rig.keys(4)) == [True] * 4 and rig.host.slots.pinned == 0 and rig.behind._dirty == {}
+    assert rig.store_has(rig.keys(4)) == [True] * 4 and rig.host.slots.pinned == 0 and rig.saves._dirty == {}
     rig.end()
 
 
@@ -53,13 +53,13 @@ def test_with_reuse_a_block_is_written_when_it_is_asked_for_again() -> None:
     rig.end(table)
 
 
-def test_with_reuse_host_blocks_of_a_haul_were_asked_for_again_as_well() -> None:
+def test_with_reuse_host_blocks_of_a_load_were_asked_for_again_as_well() -> None:
     rig = Stacked(admission="reuse")
     rig.remembered(4)
     rig.put("ssd", rig.keys(6)[4:])
-    table, haul = rig.load(6)
+    table, load = rig.load(6)
     rig.flow()
-    assert haul.num_landed == 6 and rig.store_has(rig.keys(6)) == [True] * 6
+    assert load.num_landed == 6 and rig.store_has(rig.keys(6)) == [True] * 6
     rig.end(table)
 
 
@@ -108,10 +108,10 @@ def test_a_second_tier_gets_everything_at_once_and_what_it_gave_is_not_given_bac
     assert lease is not None and lease.runs_from(0) == [("remote", 4)]
     writes = rig.stores["remote"].calls.count("write")
     table = rig.cache.open("request", rig.prefix(4), 0)
-    haul = rig.cache.promote(table, lease, 4, 1)
+    load = rig.cache.promote(table, lease, 4, 1)
     rig.flow()
-    assert haul.num_landed == 4 and rig.stores["remote"].calls.count("write") == writes
-    assert set(rig.behind._dirty) == set(rig.keys(4)), "the disk does not have it"
+    assert load.num_landed == 4 and rig.stores["remote"].calls.count("write") == writes
+    assert set(rig.saves._dirty) == set(rig.keys(4)), "the disk does not have it"
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end(table)
 
@@ -352,7 +352,7 @@ def test_the_set_of_dirty_blocks_stays_small_though_they_come_and_go() -> None:
     rig = Stacked(admission="reuse", num_host=4)
     for number in range(20):
         rig.remembered(4, chr(ord("a") + number))
-        assert len(rig.behind._dirty) <= rig.host.num_slots
+        assert len(rig.saves._dirty) <= rig.host.num_slots
     rig.end()
 
 
@@ -393,9 +393,9 @@ def test_blocks_of_a_long_prefix_that_is_asked_for_again_are_written_in_slices(m
     table, _ = rig.promote_all(600)
     assert nums == [256]
     rig.cache.settle()
-    assert nums == [256, 256] and rig.cache.num_behind, "nobody goes to sleep over the rest"
+    assert nums == [256, 256] and rig.cache.num_cold_in_flight, "nobody goes to sleep over the rest"
     rig.flow()
-    assert nums == [256, 256, 88] and not rig.cache.num_behind
+    assert nums == [256, 256, 88] and not rig.cache.num_cold_in_flight
     rig.end(table)
 
 
@@ -408,7 +408,7 @@ def test_what_a_flush_has_written_meanwhile_is_not_written_again(monkeypatch: py
 
 
 def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind_module, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(saves_module, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 5)
     one = rig.cache.persist()
     rig.cache.settle()
@@ -421,7 +421,7 @@ def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(m
 
 def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sync knows of writes that are under way when it is submitted, and this one is over by then."""
-    monkeypatch.setattr(behind_module, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(saves_module, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 6)
     rig.stores["ssd"].fails.add(rig.keys(1)[0])
     one = rig.persisted()
@@ -433,13 +433,13 @@ def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(monke
 
 def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have left: it begins when all of them are taken note of."""
-    monkeypatch.setattr(behind_module, "_GONE_AT_ONCE", 2)
+    monkeypatch.setattr(saves_module, "_GONE_AT_ONCE", 2)
     rig = in_host_only("evict", 9)
     rig.remembered(1, "b")
     assert rig.host.reset() == 10
     rig.remembered(2, "c")
     one = rig.persisted()
-    assert one.error is None and len(one.keys or ()) == 2 and rig.behind._dirty == {}
+    assert one.error is None and len(one.keys or ()) == 2 and rig.saves._dirty == {}
     rig.end()
 
 
@@ -448,7 +448,7 @@ def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.Mon
 
 def emptied(rig: Stacked, tier: str) -> int:
     """What the store had."""
-    resetting = rig.cache.begin_reset([tier])
+    resetting = rig.cache.reset([tier])
     rig.flow()
     assert resetting.settled and resetting.error is None
     return resetting.forgotten[tier]
@@ -488,11 +488,11 @@ def test_a_reset_that_fails_halfway_leaves_nothing_that_is_only_believed_to_be_t
     rig.remembered(4, tiers=("host", tier))
     rig.first.on_call = lambda call: rig.first.lose(*rig.keys(4)[1:]) if call == "reset" else None
     rig.first.die()
-    resetting = rig.cache.begin_reset([tier])
+    resetting = rig.cache.reset([tier])
     rig.flow()
     assert isinstance(resetting.error, StoreFailed)
     rig.first.raises = None
-    rig.tiers[tier].exchanges.breaker._state = BreakerState.CLOSED  # somebody else has found it in order meanwhile
+    rig.tiers[tier].calls.breaker._state = BreakerState.CLOSED  # somebody else has found it in order meanwhile
     assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
     rig.end()
 
@@ -513,16 +513,16 @@ def test_what_cannot_be_submitted_gives_its_pin_back(monkeypatch: pytest.MonkeyP
     else:
         rig = Stacked()
         rig.remembered(4, tiers=("ssd",))
-        table, haul = rig.load(4)
+        table, load = rig.load(4)
         tables.append(table)
         rig.lanes.run_all()
         with monkeypatch.context() as patch:
             patch.setattr(rig.lane("launch load"), "submit", refuses)
             with pytest.raises(MemoryError):
                 rig.cache.settle()
-        assert rig.pool.counts.pinned == 0 and not haul.parts
+        assert rig.pool.counts.pinned == 0 and not load.copies
         rig.flow()
-        assert haul.num_landed == 4, "the next turn sends it"
+        assert load.num_landed == 4, "the next turn sends it"
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end(*tables)
 
@@ -531,7 +531,7 @@ def test_a_reset_of_the_second_tier_makes_nothing_dirty() -> None:
     rig = Stacked("ssd", "remote")
     rig.remembered(4, tiers=("host", "ssd", "remote"))
     assert emptied(rig, "remote") == 4
-    assert rig.behind._dirty == {}
+    assert rig.saves._dirty == {}
     rig.end()
 
 
@@ -549,20 +549,20 @@ def test_a_write_that_was_done_before_the_reset_does_not_count_behind_it() -> No
 def test_a_block_that_was_read_before_the_reset_is_not_in_the_store_behind_it() -> None:
     rig = Stacked()
     rig.remembered(2, tiers=("ssd",))
-    table, haul = rig.load(2)
+    table, load = rig.load(2)
     rig.lanes.run_all()
     assert emptied(rig, "ssd") == 2
-    assert haul.num_landed == 2 and rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
+    assert load.num_landed == 2 and rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
     rig.end(table)
 
 
 def test_a_block_that_is_read_while_the_store_waits_to_be_emptied_is_not_in_the_store_behind_it() -> None:
     rig = Stacked()
     rig.remembered(2, tiers=("ssd",))
-    resetting = rig.cache.begin_reset(["ssd"])  # on its lane, and not begun
-    table, haul = rig.load(2)
+    resetting = rig.cache.reset(["ssd"])  # on its lane, and not begun
+    table, load = rig.load(2)
     rig.read(0)
-    assert haul.num_sent == 2 and not resetting.settled
+    assert load.num_sent == 2 and not resetting.settled
     rig.flow()
     assert resetting.forgotten == {"ssd": 2}
     assert rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
@@ -576,7 +576,7 @@ def test_a_reset_at_any_moment_of_a_persist_makes_it_write_again(num_writes: int
     rig.cache.settle()
     for _ in range(3 * num_writes):
         rig.lane("write ssd").step()
-    resetting = rig.cache.begin_reset(["ssd"])
+    resetting = rig.cache.reset(["ssd"])
     again = rig.cache.persist()
     rig.flow()
     assert resetting.settled and one is not None and again is not None and one.settled and again.settled
@@ -589,7 +589,7 @@ def test_blocks_that_a_reset_of_host_memory_takes_from_a_persist_are_its_loss(ad
     rig = in_host_only(admission)
     table = rig.ran(2, "b", "other")
     one = rig.cache.persist()  # it waits for the save of the second
-    assert rig.cache.begin_reset(["host"]).forgotten == {"host": 4}
+    assert rig.cache.reset(["host"]).forgotten == {"host": 4}
     rig.flow()
     assert one is not None and one.settled and isinstance(one.error, StoreFailed) and "4 of 6" in str(one.error)
     assert rig.store_has(rig.keys(2, "b")) == [True] * 2, "what is left is written all the same"
@@ -601,7 +601,7 @@ def test_a_reset_of_host_memory_takes_nothing_that_a_persist_is_writing() -> Non
     rig = in_host_only("evict")
     one = rig.cache.persist()
     rig.cache.settle()
-    assert rig.cache.begin_reset(["host"]).forgotten == {"host": 0}
+    assert rig.cache.reset(["host"]).forgotten == {"host": 0}
     rig.flow()
     assert one is not None and one.error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end()
@@ -610,7 +610,7 @@ def test_a_reset_of_host_memory_takes_nothing_that_a_persist_is_writing() -> Non
 def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() -> None:
     rig = Stacked("ssd", "remote")
     rig.remembered(4, tiers=("host", "ssd", "remote"))
-    resetting = rig.cache.begin_reset(["host", "ssd", "remote"])
+    resetting = rig.cache.reset(["host", "ssd", "remote"])
     assert resetting.memory == {"host": 4} and not resetting.settled and rig.store_has(rig.keys(4)) == [True] * 4
     rig.flow()
     assert resetting.settled and resetting.forgotten == {"host": 4, "ssd": 4, "remote": 4}
@@ -620,7 +620,7 @@ def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() ->
 def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
     rig = Stacked()
     rig.lane("write ssd").close()
-    resetting = rig.cache.begin_reset(["ssd"])
+    resetting = rig.cache.reset(["ssd"])
     rig.cache.settle()
     assert resetting.settled and isinstance(resetting.error, LaneClosed)
 
@@ -628,51 +628,51 @@ def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
 # --------------------------------------------------------------------------------------------------------------------------- faults
 
 
-class EndsPinsAtSubmit(Behind):
+class EndsPinsAtSubmit(Saves):
     def _write(self, tier, keys, depths, must=False):  # type: ignore[no-untyped-def]
         writing = super()._write(tier, keys, depths, must)
         if writing is not None:
-            self._host.end_handles([writing.handle])
+            self.host.end_handles([writing.handle])
             writing.handle = None
         return writing
 
 
-class SyncsAtOnce(Behind):
+class SyncsAtOnce(Saves):
     """It does not wait until what is to be persisted is in host memory."""
 
-    def persist(self, saved: object) -> Persisting:
-        return super().persist(None)
+    def newest(self) -> None:
+        super().newest()
 
 
-class NeverSyncs(Behind):
+class NeverSyncs(Saves):
     def _advance_persisting(self, one: Persisting) -> None:
         super()._advance_persisting(one)
         if one.sync is not None:
             one.settled = True
 
 
-class BelievesEveryWrite(Behind):
-    def settle(self) -> bool:
+class BelievesEveryWrite(Saves):
+    def settle_writes(self) -> None:
         before = set(self._dirty)
-        settled = super().settle()
+        super().settle_writes()
         for key in before - self._writing:
             self._dirty.pop(key, None)
-        return settled
 
 
-class ForgetsNothingAtAReset(Behind):
+class ForgetsNothingAtAReset(Saves):
     def reset(self, tier: str) -> Writing:
-        return self.tiers[tier].reset()
+        return self.cold[tier].reset()
 
 
-class WritesThroughTheLimit(Behind):
+class WritesThroughTheLimit(Saves):
     def _write_dirty(self, keys, must=False):  # type: ignore[no-untyped-def]
         return super()._write_dirty(keys)
 
 
-def sealed_by_persist(make: type[Behind]) -> None:
+def sealed_by_persist(make: type[Saves]) -> None:
     """A story in which each of them is seen."""
-    rig = Stacked(admission="evict", num_host=12, make=make)
+    rig = Stacked(admission="evict", num_host=12)
+    rig.saves.__class__ = make
     rig.cache.release(rig.ran(10), None)
     one = rig.cache.persist()
     assert one is not None
@@ -693,13 +693,13 @@ def sealed_by_persist(make: type[Behind]) -> None:
 
 
 def test_a_sound_one_tells_the_story_to_its_end() -> None:
-    sealed_by_persist(Behind)
+    sealed_by_persist(Saves)
 
 
 @pytest.mark.parametrize(
     "fault", [EndsPinsAtSubmit, SyncsAtOnce, NeverSyncs, BelievesEveryWrite, ForgetsNothingAtAReset, WritesThroughTheLimit]
 )
-def test_it_is_noticed_where_it(fault: type[Behind]) -> None:
+def test_it_is_noticed_where_it(fault: type[Saves]) -> None:
     with pytest.raises(Exception):  # noqa: B017  a rule of the story, or the books themselves
         sealed_by_persist(fault)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from behind_faults import FAULTS, Fault
-from behind_walks import choose, walk, walk_and_shorten
+from storage_faults import FAULTS, Fault
+from storage_walks import choose, walk, walk_and_shorten
 
 NUM_WALKS = 150
 WANTED = (
-    "haul",
+    "cold load",
     "came",
     "ended short",
     "part of it under way",
@@ -19,7 +19,7 @@ WANTED = (
     "persisted",
     "fetched",
     "fetched in part",
-    "haul that shares a fetch",
+    "cold load that shares a fetch",
     "room is being made",
 )
 

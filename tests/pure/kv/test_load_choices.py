@@ -1,18 +1,18 @@
-"""What the ladder decides where two things meet: a saved request and a lane that is late, a tier that is broken before one that is not, a
+"""What loads decide where two things meet: a saved request and a lane that is late, a tier that is broken before one that is not, a
 store that is slow though everything is to be loaded, and several requests that could give way."""
 
 from __future__ import annotations
 
 import pytest
-from ladder_rig import BLOCK, KEYS, LAYERS, Rig
 from stacked_rig import Stacked
-from test_ladder_promote import retracted
+from storage_rig import BLOCK, KEYS, LAYERS, Rig
 from test_load_times import measured
+from test_loads import retracted
 from test_moves import Full
 
 from penstock.contract import Match
+from penstock.kv.tiers import loads
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.ladder import _PATIENCE_S
 
 
 def test_a_saved_request_does_not_wait_for_a_lane_that_is_late_either() -> None:
@@ -24,11 +24,11 @@ def test_a_saved_request_does_not_wait_for_a_lane_that_is_late_either() -> None:
     other, hold = rig.host.lease(KEYS[10:12], "other"), rig.hold(2, "other")
     assert other is not None
     promotion = rig.promote(hold, other, 2)
-    assert rig.ladder.worth(lease, 0) == 3
+    assert rig.loads.worth(lease, 0) == 3
     promotion.deadline_s = 0.0
-    assert rig.ladder.worth(lease, 0) == 0
+    assert rig.loads.worth(lease, 0) == 0
     rig.land()
-    assert rig.ladder.worth(lease, 0) == 3
+    assert rig.loads.worth(lease, 0) == 3
     lease.end()
     hold.end()
     rig.close()
@@ -40,7 +40,7 @@ def test_nothing_behind_a_tier_that_has_broken_since_is_worth_loading(dead: str)
     rig = Stacked("ssd", "remote", num_host=24)
     rig.put("ssd", rig.keys(2))
     rig.put("remote", rig.keys(4))
-    measured(rig.ladder)
+    measured(rig)
     lease = rig.cache.lease("request", rig.prefix(4))
     rig.run("ask remote")
     assert isinstance(lease, HostLease) and lease.runs_from(0) == [("ssd", 2), ("remote", 2)]
@@ -57,11 +57,11 @@ def test_nothing_behind_a_tier_that_has_broken_since_is_worth_loading(dead: str)
 
 def test_where_everything_is_loaded_a_store_is_waited_for_though_computing_is_faster() -> None:
     rig = Stacked("remote")
-    limits = rig.ladder._limits
-    measured(rig.ladder)
-    assert limits.load_always and not rig.ladder._limits.load_always
-    for chosen, expected in ((rig.ladder._limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, _PATIENCE_S)):
-        rig.ladder._limits = chosen
+    limits = rig.saves.limits
+    measured(rig)
+    assert limits.load_always and not rig.saves.limits.load_always
+    for chosen, expected in ((rig.saves.limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, loads._PATIENCE_S)):
+        rig.saves.limits = chosen
         lease = rig.cache.lease("request", rig.prefix(1))
         assert isinstance(lease, HostLease)
         assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(expected)
@@ -78,10 +78,10 @@ def test_requests_give_way_in_host_memory_by_as_much_as_is_needed_and_no_more(nu
     tables, holds = zip(*(rig.table(KEYS[first : first + 2]) for first in (0, 2)), strict=True)
     rig.alone(KEYS[10:14])
     assert rig.host.num_keys == 4 and rig.pool.num_free == 0
-    assert not rig.ladder.make_room(num_needed, 0, tables)
+    assert not rig.saves.make_room(num_needed, 0, tables)
     assert rig.host.num_keys == 4 - num_needed, "what is not needed stays where it is"
     rig.land()
-    assert rig.pool.num_free == num_needed and rig.ladder.make_room(num_needed, 0, tables)
+    assert rig.pool.num_free == num_needed and rig.saves.make_room(num_needed, 0, tables)
     assert len(rig.everywhere()) == 8, "nothing was lost"
     for hold in holds:
         hold.end()
@@ -96,7 +96,7 @@ def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bo
     rig.device.write(hold.slots, (0, LAYERS), [[key] * LAYERS for key in KEYS[:4]])
     rig.pool.seal(hold.slots, KEYS[:4], [7, 8, 9, 10])
     hold.end()
-    assert not rig.ladder.make_room(3, 0, ())
+    assert not rig.saves.make_room(3, 0, ())
     rig.land()
     moved = [(key, depth) for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True) if rig.host.has(key)]
     assert len(moved) == 3
