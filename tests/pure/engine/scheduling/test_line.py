@@ -154,7 +154,7 @@ def test_whoever_is_cheaper_to_start_goes_first() -> None:
 
 
 def test_somebody_who_finds_a_good_part_of_his_prompt_is_overtaken_for_a_small_part_of_the_bound() -> None:
-    assert ranked(60.0, (0.0, 9.0, 0.25), (9.5, 0.0, 1.0), (9.7, 0.0, 1.0)) == [1, 0, 2]
+    assert ranked(60.0, (0.0, 9.0, 0.25), (9.7, 0.0, 1.0), (10.1, 0.0, 1.0)) == [1, 0, 2]
     assert ranked(60.0, (0.0, 9.0, 0.0), (59.5, 0.0, 1.0), (60.5, 0.0, 1.0)) == [1, 0, 2]
 
 

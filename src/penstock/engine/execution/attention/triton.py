@@ -128,7 +128,7 @@ class _Launch(NamedTuple):
     max_q_len: int
 
 
-class _Part(NamedTuple):
+class _ChunkGroup(NamedTuple):
     """Chunks of a step that are attended together: several by the paged kernel, or one with fused attention."""
 
     launch: _Launch
@@ -166,7 +166,7 @@ class TritonAttention:
         self._fused = fused
         self._fused_sizes = fused_sizes or FusedSizes()
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
-        self._step: tuple[StepInputs, dict[int, list[_Part]]] | None = None  # the eager step being launched: its parts, by window
+        self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None  # the eager step being launched: its parts, by window
         self._num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
         self._layout = {
             "SLOT_STRIDE": arena.stride(0),
@@ -223,7 +223,7 @@ class TritonAttention:
         if num_decodes < num_chunks and not parts:
             # A capture does not know its longest chunk; no chunk is longer than all tokens that are not decodes.
             rest = num_tokens - num_decodes
-            parts = [_Part(_Launch(num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest))]
+            parts = [_ChunkGroup(_Launch(num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest))]
         for part in parts:
             launch = part.launch
             if not part.is_fused:
@@ -232,7 +232,7 @@ class TritonAttention:
                 out[launch.first_row : launch.first_row + launch.num_rows] = made
         return out
 
-    def _parts(self, inputs: StepInputs, window: int = 0) -> list[_Part]:
+    def _parts(self, inputs: StepInputs, window: int = 0) -> list[_ChunkGroup]:
         """The chunks behind the decodes of an eager step, in order; none of a captured one, whose lengths change."""
         if not inputs.spans:
             return []
@@ -240,13 +240,13 @@ class TritonAttention:
             self._step = inputs, {}
         if window in self._step[1]:
             return self._step[1][window]
-        parts: list[_Part] = []
+        parts: list[_ChunkGroup] = []
         row = inputs.num_decodes
         for chunk, (start, q_len) in enumerate(inputs.spans, inputs.num_decodes):
-            part = _Part(_Launch(chunk, 1, row, q_len, q_len), *self._fuses(start, q_len, window))
+            part = _ChunkGroup(_Launch(chunk, 1, row, q_len, q_len), *self._fuses(start, q_len, window))
             if parts and not part.is_fused and not parts[-1].is_fused:
                 first = parts[-1].launch
-                part = _Part(
+                part = _ChunkGroup(
                     first._replace(num_chunks=first.num_chunks + 1, num_rows=first.num_rows + q_len, max_q_len=max(first.max_q_len, q_len))
                 )
                 parts.pop()
@@ -401,7 +401,7 @@ class TritonAttention:
         rows = self._fused_sizes.rows
         return pieces(rounded_up(q_len, rows[-1]), rows)
 
-    def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _Part) -> Tensor:
+    def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _ChunkGroup) -> Tensor:
         """A chunk's own tokens and what is just before them, then the rest of its prefix piece by piece, joined by their log-sum-exp.
         Padding comes last, where no token sees it. Returns `out`, or where it is not written the chunk's rows."""
         launch, sizes, exact = part.launch, self._fused_sizes, self._prefill == "sdpa"
