@@ -96,7 +96,7 @@ class OffloadConfig:
     ssd_gib: float = 16.0  # GiB of disk at most, all files together
     ssd_admission: AdmissionName = "always"  # what is written there: every block, those used twice, or those about to leave host memory
     remote: str | None = field(default=None, repr=False)  # URL of a store that several engines share; may contain a password
-    remote_timeout_s: float = 1.0  # for one exchange with it; longer means that it is down
+    remote_timeout_s: float = 1.0  # for one call to it; longer means that it is down
 
     def __post_init__(self) -> None:
         _need(self.host_gib is None or 0 < self.host_gib < math.inf, f"--kv-offload-host-gib must be positive, got {self.host_gib}")

@@ -121,7 +121,7 @@ def remote_flags(group: Any) -> None:
         "--kv-offload-remote-timeout-s",
         type=float,
         metavar="X",
-        help=f"seconds for one exchange with it; longer means that it is down (unset: {offload.remote_timeout_s:g})",
+        help=f"seconds for one call to it; longer means that it is down (unset: {offload.remote_timeout_s:g})",
     )
 
 

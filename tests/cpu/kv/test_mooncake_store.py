@@ -87,15 +87,15 @@ class Intruder:
         until = time.monotonic() + LATE_S
         self._client.wait_ready(until)
         with self._client.lane(until) as lane:
-            lane.exchange("remove", store._names([key]), until)
+            lane.call("remove", store._names([key]), until)
             lane.values[0][:] = value
-            assert lane.exchange("write", store._names([key]), until) == [0]
+            assert lane.call("write", store._names([key]), until) == [0]
 
     def get(self, store: MooncakeStore, key: bytes) -> bytes:
         until = time.monotonic() + LATE_S
         self._client.wait_ready(until)
         with self._client.lane(until) as lane:
-            assert lane.exchange("read", store._names([key]), until)[0] > 0
+            assert lane.call("read", store._names([key]), until)[0] > 0
             return bytes(lane.values[0])
 
     def close(self) -> None:

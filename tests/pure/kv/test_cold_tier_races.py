@@ -192,14 +192,14 @@ def a_fence_before_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_persist_that_waits_for_its_own_lane_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = StoreLanes.behind_all
+    whole = StoreLanes.after_all
 
     def alone(self: StoreLanes, group: StoreGroup, run: Callable[[], None], label: str) -> None:
         lanes, self._lanes = self._lanes, self._lanes[:1]
         whole(self, group, run, label)
         self._lanes = lanes
 
-    monkeypatch.setattr(StoreLanes, "behind_all", alone)
+    monkeypatch.setattr(StoreLanes, "after_all", alone)
 
 
 PROGRAMS: dict[Callable[[World], None], tuple[Sequence[Fault], Sequence[Fault]]] = {  # what is seen to go wrong, what is heard at once

@@ -24,7 +24,7 @@ from penstock.lanes.lane import Ticket
 
 SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # those of all transfers
 _SAMPLE_S = 0.5  # of reading without a pause is one measurement of the rate,
-_SAMPLE_ENDS = 4  # if for each exchange under way so many have ended in it
+_SAMPLE_ENDS = 4  # if for each call under way so many have ended in it
 
 
 class Way(enum.Enum):
@@ -34,7 +34,7 @@ class Way(enum.Enum):
 
 @dataclass(slots=True)
 class ColdCounts:
-    """Totals that never fall. Whoever looks while exchanges go on sees each one old or new."""
+    """Totals that never fall. Whoever looks while calls go on sees each one old or new."""
 
     num_read: int = 0  # blocks
     num_written: int = 0
@@ -44,7 +44,7 @@ class ColdCounts:
     write_s: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))
     num_missing: int = 0  # blocks that were asked for and not there
     num_corrupt: int = 0  # blocks that were there, and not what was written
-    failures: Counter[str] = field(default_factory=Counter)  # exchanges by reason; "block" counts single blocks
+    failures: Counter[str] = field(default_factory=Counter)  # calls by reason; "block" counts single blocks
     skipped: Counter[str] = field(default_factory=Counter)  # blocks that were not written, by reason
     num_openings: int = 0  # of the breaker
 
@@ -59,7 +59,7 @@ class Span:
 
 
 class Meter:
-    """Bytes over the time in which any exchange was under way: two at once do not take twice as long. Its caller has a lock.
+    """Bytes over the time in which any call was under way: two at once do not take twice as long. Its caller has a lock.
 
     A measurement ends when nothing is under way; or, where that does not come, when so many have ended that those cut off by it do not
     matter. A short rest behind such a one says nothing: most of its bytes came before."""
@@ -115,7 +115,7 @@ class Tally:
                 self._meter.begin(self._clock())
 
     def ended(self, way: Way, outcomes: Sequence[Outcome]) -> None:
-        """What came of an exchange that was begun; nothing where the store did not answer."""
+        """What came of a call that was begun; nothing where the store did not answer."""
         num, counts = Counter(outcomes), self.counts
         num_bytes = num[Outcome.DONE] * self.block_bytes
         with self._lock:
@@ -189,7 +189,7 @@ class _Refused(StoreFailed):
 
 @dataclass(slots=True, eq=False)
 class StoreGroup:
-    """Blocks of one exchange. What it says about them is for whoever has seen its fence pass."""
+    """Blocks of one call. What it says about them is for whoever has seen its fence pass."""
 
     places: Sequence[int]  # among the keys that the caller gave
     keys: Sequence[bytes]
@@ -265,11 +265,11 @@ class StoreCalls:
         self._view = view
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
-        self._running: dict[object, float] = {}  # when each exchange began
+        self._running: dict[object, float] = {}  # when each call began
 
     @property
     def stuck(self) -> bool:
-        """Whether some exchange takes longer than it should."""
+        """Whether some call takes longer than it should."""
         with self._lock:
             return bool(self._running) and min(self._running.values()) + self._stuck_s < self.breaker.clock()
 
@@ -287,7 +287,7 @@ class StoreCalls:
     def read(self, group: StoreGroup) -> None:
         try:
             into = [self._view(slot) for slot in group.slots]
-            self._exchange(Way.READ, group, lambda: self.store.read(group.keys, into))
+            self._run(Way.READ, group, lambda: self.store.read(group.keys, into))
         except _Refused:
             self.tally.fail("broken")
         finally:
@@ -296,7 +296,7 @@ class StoreCalls:
     def write(self, group: StoreGroup) -> None:
         try:
             blocks = [self._view(slot) for slot in group.slots]
-            self._exchange(Way.WRITE, group, lambda: self.store.write(group.keys, group.depths, blocks))
+            self._run(Way.WRITE, group, lambda: self.store.write(group.keys, group.depths, blocks))
         except _Refused as error:
             group.error = error
             self.tally.skip("broken", len(group.keys))
@@ -356,7 +356,7 @@ class StoreCalls:
 
     # ------------------------------------------------------------------------------------------------------------- the core
 
-    def _exchange(self, way: Way, group: StoreGroup, call: Callable[[], Sequence[Outcome]]) -> None:
+    def _run(self, way: Way, group: StoreGroup, call: Callable[[], Sequence[Outcome]]) -> None:
         outcomes: Sequence[Outcome] = ()
         num_cleared = self.known.num_cleared
         self.tally.began(way)

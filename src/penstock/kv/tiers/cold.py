@@ -58,7 +58,7 @@ class StoreLanes:
                 self._tally.over(self._way, group.span, group.outcomes)
             self._close_group(group, lane)
 
-    def behind_all(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
+    def after_all(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
         """`run` when everything dealt out so far is over."""
         lane, *others = self._lanes
         try:
@@ -70,8 +70,8 @@ class StoreLanes:
         self._close_group(group, lane)
 
     def between(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
-        """As `behind_all`, and everything dealt out later comes behind it."""
-        self.behind_all(group, run, label)
+        """As `after_all`, and everything dealt out later comes behind it."""
+        self.after_all(group, run, label)
         if group.fence is not None:
             for other in self._lanes[1:]:
                 with contextlib.suppress(LaneClosed):  # then nothing comes later
@@ -410,7 +410,7 @@ class ColdTier(ColdFigures):
         groups: list[StoreGroup] = []
         for one in self._writings:  # what a reset takes away is nobody's loss
             groups = [] if one in self._resets else [*groups, *one.groups]
-        self._writers.behind_all(group, partial(self._calls.persist, group, groups), f"persist {self.name}")
+        self._writers.after_all(group, partial(self._calls.persist, group, groups), f"persist {self.name}")
         self._writings.append(writing)
         return writing
 

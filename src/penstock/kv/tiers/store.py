@@ -64,7 +64,7 @@ class BlockStore(Protocol):
         """Everything that `write` has returned DONE for survives a crash of process and machine from now on, as far as it can say."""
 
     def probe(self) -> None:
-        """Return if the place can be used again, raise `StoreFailed` if not. A cheap exchange that changes nothing."""
+        """Return if the place can be used again, raise `StoreFailed` if not. A cheap call that changes nothing."""
 
     def reset(self) -> int:
         """Forget every block of this space; returns how many, as far as it is known."""

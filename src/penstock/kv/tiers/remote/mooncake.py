@@ -131,7 +131,7 @@ class MooncakeStore:
         outcomes: list[Outcome] = []
         for some in _runs(len(keys), client.lane_values):
             with client.lane(until) as lane:
-                answer = lane.exchange("read", self._names(keys[some]), until)
+                answer = lane.call("read", self._names(keys[some]), until)
                 outcomes += map(self._outcome, answer, lane.values, keys[some], into[some])
             codes += answer
         self._repair(client, keys, _checked(codes), outcomes, until)
@@ -167,7 +167,7 @@ class MooncakeStore:
                 for value, key, block in zip(lane.values, keys[some], blocks[some], strict=False):
                     value[:HEADER_BYTES] = pack(key, self._space.digest, block)
                     np.copyto(np.frombuffer(value, np.uint8, offset=HEADER_BYTES), np.frombuffer(block, np.uint8))  # without the GIL
-                codes += lane.exchange("write", self._names(keys[some]), until)
+                codes += lane.call("write", self._names(keys[some]), until)
         return _some_worked([self._written(code) for code in _checked(codes)])
 
     def _written(self, code: int) -> Outcome:
@@ -236,7 +236,7 @@ class MooncakeLane:
         self._offsets = [offset for offset, _ in values]
         self._link = link
 
-    def exchange(self, what: str, names: Sequence[str], until: float) -> list[int]:
+    def call(self, what: str, names: Sequence[str], until: float) -> list[int]:
         """The library's codes, one for each name; the first values are those of the names, where it is about values. Raises OSError where
         no answer comes."""
         self.owed = True
@@ -324,7 +324,7 @@ class MooncakeClient:
     def ask(self, what: str, names: Sequence[str], until: float) -> list[int]:
         """The library's codes for a question that is not about values."""
         with self.lane(until) as lane:
-            return lane.exchange(what, names, until)
+            return lane.call(what, names, until)
 
     def kill(self) -> None:
         """Idempotent. Over when this returns."""

@@ -84,7 +84,7 @@ def connect(address: StoreUrl, timeout_s: float) -> S3Store:
 
 
 class BucketStore:
-    """Every call ends within `timeout_s`; `reset` alone has that for each exchange."""
+    """Every call ends within `timeout_s`; `reset` alone has that for each request."""
 
     name = "remote"
     local = False

@@ -130,7 +130,7 @@ def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
 
 
 class ValkeyStore:
-    """Every call has connections of its own while it runs, and ends within `timeout_s`; `reset` alone has that for each exchange.
+    """Every call has connections of its own while it runs, and ends within `timeout_s`; `reset` alone has that for each round trip.
 
     Answers come in the order of their commands. One that ends a call leaves its connections with answers owed, so they are closed.
     """
@@ -249,7 +249,7 @@ class ValkeyStore:
                     self._connections.moved_or_fail(connection, answer)
 
     def reset(self) -> int:
-        """Each exchange has `timeout_s`: together they take as long as they take."""
+        """Each round trip has `timeout_s`: together they take as long as they take."""
         num_gone = 0
         for node in self._connections.nodes(time.monotonic() + self._timeout_s):
             with self._connections.borrowed(node, time.monotonic() + self._timeout_s) as connection:
@@ -471,7 +471,7 @@ class ValkeyConnection:
         what = "refuses the password, or wants one" if refusal.word in ("NOAUTH", "WRONGPASS") else "refuses"
         return StoreFailed(f"the shared store at {self.node} {what}: {refusal.word}{hint}")
 
-    # ------------------------------------------------------------------------------------------------------------- exchanges
+    # ------------------------------------------------------------------------------------------------------------- round trips
 
     def ask(self, *words: bytes) -> bytes | int | Refusal:
         """One command whose answer is one line."""
@@ -646,7 +646,7 @@ def connect(node: Node, address: ValkeyAddress, deadline: float) -> ValkeyConnec
     """A connection that may be asked for blocks."""
     connection = ValkeyConnection(node, connected := dial(node, address.tls, deadline), deadline)
     try:
-        with contextlib.suppress(OSError):  # it is gone again, as the next exchange shows
+        with contextlib.suppress(OSError):  # it is gone again, as the next round trip shows
             connection.near = connected.getsockname()[0] == connected.getpeername()[0]
         _greet(connection, address)
     except BaseException:
