@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kv_fakes import FakeLane
 
-from penstock.kv.blocks.fences import LastUse
+from penstock.kv.blocks.pool import LastUse
 from penstock.kv.blocks.slots import FEW, as_run
 
 SIZES = pytest.mark.parametrize("num", [1, FEW, FEW + 1, 3 * FEW])

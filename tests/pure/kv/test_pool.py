@@ -6,9 +6,8 @@ import pytest
 from kv_fakes import FakeLane, Heard
 
 from penstock.errors import ConfigError, HandleEnded, IllegalTransition, InvariantBroken, Leaked
-from penstock.kv.blocks.fences import LastUse
 from penstock.kv.blocks.handles import Hold
-from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.pool import BlockPool, LastUse
 from penstock.kv.blocks.slots import SlotCounts
 
 KEYS = [bytes([i]) * 16 for i in range(32)]

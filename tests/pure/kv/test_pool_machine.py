@@ -20,10 +20,8 @@ from penstock.config import EVICTIONS
 from penstock.errors import HandleEnded, IllegalTransition, PenstockError
 from penstock.kv.blocks import slots
 from penstock.kv.blocks.eviction import LruOrder, make_order
-from penstock.kv.blocks.fences import LastUse
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
-from penstock.kv.blocks.index import KeyIndex
-from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.pool import BlockPool, KeyIndex, LastUse
 from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
 
 NUM_SLOTS = 6

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.kv.blocks.index import KeyIndex
-from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.pool import BlockPool, KeyIndex
 
 KEYS = tuple(bytes([i]) * 16 for i in range(200))
 
