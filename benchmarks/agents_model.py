@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--scheduling", choices=("cost", "fifo"), default="cost")
     parser.add_argument("--max-overtaken-s", type=float, default=60.0)
     parser.add_argument("--chunk-ms", type=float, default=150.0)
-    parser.add_argument("--client-ms", type=float, default=10.0)
+    parser.add_argument("--client-ms", type=float, default=30.0)
     parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
     options = parser.parse_args()
     o = options
