@@ -71,7 +71,7 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How to choose the next tokens of one request, and when to stop. Checked on construction."""
 
-    max_tokens: int
+    max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off

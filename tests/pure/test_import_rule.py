@@ -32,7 +32,7 @@ LAYERS = (
         ),
     ),
     ("penstock.server", "penstock.bench", "penstock.testing", "penstock.connectors"),
-    ("penstock.cli + penstock.commands + penstock.__main__",),
+    ("penstock.cli + penstock.commands + penstock.__main__ + penstock.llm",),
 )
 NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}  # storage works without the engine, which asks its door
 ONLY = {"penstock.connectors": "penstock.kv", "penstock.sanitizer": "penstock.sanitizer"}  # and the base
@@ -134,6 +134,8 @@ def _foreign_fault(module: str, target: str, top: str) -> str | None:
 
 def _own_fault(module: str, target: str) -> str | None:
     here, there = place_of(module), place_of(target)
+    if (module, target) == ("penstock", "penstock.llm") or (module == "penstock" and target.startswith("penstock.llm.")):
+        return None  # what users import from the package; loaded when it is asked for
     if any(inside(module, unit) and inside(target, other) for unit, other in NEVER.items()):
         return "storage does not know the engine"
     if here == there:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.engine import Engine
 from penstock.engine.text import TextStream, stop_strings
 from penstock.errors import StepFailed
@@ -48,7 +48,7 @@ class Figures:
 
 
 class Answer:
-    """`pieces` submits it and reads it to its end. `interrupt` may be called at any time, from a signal handler or another thread."""
+    """`begin` submits it, `pieces` reads it to its end. `interrupt` may be called at any time, from a signal handler or another thread."""
 
     def __init__(
         self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter | None = None, begins: bool = True
@@ -59,6 +59,8 @@ class Answer:
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
         self._stream = TextStream(engine.tokenizer, stop_strings(sampling.stop), begins)
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
+        self.tokens: list[int] = []  # whose text is part of the answer
+        self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._source = KvSource(computed=len(prompt))
         self._num_generated = 0
         self._finish: str | None = None
@@ -69,11 +71,21 @@ class Answer:
     def interrupt(self) -> None:
         self._events.put(None)
 
+    def begin(self) -> None:
+        """Raises where the engine does not take it; then it may be begun again."""
+        self._submitted_s = time.monotonic()
+        self._request_id = self._submit(self._events.put)
+
+    def cancel(self) -> None:
+        """Nobody reads it any more."""
+        if self._request_id and not self._last_s:
+            self._engine.cancel(self._request_id)
+
     def pieces(self) -> Iterator[str]:
         """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where it gave it up, or where it
         can no longer say so."""
-        self._submitted_s = time.monotonic()
-        self._request_id = self._submit(self._events.put)
+        if not self._request_id:
+            self.begin()
         while True:
             event = self._wait_event()
             if event is None:
@@ -111,6 +123,9 @@ class Answer:
             self._first_s = time.monotonic() - self._submitted_s
         delta = self._stream.push(event.tokens)
         self._num_generated += len(delta.offsets) + (event.stop_token is not None)
+        self.tokens += event.tokens[: len(delta.offsets)]
+        if self.logprobs is not None:
+            self.logprobs += (event.logprobs or ())[: len(delta.offsets)]
         if delta.stopped:
             self._end("stop")
         elif event.finish is not None:

@@ -12,7 +12,7 @@ from penstock.commands.generate import Task, _fitting
 from penstock.commands.progress import ProgressBar
 from penstock.commands.session import running_engine
 from penstock.config import Config, KvConfig, ModelSource
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.errors import EngineClosed, StepFailed
 from penstock.models.tokenizer import ByteTokenizer
 
@@ -98,6 +98,30 @@ def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text
     figures = answer.figures()
     assert (figures.generated_tokens, figures.finish, figures.kv_source) == (len(tokens) + 1, "stop", KvSource(computed=2))
     assert (figures.first_token_s, figures.total_s) == (1.0, 2.0)
+
+
+class _AtOnce:
+    """An engine that says all of an answer in one event."""
+
+    tokenizer = ByteTokenizer(256)
+    ended = None
+
+    def submit(self, prompt, sampling, listener, adapter=None):
+        tokens = tuple(b"abcdef")
+        scores = tuple(TokenLogprob(token, -1.0, 1, ()) for token in tokens)
+        listener(TokenEvent("r", tokens=tokens, logprobs=scores))
+        listener(TokenEvent("r", finish=FinishReason.CANCELLED))
+        return "r"
+
+    def cancel(self, request_id):
+        pass
+
+
+def test_tokens_and_logprobs_end_together_where_a_stop_string_does():
+    answer = Answer(_AtOnce(), [1], SamplingParams(max_tokens=9, stop=("cd",), logprobs=0))
+    assert "".join(answer.pieces()) == "ab" and answer.tokens == list(b"abcd")
+    assert [score.token for score in answer.logprobs] == answer.tokens
+    assert Answer(_AtOnce(), [1], _greedy(9)).logprobs is None
 
 
 @pytest.mark.parametrize(("room", "expected"), [(-1, 9), (0, 9), (1, 1), (8, 8), (9, 9), (10, 9)])

@@ -1,0 +1,246 @@
+"""The Python interface: a model in this process, asked directly. Owns an engine and its thread; requests are the callers'.
+
+from penstock import LLM, SamplingParams
+
+with LLM("smollm2-135m") as llm:
+    print(llm.chat([{"role": "user", "content": "What is a penstock?"}]).text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, cast, overload
+
+from penstock.commands.answer import Answer
+from penstock.commands.arguments import Parser, config_of, engine_flags, lora_flag
+from penstock.commands.progress import ProgressBar
+from penstock.config import Config
+from penstock.contract import Adapter, KvSource, SamplingParams, TokenLogprob
+from penstock.engine.build import build
+from penstock.engine.loop import EngineLoop
+from penstock.errors import EngineClosed, InvalidRequest, Overloaded
+from penstock.models.progress import Progress, silent
+
+Message = Mapping[str, Any]  # "role" and "content"
+Prompt = str | Sequence[int]  # text, or token ids
+Messages = Sequence[Message]
+
+_RETRY_S = 0.005  # between two tries where the engine has as many requests as it takes, none of them ours
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer."""
+
+    text: str
+    tokens: list[int]  # one that ended the answer has no text and is not among them; nor is what came behind a stop string
+    finish: str  # "stop", "length" or "cancelled"
+    prompt_tokens: int
+    kv_source: KvSource  # where the prompt's KV came from, in tokens
+    logprobs: list[TokenLogprob] | None  # of each token, where SamplingParams.logprobs asks for them
+
+
+class LLM:
+    """A loaded model. Every method may be called from any thread; `close`, or leaving the block, ends what is under way."""
+
+    def __init__(self, model: str = "", *, show_progress: bool = True, **options: Any) -> None:
+        """`options` are the flags of `penstock serve` that concern the engine, with underscores: `max_model_len=4096`,
+        `kv_offload_ssd_dir="/var/cache/penstock"`, `no_prefix_cache=True`, `lora=["name=DIR"]`. Raises ConfigError."""
+        config = _config(model, options)
+        with contextlib.ExitStack() as stack:
+            progress: Progress = stack.enter_context(ProgressBar()) if show_progress else silent
+            self._engine = build(config, progress)
+            self._loop = EngineLoop(self._engine)
+            self._lock = threading.Lock()
+            self._closed = False
+            self._loop.start(progress)
+        self._show_progress = show_progress
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What still runs is cancelled. Idempotent."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._loop.close(deadline_s=0.0)
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    def encode(self, text: str) -> list[int]:
+        return self._engine.tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._engine.tokenizer.decode(tokens)
+
+    # ------------------------------------------------------------------------------------------------------------ whole answers
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but one prompt
+        self, prompts: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> list[Completion]: ...
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Completion | list[Completion]:
+        """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a list of them a list."""
+        # Text, or token ids: a list of whole numbers.
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = cast(Sequence[Prompt], [prompts] if single else prompts)
+        made = self._answer_all([self._continued(prompt, sampling, adapter) for prompt in several])
+        return made[0] if single else made
+
+    @overload
+    def chat(self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Messages], sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> list[Completion]: ...
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Completion | list[Completion]:
+        """The answer to a conversation; with several conversations, their answers in order."""
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        several = cast(Sequence[Messages], [messages] if single else messages)
+        made = self._answer_all([self._chatted(one, sampling, adapter) for one in several])
+        return made[0] if single else made
+
+    async def agenerate(self, prompts: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Any:
+        """As `generate`, for asyncio."""
+        return await asyncio.to_thread(self.generate, prompts, sampling, adapter=adapter)
+
+    async def achat(self, messages: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Any:
+        """As `chat`, for asyncio."""
+        return await asyncio.to_thread(self.chat, messages, sampling, adapter=adapter)
+
+    # ---------------------------------------------------------------------------------------------------------------- streams
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Iterator[str]:
+        """Text as it becomes certain. Whoever stops reading cancels the rest."""
+        return _pieces(self._continued(prompt, sampling, adapter))
+
+    def stream_chat(self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Iterator[str]:
+        """The same for a conversation."""
+        return _pieces(self._chatted(messages, sampling, adapter))
+
+    def astream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> AsyncIterator[str]:
+        """As `stream`, for asyncio."""
+        return _async_pieces(self._continued(prompt, sampling, adapter))
+
+    def astream_chat(self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> AsyncIterator[str]:
+        """As `stream_chat`, for asyncio."""
+        return _async_pieces(self._chatted(messages, sampling, adapter))
+
+    # -------------------------------------------------------------------------------------------------------------------- inside
+
+    def _continued(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None) -> Answer:
+        tokens = self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._asked(tokens, sampling, adapter, begins=False)
+
+    def _chatted(self, messages: Messages, sampling: SamplingParams | None, adapter: str | None) -> Answer:
+        return self._asked(self._engine.tokenizer.encode_chat(messages), sampling, adapter, begins=True)
+
+    def _asked(self, tokens: list[int], sampling: SamplingParams | None, adapter: str | None, begins: bool) -> Answer:
+        if self._closed:
+            raise EngineClosed("this LLM is closed")
+        if sampling is None:  # as far as the context goes
+            sampling = SamplingParams(**self._engine.sampling)
+            room = self.max_model_len - len(tokens)
+            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
+        return Answer(self._engine, tokens, sampling, self._adapter(adapter), begins)
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        loaded = {one.adapter.name: one.adapter for one in self._engine.adapters.all()}
+        if name not in loaded:
+            raise InvalidRequest(f"there is no adapter {name!r}; loaded are: {', '.join(loaded) or 'none'}")
+        return loaded[name]
+
+    def _answer_all(self, answers: Sequence[Answer]) -> list[Completion]:
+        """All at once, as far as the engine takes them; the rest as others end. Where one fails, the others are cancelled."""
+        made: list[Completion] = []
+        waiting, open_ = deque(answers), deque[Answer]()
+        with contextlib.ExitStack() as stack:
+            progress: Progress = stack.enter_context(ProgressBar()) if self._show_progress and len(answers) > 1 else silent
+            try:
+                while waiting or open_:
+                    while waiting and _try_begin(waiting[0], alone=not open_):
+                        open_.append(waiting.popleft())
+                    text = "".join(open_[0].pieces())
+                    made.append(_completion(open_.popleft(), text))
+                    progress("answering", len(made), len(answers))
+            finally:
+                for answer in open_:
+                    answer.cancel()
+        return made
+
+
+def _try_begin(answer: Answer, alone: bool) -> bool:
+    """False: the engine has as many requests as it takes, and some of them are ours. Raises what else is wrong with it."""
+    while True:
+        try:
+            answer.begin()
+            return True
+        except Overloaded:
+            if not alone:
+                return False
+            time.sleep(_RETRY_S)
+
+
+def _completion(answer: Answer, text: str) -> Completion:
+    figures = answer.figures()
+    return Completion(text, answer.tokens, figures.finish, figures.prompt_tokens, figures.kv_source, answer.logprobs)
+
+
+def _pieces(answer: Answer) -> Iterator[str]:
+    try:
+        yield from answer.pieces()
+    finally:
+        answer.cancel()
+
+
+async def _async_pieces(answer: Answer) -> AsyncIterator[str]:
+    """Read on a thread of its own, a piece ahead at most of whoever awaits them."""
+    pieces = answer.pieces()
+    try:
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+    finally:
+        answer.cancel()
+
+
+def _config(model: str, options: Mapping[str, Any]) -> Config:
+    """By way of the command line, so that names, defaults and refusals are the same."""
+    arguments = ["--model", model] if model else []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments += [flag] if value else ["--no-" + flag[2:]] if name == "kv_offload" else []
+        elif isinstance(value, (list, tuple)):
+            arguments += [part for one in value for part in (flag, str(one))]
+        elif value is not None:
+            arguments += [flag, str(value)]
+    return config_of(Parser(parents=[engine_flags(), lora_flag(several=True)], add_help=False, prog="LLM").parse_args(arguments))

@@ -1,0 +1,154 @@
+"""The Python interface over a real engine with a tiny model: batches, chats, streams, asyncio, errors, and the end of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock import LLM, SamplingParams
+from penstock.errors import ConfigError, EngineClosed, InvalidRequest
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(
+        "tiny-llama", load_format="dummy", device="cpu", device_kv_blocks=256, kv_offload=False, max_batch=4, show_progress=False
+    ) as llm:
+        yield llm
+
+
+def is_empty(llm: LLM) -> bool:
+    blocks = llm._engine.stats().kv_blocks["device"]
+    return blocks["active"] == blocks["reserved"] == 0
+
+
+def test_one_prompt_gives_one_answer_and_several_give_as_many_in_their_order(llm: LLM) -> None:
+    prompts = ["hello", "a longer prompt", "x"]
+    alone = [llm.generate(prompt, GREEDY) for prompt in prompts]
+    together = llm.generate(prompts, GREEDY)
+    assert [one.text for one in together] == [one.text for one in alone]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert [(len(one.tokens), one.finish) for one in together] == [(8, "length")] * 3
+    assert [one.prompt_tokens for one in alone] == [len(llm.encode(prompt)) for prompt in prompts]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_token_ids_are_a_prompt(llm: LLM) -> None:
+    ids = llm.encode("hello")
+    assert llm.generate(ids, GREEDY).text == llm.generate("hello", GREEDY).text
+    assert [one.text for one in llm.generate([ids, tuple(ids)], GREEDY)] == [llm.generate("hello", GREEDY).text] * 2
+    assert llm.decode(ids) == "hello"
+
+
+def test_a_conversation_is_answered_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    one = llm.chat(messages, GREEDY)
+    assert one.prompt_tokens == len(llm._engine.tokenizer.encode_chat(messages)) > len(llm.encode("hello"))
+    assert [other.text for other in llm.chat([messages, messages], GREEDY)] == [one.text] * 2
+    assert "".join(llm.stream_chat(messages, GREEDY)) == one.text
+
+
+def test_more_prompts_than_the_engine_takes_at_once_are_all_answered(llm: LLM) -> None:
+    most = llm._engine._parts.max_open
+    some = llm.generate([[1 + number % 90] for number in range(most + 40)], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    assert len(some) == most + 40 and some[0].tokens == some[90].tokens
+    assert is_empty(llm)
+
+
+def test_a_stream_is_the_answer_in_pieces_and_ends_with_its_reader(llm: LLM) -> None:
+    pieces = list(llm.stream("hello", GREEDY))
+    assert "".join(pieces) == llm.generate("hello", GREEDY).text and len(pieces) > 1
+    stream = llm.stream("hello", SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True))
+    assert next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.generate("hello", GREEDY).text == "".join(pieces)
+    assert is_empty(llm)
+
+
+def test_logprobs_belong_to_the_tokens_also_before_a_stop_string(llm: LLM) -> None:
+    whole = llm.generate("hello", SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True))
+    assert whole.logprobs is not None and [one.token for one in whole.logprobs] == whole.tokens
+    stop = whole.text[5:8]
+    cut = llm.generate("hello", SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True, stop=(stop,)))
+    assert cut.finish == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.logprobs is not None and len(cut.logprobs) == len(cut.tokens) < 40
+    assert llm.generate("hello", GREEDY).logprobs is None
+
+
+def test_without_parameters_an_answer_fits_the_context(llm: LLM) -> None:
+    room = llm.max_model_len - 3
+    assert 1 <= len(llm.generate([5] * room).tokens) <= 3
+    with pytest.raises(InvalidRequest):
+        llm.generate([5] * (llm.max_model_len + 1))
+
+
+def test_asyncio_has_answers_and_streams(llm: LLM) -> None:
+    async def ask() -> tuple[str, str, list[str]]:
+        whole, chat = await asyncio.gather(llm.agenerate("hello", GREEDY), llm.achat([{"role": "user", "content": "hello"}], GREEDY))
+        return whole.text, chat.text, [piece async for piece in llm.astream("hello", GREEDY)]
+
+    whole, chat, pieces = asyncio.run(ask())
+    assert whole == "".join(pieces) == llm.generate("hello", GREEDY).text
+    assert chat == llm.chat([{"role": "user", "content": "hello"}], GREEDY).text
+
+
+def test_of_several_prompts_a_wrong_one_ends_all_and_leaves_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate([[1, 2], [3], [10**6]], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+    assert llm.generate("hello", GREEDY).finish == "length"
+    assert is_empty(llm)
+
+
+def test_an_adapter_that_is_not_loaded_is_named(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="no adapter 'french'; loaded are: none"):
+        llm.generate("hello", GREEDY, adapter="french")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"max_modellen": 5}, "--max-modellen"), ({"max_model_len": "many"}, "--max-model-len"), ({"max_batch": 0}, "--max-batch")],
+)
+def test_options_are_checked_as_on_the_command_line(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM("tiny-llama", load_format="dummy", **options)
+
+
+def test_after_its_end_nothing_is_answered_and_closing_again_is_nothing() -> None:
+    llm = LLM("tiny-llama", load_format="dummy", device_kv_blocks=64, no_prefix_cache=True, show_progress=False)
+    stream = llm.stream("hello", SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True))
+    next(stream)
+    llm.close()
+    llm.close()
+    assert len("".join(stream)) < 500, "a reader that is in the middle comes to an end"
+    with pytest.raises(EngineClosed):
+        llm.generate("hello", GREEDY)
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, penstock; print('torch' in sys.modules, penstock.SamplingParams().max_tokens, hasattr(penstock, 'nothing'))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "256", "False"]
+    assert set(penstock.__all__) == {"LLM", "Completion", "SamplingParams", "__version__"}
+
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "python.md"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_examples_of_the_documentation_run(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert len(examples) == 3
+    tiny = 'LLM("tiny-llama", load_format="dummy", device_kv_blocks=256, show_progress=False)'
+    code = examples[number].replace('LLM("smollm2-135m")', tiny)
+    assert tiny in code
+    exec(compile(code, f"{DOCUMENT.name} {number}", "exec"), {"__name__": "example"})
+    assert len(capsys.readouterr().out) > 4
