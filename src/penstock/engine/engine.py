@@ -30,7 +30,7 @@ from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, Prefetched, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
-from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
@@ -399,9 +399,8 @@ class Engine:
             raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
         total = len(prompt) + sampling.max_tokens
         if total > self.max_model_len:
-            asked = f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}: {total} in all"
-            param = "prompt" if len(prompt) >= self.max_model_len else "max_tokens"
-            raise InvalidRequest(f"{asked}, but the context holds {self.max_model_len}", param)
+            asked = f"you requested {total} tokens ({len(prompt)} in the prompt, {sampling.max_tokens} in the completion)"
+            raise ContextExceeded(self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens")
         tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
         try:
             known = np.frombuffer(array("I", tokens), np.uint32)  # a third of the time that numpy takes for a list

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import (
+    ContextExceeded,
     DeadlineExceeded,
     EngineClosed,
     InvalidRequest,
@@ -71,6 +72,8 @@ def fault_of(error: BaseException) -> Fault:
     match error:
         case Refused():
             return Fault(error.status, text, _type_of(error.status), error.param, error.code)
+        case ContextExceeded():
+            return Fault(400, text, "invalid_request_error", error.param, "context_length_exceeded")
         case InvalidRequest():
             return Fault(400, text, "invalid_request_error", error.param)
         case UserError():

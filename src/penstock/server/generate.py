@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from penstock.errors import PenstockError
 from penstock.server import schema, text
 from penstock.server.faults import fault_of
 from penstock.server.limits import read_body
-from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, sse, usage_of
+from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, obfuscated, sse, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.stream import Generations, while_connected
@@ -118,7 +118,8 @@ class Generate:
     def _submit(self, body: CompletionBody | ChatBody, reading: Generations) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine = self._service.engine
-        prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
+        with text.within_context():
+            prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
         stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
@@ -128,7 +129,7 @@ class Generate:
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
                     choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt, bool(body.echo)))
-        head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
+        head = heading(self._kind.id_prefix, reading.id, body.model, body.usage_in_stream)
         return RunningRequest(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)
 
 
@@ -169,18 +170,24 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
 
 
 async def _send_chunks(running: RunningRequest, send: Send) -> None:
-    reply = running.reply
-    data = b"".join(sse(opening) for index in range(len(running.choices)) if (opening := reply.opening(index)) is not None)
-    while True:
-        if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        if running.over:
-            break
+    silent = set(range(len(running.choices)))  # choices that have said nothing yet
+    while not running.over:
         pieces = await running.next_pieces()
-        data = await running.write(partial(_chunks, reply, pieces), pieces.values())
+        opened = silent & pieces.keys()
+        silent -= opened
+        if data := await running.write(partial(_chunks, running, pieces, opened), pieces.values()):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
     if running.body.include_usage:
-        await send({"type": "http.response.body", "body": sse(reply.usage_chunk(running.usage())), "more_body": True})
+        data = sse(running.reply.usage_chunk(running.usage()))
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-def _chunks(reply: Reply, pieces: Mapping[int, ChoiceDelta]) -> bytes:
-    return b"".join(sse(reply.chunk(index, piece)) for index, piece in pieces.items())
+def _chunks(running: RunningRequest, pieces: Mapping[int, ChoiceDelta], opened: Collection[int]) -> bytes:
+    """What the choices say now; `opened` are those that say something for the first time."""
+    reply, usage = running.reply, running.usage() if running.body.usage_in_every_chunk else None
+    chunks = []
+    for index, piece in pieces.items():
+        if index in opened and (opening := reply.opening(index)) is not None:
+            chunks.append(opening if usage is None else {**opening, "usage": usage})
+        chunks.append(reply.chunk(index, piece, usage))
+    return b"".join(sse(obfuscated(chunk) if running.body.obfuscate else chunk) for chunk in chunks)

@@ -20,7 +20,7 @@ from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, Generate
 from penstock.server.limits import read_body
 from penstock.server.service import Service
-from penstock.server.text import check_ids, check_num_tokens, encode_chat, encode_prompt
+from penstock.server.text import check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
 
 if TYPE_CHECKING:
     from penstock.engine.engine import FlushLevel
@@ -133,10 +133,11 @@ class Small:
         engine, rules, salt = self._service.engine, self._service.prompt_rules, body.cache_salt or ""
         if body.session_id is not None:
             return engine.prefetch(session=body.session_id, cache_salt=salt)
-        if body.messages is not None:
-            tokens: Sequence[int] = encode_chat(engine.tokenizer, body.messages, rules)
-        else:
-            tokens = encode_prompt(engine.tokenizer, body.prompt or "", rules)
+        with within_context():
+            if body.messages is not None:
+                tokens: Sequence[int] = encode_chat(engine.tokenizer, body.messages, rules)
+            else:
+                tokens = encode_prompt(engine.tokenizer, body.prompt or "", rules)
         with self._service.hold_model(body.model or engine.name) as adapter:
             return engine.prefetch(tokens, cache_salt=salt, adapter=adapter)
 
