@@ -151,6 +151,11 @@ class Engine:
         return self._parts.cache
 
     @property
+    def arena(self) -> DeviceArena:
+        """Where its KV is: on which device, in which layout."""
+        return self._parts.arena
+
+    @property
     def tiers(self) -> tuple[str, ...]:
         """Where KV can be, hottest first."""
         return self._parts.cache.tiers

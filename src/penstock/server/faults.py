@@ -24,6 +24,7 @@ from penstock.errors import (
     TransferFailed,
     UserError,
 )
+from penstock.server.access import Exchange, exchange_of
 
 logger = logging.getLogger("penstock.server")
 
@@ -110,8 +111,11 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, exchange: Exchange | None = None) -> Response:
+    """The answer; `exchange` is told why, for the log."""
     fault = fault_of(error)
+    if exchange is not None:
+        exchange.error = shortened(fault.message)
     return json_response(fault.body(), fault.status, fault.headers)
 
 
@@ -119,7 +123,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     """Exceptions that have an answer of their own."""
     if isinstance(error, StepFailed):
         logger.error("%s %s: %s", request.method, shortened(request.url.path), error)
-    return error_response(error)
+    return error_response(error, exchange_of(request.scope))
 
 
 async def on_hangup(request: Request, error: Exception) -> Response:
