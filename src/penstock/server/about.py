@@ -32,7 +32,7 @@ ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/openapi.json": ("get", "This description.", None),
 }
 # Nothing on the page is loaded from anywhere, and no script runs on it.
-PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "x-content-type-options": "nosniff"}
+LANDING_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "x-content-type-options": "nosniff"}
 _STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:3rem auto;padding:0 1rem}td{padding:0 1rem 0 0;vertical-align:top}"
 
 
@@ -62,7 +62,7 @@ def _operation(path: str, about: str, body: Any) -> dict[str, Any]:
     return operation
 
 
-def page(facts: Sequence[tuple[str, str]]) -> str:
+def landing(facts: Sequence[tuple[str, str]]) -> str:
     """One page without scripts: what runs here, and where to go on. Everything on it is escaped."""
     rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts)
     links = "".join(_row(path, method, about) for path, (method, about, _) in ROUTES.items())

@@ -1,4 +1,4 @@
-"""One HTTP exchange from first to last byte: its id, how it ended and why. Owns the access log; the figures go to `Tally`."""
+"""One HTTP exchange from first to last byte: its id, how it ended and why. Owns the access log; the figures go to `RequestFigures`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.tally import Tally
+from penstock.server.request_figures import RequestFigures
 
 logger = logging.getLogger("penstock.access")
 
@@ -91,9 +91,9 @@ def exchange_of(scope: Scope) -> Exchange:
 class AccessLog:
     """Outermost: gives every exchange its id and says how it ended, also where no route was reached."""
 
-    def __init__(self, app: ASGIApp, tally: Tally, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, app: ASGIApp, figures: RequestFigures, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
-        self._tally = tally
+        self._figures = figures
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +116,7 @@ class AccessLog:
         finally:
             exchange.status = exchange.status or HANGUP
             exchange.ended_s = self._clock()
-            self._tally.add(exchange)
+            self._figures.add(exchange)
             _log(exchange)
 
 

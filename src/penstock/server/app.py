@@ -62,7 +62,7 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
 
 def _middleware(config: ServerConfig, service: Service) -> list[Middleware]:
     """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its rules come before the key."""
-    stack = [Middleware(AccessLog, tally=service.tally)]
+    stack = [Middleware(AccessLog, figures=service.figures)]
     if config.cors_origins:
         seen = (ID_HEADER, "retry-after")
         methods = ("GET", "POST")

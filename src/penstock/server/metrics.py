@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from penstock import __version__
 from penstock.figures import Histogram, SessionFigures, Traffic
-from penstock.server.tally import Tally
+from penstock.server.request_figures import RequestFigures
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -121,35 +121,34 @@ def _histogram(name: str, text: str, histogram: Histogram, labels: Mapping[str, 
     return metric
 
 
-class TallyCollector(Collector):
+class RequestCollector(Collector):
     """Requests as their clients saw them, and what of all figures has a name in vLLM."""
 
-    def __init__(self, engine: Engine, tally: Tally, model: str) -> None:
+    def __init__(self, engine: Engine, figures: RequestFigures, model: str) -> None:
         self._engine = engine
-        self._tally = tally
+        self._figures = figures
         self._model = model
 
     def collect(self) -> Iterator[Any]:
-        tally, model = self._tally, {"model": self._model}
-        build = InfoMetricFamily("penstock_build", "The version that runs, and the model that it serves.")
-        build.add_metric([], {"version": __version__, **model})
-        yield build
+        figures, model = self._figures, {"model": self._model}
+        build = "1, by the version that runs and the model that it serves."
+        yield _labelled(GaugeMetricFamily, "penstock_build_info", build, {"version": __version__, **model}, 1)
         answered = CounterMetricFamily("penstock_http_requests", "HTTP requests answered.", labels=["model", "path", "status"])
-        for (path, status), num in sorted(tally.by_status.items()):
+        for (path, status), num in sorted(figures.by_status.items()):
             answered.add_metric([self._model, path, status], num)
         yield answered
         finished = CounterMetricFamily("penstock_finished", "Generations by how they ended.", labels=["model", "reason"])
-        for reason, num in sorted(tally.by_finish.items()):
+        for reason, num in sorted(figures.by_finish.items()):
             finished.add_metric([self._model, reason], num)
         yield finished
-        yield _histogram("penstock_e2e_seconds", "Seconds from a generating request to the end of its answer.", tally.e2e, model)
-        yield _histogram("penstock_queue_seconds", "Seconds that requests waited for their first step.", tally.queue, model)
-        yield _histogram("penstock_prompt_length_tokens", "Prompt tokens of one request.", tally.prompt_tokens, model)
-        yield _histogram("penstock_output_length_tokens", "Generated tokens of one request.", tally.output_tokens, model)
-        yield from _vllm(self._engine.stats(), tally, {"model_name": self._model, "engine": "0"})
+        yield _histogram("penstock_e2e_seconds", "Seconds from a generating request to the end of its answer.", figures.e2e, model)
+        yield _histogram("penstock_queue_seconds", "Seconds that requests waited for their first step.", figures.queue, model)
+        yield _histogram("penstock_prompt_length_tokens", "Prompt tokens of one request.", figures.prompt_tokens, model)
+        yield _histogram("penstock_output_length_tokens", "Generated tokens of one request.", figures.output_tokens, model)
+        yield from _vllm(self._engine.stats(), figures, {"model_name": self._model, "engine": "0"})
 
 
-def _vllm(stats: EngineStats, tally: Tally, labels: dict[str, str]) -> Iterator[Any]:
+def _vllm(stats: EngineStats, figures: RequestFigures, labels: dict[str, str]) -> Iterator[Any]:
     """Under the names that dashboards and autoscalers of vLLM read. The text of each is where it comes from."""
     device = stats.kv_blocks.get("device", {})
     total = sum(device.values())
@@ -173,16 +172,16 @@ def _vllm(stats: EngineStats, tally: Tally, labels: dict[str, str]) -> Iterator[
         yield _labelled(CounterMetricFamily, f"vllm:{name}", source, labels, count)
     finished = CounterMetricFamily("vllm:request_success", "penstock_finished_total", labels=[*labels, "finished_reason"])
     for reason in ("stop", "length"):
-        finished.add_metric([*labels.values(), reason], tally.by_finish[reason])
+        finished.add_metric([*labels.values(), reason], figures.by_finish[reason])
     yield finished
     for name, source, histogram in (
         ("time_to_first_token_seconds", "penstock_ttft_seconds", stats.ttft),
         ("inter_token_latency_seconds", "penstock_inter_token_seconds", stats.inter_token),
         ("time_per_output_token_seconds", "penstock_inter_token_seconds", stats.inter_token),
-        ("e2e_request_latency_seconds", "penstock_e2e_seconds", tally.e2e),
-        ("request_queue_time_seconds", "penstock_queue_seconds", tally.queue),
-        ("request_prompt_tokens", "penstock_prompt_length_tokens", tally.prompt_tokens),
-        ("request_generation_tokens", "penstock_output_length_tokens", tally.output_tokens),
+        ("e2e_request_latency_seconds", "penstock_e2e_seconds", figures.e2e),
+        ("request_queue_time_seconds", "penstock_queue_seconds", figures.queue),
+        ("request_prompt_tokens", "penstock_prompt_length_tokens", figures.prompt_tokens),
+        ("request_generation_tokens", "penstock_output_length_tokens", figures.output_tokens),
     ):
         yield _histogram(f"vllm:{name}", source, histogram, labels)
 
@@ -196,10 +195,10 @@ def _labelled(family: Any, name: str, text: str, labels: dict[str, str], value: 
 class Exposition:
     """What GET /metrics answers."""
 
-    def __init__(self, engine: Engine, tally: Tally, model: str) -> None:
+    def __init__(self, engine: Engine, figures: RequestFigures, model: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(engine))
-        self._registry.register(TallyCollector(engine, tally, model))
+        self._registry.register(RequestCollector(engine, figures, model))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
 

@@ -172,7 +172,7 @@ class Small:
     async def metrics(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         if self._exposition is None:
-            self._exposition = metrics.Exposition(self._service.engine, self._service.tally, self._service.names[0])
+            self._exposition = metrics.Exposition(self._service.engine, self._service.figures, self._service.names[0])
         return Response(self._exposition.text(), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:
@@ -185,7 +185,7 @@ class Small:
 
     async def landing(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        return Response(about.page(self._facts()), headers=about.PAGE_HEADERS, media_type="text/html")
+        return Response(about.landing(self._facts()), headers=about.LANDING_HEADERS, media_type="text/html")
 
     def _facts(self) -> list[tuple[str, str]]:
         engine, service = self._service.engine, self._service

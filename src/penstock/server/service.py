@@ -21,8 +21,8 @@ from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, Invalid
 from penstock.server.about import ROUTES
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
+from penstock.server.request_figures import RequestFigures
 from penstock.server.stream import Bridge, Generations
-from penstock.server.tally import Tally
 from penstock.server.text import Rules
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Service:
         self.config = config
         self.created = int(time.time())
         self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
-        self.tally = Tally(frozenset(ROUTES))
+        self.figures = RequestFigures(frozenset(ROUTES))
         for name in self.names:
             if engine.adapters.find(name) is not None:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")

@@ -16,7 +16,7 @@ TOKENS = tuple(float(2**power) for power in range(0, 21, 2))  # 1 to a million
 OTHER = "other"  # a path that is not one of ours: what clients make up must not become labels
 
 
-class Tally:
+class RequestFigures:
     """Lives on the event loop's thread."""
 
     def __init__(self, paths: frozenset[str]) -> None:
