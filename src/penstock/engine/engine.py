@@ -415,6 +415,8 @@ class Engine:
             known = None
         if known is None or int(known.max()) >= self._parts.vocab:
             raise InvalidRequest(f"token ids must lie between 0 and {self._parts.vocab - 1}", "prompt")
+        if any(not 0 <= token < self._parts.vocab for token, _ in sampling.logit_bias):
+            raise InvalidRequest(f"token ids of logit_bias must lie between 0 and {self._parts.vocab - 1}", "logit_bias")
         cache = self._parts.cache
         if blocks_for(total, cache.block_tokens) > cache.num_blocks:
             raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")

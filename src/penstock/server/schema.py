@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 from starlette.datastructures import QueryParams
 
-from penstock.contract import MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
+from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
 
 MAX_INT = 2**31 - 1
@@ -24,6 +24,8 @@ Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Bias = Annotated[float, msgspec.Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+Biases = Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)]
 Metadata = Annotated[  # with OpenAI's own limits
     dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)
 ]
@@ -40,7 +42,6 @@ class Neutral(NamedTuple):
 NEUTRAL: dict[str, Neutral] = {
     "best_of": Neutral((1,), "choices are not ranked: ask for n of them"),
     "suffix": Neutral(("",), "these models continue a text and do not fill a gap in it"),
-    "logit_bias": Neutral(({},), "scores of single tokens cannot be shifted"),
     "tools": Neutral(([],), "tools are not supported"),
     "functions": Neutral(([],), "functions are not supported"),
     "tool_choice": Neutral(("none", "auto"), "tools are not supported"),
@@ -124,8 +125,8 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
+    logit_bias: Biases | None = None
     # What follows is in NEUTRAL.
-    logit_bias: dict[str, float] | None = None
     service_tier: str | None = None
     store: bool | None = None
     prompt_cache_retention: str | None = None
@@ -173,6 +174,7 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             prompt_logprobs=prompt_logprobs,
             stop=self.stops,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
+            logit_bias=tuple((self.logit_bias or {}).items()),
             **{**defaults, **given},
         )
 
@@ -372,6 +374,7 @@ def nth_seed(seed: int | None, i: int) -> int | None:
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _AT = " - at `$"  # msgspec's mark between what is wrong and where
+_AT_KEY = " - at `key` in `$"  # and where it is the name of a field of an object
 _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
@@ -417,7 +420,7 @@ def _check_shape(data: bytes) -> None:
 
 
 def _explain(text: str) -> InvalidRequest:
-    what, found, path = text.rpartition(_AT)
+    what, found, path = text.replace(_AT_KEY, _AT).rpartition(_AT)
     what, path = (what, path.removeprefix(".").removesuffix("`")) if found else (text, "")
     if field := _FIELD.fullmatch(what):
         name = f"{path}.{field['field']}" if path else field["field"]

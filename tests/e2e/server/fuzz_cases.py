@@ -138,6 +138,7 @@ LEGAL: dict[str, list[Any]] = {
     ],
     "user": [None, "u"],
     "metadata": [None, {}, {"k": "v"}],
+    "logit_bias": [None, {}, {"5": 100, "70": -100.0, "300": 0.5}],
     "echo": [None, True, False],
     "logprobs": [None, 0, 5, 20],
     "top_logprobs": [None, 0, 20],

@@ -33,7 +33,7 @@ def encode(value: Any) -> bytes:
             return value.text
         case Pairs() | dict():
             items = value.items if isinstance(value, Pairs) else value.items()
-            return b"{%b}" % b",".join(json.dumps(key).encode() + b":" + encode(item) for key, item in items)
+            return b"{%b}" % b",".join(json.dumps(str(key)).encode() + b":" + encode(item) for key, item in items)
         case list():
             return b"[%b]" % b",".join(map(encode, value))
         case _:
