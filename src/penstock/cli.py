@@ -31,6 +31,7 @@ from penstock.commands.arguments import (
     without_secrets,
 )
 from penstock.commands.bench_arguments import add_bench
+from penstock.commands.logs import LogSettings
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ServerConfig
 from penstock.errors import ConfigError, PenstockError, UserError
 
@@ -85,9 +86,18 @@ def _add_serve(commands: Any) -> None:
     about = "Serve a model over HTTP, compatible with OpenAI's API."
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=[engine_flags(), lora_flag(True)])
     group = parser.add_argument_group("server")
+    parser.add_argument("served_model", nargs="?", metavar="MODEL", help=f"the same as --model (unset: {ModelSource().model})")
+    parser.set_defaults(model=None)  # so that two models are noticed
     group.add_argument("--host", default=defaults.host, help="address to listen on")
     group.add_argument("--port", type=int, default=defaults.port, metavar="N", help="port to listen on; 0 picks a free one")
     group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
+    group.add_argument("--public-metrics", action="store_true", help="with a key: /metrics is answered without it")
+    group.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model (unset: the name of its file)"
+    )
+    group.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="scripts of this web origin may call; * for any; repeatable"
+    )
     group.add_argument("--lora-dir", metavar="DIR", help="clients may load adapters from inside DIR (unset: they may load none)")
     group.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, metavar="N", help="larger requests are refused")
     group.add_argument(
@@ -119,6 +129,7 @@ def _add_serve(commands: Any) -> None:
         default="auto",
         help="auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says",
     )
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="how lines on stderr look")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
 
@@ -128,11 +139,15 @@ def _serve(args: argparse.Namespace) -> int:
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
     limits = (args.max_body_bytes, args.max_concurrent, args.shutdown_s, args.read_timeout_s, args.write_timeout_s)
-    server = ServerConfig(args.host, args.port, api_key, *limits, args.allow_special_tokens_in_text)
+    names, origins = tuple(args.served_model_name), tuple(args.cors_origin)
+    server = ServerConfig(args.host, args.port, api_key, *limits, args.allow_special_tokens_in_text, names, origins, args.public_metrics)
+    if None not in (args.served_model, args.model):
+        raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
+    args.model = args.served_model or args.model
     config = config_of(args)
     from penstock.commands.serve import serve
 
-    return serve(config, server, args.log_level)
+    return serve(config, server, LogSettings(args.log_level, args.log_format))
 
 
 def _add_generate(commands: Any) -> None:

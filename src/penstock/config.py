@@ -23,8 +23,10 @@ AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
+_NAME_RULE = "letters, digits and ._:/@+-, at most 128, a letter or digit first"
 _HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?"
 _HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
+_ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
 
@@ -165,8 +167,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.adapters]
         for name, path in self.adapters:
-            allowed = "letters, digits and ._:/@+-, at most 128, a letter or digit first"
-            _need(ADAPTER_NAME.fullmatch(name) is not None, f"--lora {name!r}: a name has {allowed}")
+            _need(ADAPTER_NAME.fullmatch(name) is not None, f"--lora {name!r}: a name has {_NAME_RULE}")
             _need(bool(path), f"--lora {name}= names no directory")
             _need(names.count(name) == 1, f"--lora {name}= is given more than once: give each adapter a name of its own")
         _need(self.dir is None or bool(self.dir), "--lora-dir is empty: leave it out to keep clients from loading adapters")
@@ -185,12 +186,21 @@ class ServerConfig:
     read_timeout_s: float = 30.0  # for a request's header, and again for its body: slower ones hold connection and seat for nothing
     write_timeout_s: float = 30.0  # in which a client takes some of its reply, else it is cut off and its request cancelled
     allow_special_tokens_in_text: bool = False  # whether messages of a chat may spell special tokens and so open turns of their own
+    served_names: tuple[str, ...] = ()  # what clients call the model; empty: the name that it was loaded under
+    cors_origins: tuple[str, ...] = ()  # web pages whose scripts may call; "*": any
+    public_metrics: bool = False  # whether /metrics is answered without the key
 
     def __post_init__(self) -> None:
         _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
         _need(self.max_body_bytes >= 1024, f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}")
         _need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
         _need(0 <= self.shutdown_s <= 86400, f"--shutdown-s must be between 0 and 86400, got {self.shutdown_s}")
+        for served in self.served_names:
+            _need(ADAPTER_NAME.fullmatch(served) is not None, f"--served-model-name {served!r}: a name has {_NAME_RULE}")
+        _need(len(set(self.served_names)) == len(self.served_names), "--served-model-name gives one name twice")
+        for origin in self.cors_origins:
+            _need(_ORIGIN.fullmatch(origin) is not None, f"--cors-origin {origin!r} must be * or like https://example.org:8443")
+        _need(not self.public_metrics or self.api_key is not None, "--public-metrics needs --api-key: without a key everything is public")
         for name, value in (("read", self.read_timeout_s), ("write", self.write_timeout_s)):
             _need(0 < value <= 86400, f"--{name}-timeout-s must be above 0 and at most 86400, got {value}")
 

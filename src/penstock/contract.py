@@ -18,6 +18,8 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # of one stop string: text that may be one is held back that long
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 512  # tokens: the device has room for so many in every row
+MAX_BIAS = 100.0  # and as much below zero; OpenAI's limit
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
 MAX_PRIORITY = 2**31 - 1  # and as much below zero
@@ -85,6 +87,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()  # looked up for every token, on the engine's thread
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and what is added to their logits, behind penalties
 
     def __post_init__(self) -> None:
         _range("max_tokens", self.max_tokens, 0, None)
@@ -106,6 +109,10 @@ class SamplingParams:
             raise InvalidRequest(f"a stop string has at most {MAX_STOP_CHARS} characters", "stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} different ids", "stop_token_ids")
+        if len(dict(self.logit_bias)) != len(self.logit_bias) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, each once", "logit_bias")
+        for _, bias in self.logit_bias:
+            _range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
 
     @property
     def greedy(self) -> bool:

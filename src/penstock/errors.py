@@ -27,6 +27,24 @@ class InvalidRequest(UserError):
         self.param = param
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt of more tokens than a caller said it would take; `what` says how many, as far as they were counted."""
+
+    def __init__(self, what: str, most: int, param: str = "prompt") -> None:
+        super().__init__(f"{param if param != 'prompt' else 'the prompt'} has {what}; {most} is the most that is taken", param)
+        self.what = what
+        self.most = most
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt and answer do not fit the context. In OpenAI's words: clients look for them before they shorten a conversation."""
+
+    def __init__(self, limit: int, asked: str, param: str = "prompt") -> None:
+        reduce = "the prompt" if param == "prompt" else "the prompt or of the completion"
+        message = f"This model's maximum context length is {limit} tokens. However, {asked}. Please reduce the length of {reduce}."
+        super().__init__(message, param)
+
+
 class Overloaded(PenstockError):
     """Too many requests at once; the same request may succeed later. `retry_after_s` is a guess at when."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cpu.engine.conftest import prompts
 from cpu.engine.test_engine import *  # noqa: F403
+from cpu.engine.test_logit_bias import *  # noqa: F403
 from cpu.engine.test_engine import MakeEngine, Prompts
 from cpu.engine.test_stress import test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.contract import (
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_CHARS,
@@ -54,6 +55,8 @@ GOOD: list[tuple[str, Any]] = [
     ("stop_token_ids", frozenset({0, 1})),
     ("stop_token_ids", frozenset(range(MAX_STOP_TOKEN_IDS))),
     ("ignore_eos", True),
+    ("logit_bias", ((0, -100.0), (7, 100.0))),
+    ("logit_bias", tuple((token, 0.0) for token in range(MAX_LOGIT_BIAS))),
 ]
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", -1),
@@ -87,6 +90,12 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("x",) * (MAX_STOPS + 1)),
     ("stop", ("x", "x" * (MAX_STOP_CHARS + 1))),
     ("stop_token_ids", frozenset(range(MAX_STOP_TOKEN_IDS + 1))),
+    ("logit_bias", ((0, 100.5),)),
+    ("logit_bias", ((0, -100.5),)),
+    ("logit_bias", ((0, math.nan),)),
+    ("logit_bias", ((0, math.inf),)),
+    ("logit_bias", ((3, 1.0), (3, 2.0))),
+    ("logit_bias", tuple((token, 0.0) for token in range(MAX_LOGIT_BIAS + 1))),
 ]
 
 

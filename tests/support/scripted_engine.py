@@ -19,7 +19,7 @@ from penstock.contract import Adapter, CacheHint, FinishReason, KvSource, Listen
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.sessions import Prefetched
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
-from penstock.errors import EngineClosed, InvalidRequest
+from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest
 from penstock.figures import Histogram
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
@@ -118,7 +118,8 @@ class ScriptedEngine:
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if len(prompt) + sampling.max_tokens > self.max_model_len:
-            raise InvalidRequest(f"{len(prompt)} prompt tokens do not fit the context of {self.max_model_len}", "prompt")
+            asked = f"you requested {len(prompt) + sampling.max_tokens} tokens"
+            raise ContextExceeded(self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens")
         tokens = self._script(prompt, sampling)
         with self._lock:
             if self._closed:

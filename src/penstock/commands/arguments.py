@@ -34,11 +34,19 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
 _BELONGS_TO = {"ssd_gib": "ssd_dir", "ssd_admission": "ssd_dir", "remote_timeout_s": "remote"}  # a tier's settings to its place
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that say something: not None, nor a switch that is off, nor an empty list."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False or action.default == []
+        return action.help if silent else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Errors become ours; abbreviated flags are refused, since a new flag could change what they mean."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -167,7 +175,7 @@ def _step_flags(group: Any) -> None:
 
 def model_flag(group: Any) -> None:
     names = "smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, tiny-qwen3, tiny-llama"
-    text = f"a built-in name ({names}), a GGUF file, or a directory with safetensors and a config"
+    text = f"a built-in name ({names}), a GGUF file, a directory with safetensors and a config, or ORG/NAME on the Hugging Face hub"
     group.add_argument("--model", default=ModelSource().model, metavar="NAME|PATH", help=text)
 
 
@@ -224,8 +232,9 @@ def lora_flag(several: bool) -> argparse.ArgumentParser:
 def config_of(args: argparse.Namespace) -> Config:
     positions = args.max_model_len if args.load_format == "dummy" else None  # random weights know no longest context
     generation_config: GenerationConfigName = getattr(args, "generation_config", "none")  # other commands have defaults of their own
+    model = ModelSource().model if args.model is None else args.model
     return Config(
-        source=ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config),
+        source=ModelSource(model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(
             args.max_model_len,

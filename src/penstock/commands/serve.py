@@ -3,34 +3,77 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
+from penstock import __version__
+from penstock.commands.hub import fetched, hub_name
+from penstock.commands.logs import LogSettings, set_up_logs
 from penstock.commands.session import load_engine, start_loop
-from penstock.config import Config, ServerConfig
+from penstock.config import GIB, Config, ServerConfig
+from penstock.engine.build import check_ahead
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ConfigError
 
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+logger = logging.getLogger("penstock.serve")
 
 
-def serve(config: Config, server: ServerConfig, log_level: str) -> int:
+def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
+    """What is missing, taken or too large is said before the weights are read."""
     run = _server()
-    logging.basicConfig(level=log_level.upper(), format=_LOG_FORMAT)
-    engine = load_engine(config)
-    try:
+    set_up_logs(logs)
+    with run.bind(server) as listener:
+        name = hub_name(config.source.model)
+        if name is not None and not server.served_names:
+            server = replace(server, served_names=(name,))  # its directory is named after a revision
+        config = fetched(config)
+        check_ahead(config)
+        engine = load_engine(config)
         loop = EngineLoop(engine)
-        run(engine, loop, server, lambda: start_loop(loop))
-    except ConfigError:
-        engine.close(timeout_s=20.0)  # the address was no good, so nobody else has started or ended anything
-        raise
+
+        def prepare(url: str) -> None:
+            facts = summary(engine, config, server, url)
+            logger.info("%s", "\n".join(["serving", *(f"  {key}: {value}" for key, value in facts.items())]), extra={"fields": facts})
+            start_loop(loop)
+
+        try:
+            run.serve(engine, loop, server, listener, prepare)
+        except ConfigError:
+            engine.close(timeout_s=20.0)  # nobody else has started or ended anything
+            raise
     return 0
 
 
-def _server() -> Callable[[Engine, EngineLoop, ServerConfig, Callable[[], None]], None]:
+def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> Mapping[str, Any]:
+    """What runs here, for whoever reads the log later. No secrets."""
+    arena = engine.arena
+    kv = {tier: sum(states.values()) for tier, states in engine.stats().kv_blocks.items() if states}
+    sizes = ", ".join(f"{tier} {num * arena.layout.block_bytes / GIB:.2f} GiB ({num} blocks)" for tier, num in kv.items())
+    shared = [tier for tier in engine.tiers if tier not in kv]
+    return {
+        "event": "serving",
+        "version": __version__,
+        "model": ", ".join(server.served_names or (engine.name,)),
+        "adapters": len(engine.adapters.all()),
+        "device": str(arena.device),
+        "dtype": arena.layout.dtype,
+        "kv": ", ".join([sizes, *shared]),
+        "block_tokens": arena.layout.block_tokens,
+        "max_model_len": engine.max_model_len,
+        "max_batch": config.engine.max_batch,
+        "max_concurrent": server.max_concurrent,
+        "key": "needed" if server.api_key is not None else "not needed",
+        "url": url,
+    }
+
+
+def _server() -> ModuleType:
     """Before the weights are loaded: what is missing is said at once."""
     try:
-        from penstock.server.run import serve as run
+        from penstock.server import run
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "penstock"):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock.commands.hub import fetched
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config
 from penstock.contract import Adapter
@@ -16,6 +17,8 @@ from penstock.engine.loop import EngineLoop
 
 
 def load_engine(config: Config) -> Engine:
+    """A model on the hub is fetched first, unless its files are here."""
+    config = fetched(config)
     with ProgressBar() as bar:
         return build(config, bar)
 

@@ -31,7 +31,7 @@ from penstock.lanes.lane import Lane
 from penstock.lanes.make import make_lane
 from penstock.models.adapters import read_adapter
 from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import load_model
+from penstock.models.loader import inspect_model, load_model
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -74,7 +74,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     dims = model.config
     layout = layout_for(config, dims, device)
     num_blocks = _num_blocks(config, layout, model)
-    max_model_len = _max_model_len(config, model, num_blocks)
+    max_model_len = _max_model_len(config, dims, num_blocks)
     storage = open_cache(config, layout, _scope(model, layout), device, num_blocks, sanitizer)
     cache, arena = storage.cache, storage.arena
     budget = _budget(config, device, max_model_len)
@@ -110,6 +110,28 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         sanitizer=sanitizer,
     )
     return Engine(parts)
+
+
+def check_ahead(config: Config) -> None:
+    """Raises what `build` would raise for want of memory or positions, as far as that is known before any weights are read."""
+    if config.source.load_format == "dummy":
+        return
+    device = device_for(config)
+    facts = inspect_model(config.source.model, config.engine.max_model_len)
+    needed = facts.num_parameters * _dtype(config, device).itemsize
+    free = free_bytes(device)
+    if needed > free:
+        size = f"the weights of {facts.name} take {needed / GIB:.1f} GiB"
+        raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
+    layout = layout_for(config, facts.config, device)
+    gib = config.kv.device_gib if config.kv.device_gib is not None or device.type == "cuda" else CPU_KV_GIB
+    blocks = config.kv.device_blocks or (None if gib is None else int(gib * GIB) // layout.block_bytes)
+    if blocks is None:  # what the weights leave free, which is not known yet
+        blocks = (free - needed) // layout.block_bytes
+    elif blocks * layout.block_bytes > free - needed:
+        size = f"{blocks} KV blocks take {blocks * layout.block_bytes / GIB:.1f} GiB and the weights {needed / GIB:.1f}"
+        raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib")
+    _max_model_len(config, facts.config, blocks)
 
 
 def _sanitizer(config: Config) -> Sanitizer | None:
@@ -196,13 +218,13 @@ def _prefill_chunk(config: Config, device: torch.device) -> int:
     return config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
 
 
-def _max_model_len(config: Config, model: Model, num_blocks: int) -> int:
+def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int) -> int:
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
     if wanted is None:
-        return min(model.config.default_len, fits)
-    if wanted > model.config.max_position:
-        raise ConfigError(f"--max-model-len {wanted} exceeds the {model.config.max_position} positions of the model")
+        return min(dims.default_len, fits)
+    if wanted > dims.max_position:
+        raise ConfigError(f"--max-model-len {wanted} exceeds the {dims.max_position} positions of the model")
     if wanted > fits:
         raise ConfigError(
             f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} tokens; raise --device-kv-gib"

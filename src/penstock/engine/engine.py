@@ -30,7 +30,7 @@ from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, Prefetched, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
-from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
@@ -148,6 +148,11 @@ class Engine:
     def cache(self) -> KvCache:
         """The door to its KV; the engine thread's."""
         return self._parts.cache
+
+    @property
+    def arena(self) -> DeviceArena:
+        """Where its KV is: on which device, in which layout."""
+        return self._parts.arena
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -398,9 +403,8 @@ class Engine:
             raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
         total = len(prompt) + sampling.max_tokens
         if total > self.max_model_len:
-            asked = f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}: {total} in all"
-            param = "prompt" if len(prompt) >= self.max_model_len else "max_tokens"
-            raise InvalidRequest(f"{asked}, but the context holds {self.max_model_len}", param)
+            asked = f"you requested {total} tokens ({len(prompt)} in the prompt, {sampling.max_tokens} in the completion)"
+            raise ContextExceeded(self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens")
         tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
         try:
             known = np.frombuffer(array("I", tokens), np.uint32)  # a third of the time that numpy takes for a list
@@ -410,6 +414,8 @@ class Engine:
             known = None
         if known is None or int(known.max()) >= self._parts.vocab:
             raise InvalidRequest(f"token ids must lie between 0 and {self._parts.vocab - 1}", "prompt")
+        if any(not 0 <= token < self._parts.vocab for token, _ in sampling.logit_bias):
+            raise InvalidRequest(f"token ids of logit_bias must lie between 0 and {self._parts.vocab - 1}", "logit_bias")
         cache = self._parts.cache
         if blocks_for(total, cache.block_tokens) > cache.num_blocks:
             raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")

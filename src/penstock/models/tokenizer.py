@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import tokenizers
 from tokenizers import AddedToken, models
 
-from penstock.errors import InvalidRequest, ModelError
+from penstock.errors import InvalidRequest, ModelError, PromptTooLong
 from penstock.models.chat import PRIVATE, ChatTemplate, Rendered
 from penstock.models.token_bytes import BYTE_OF, Spelling, TokenSpelling, flat_parts
 
@@ -107,7 +107,7 @@ class Tokenizer:
     def _check_bytes(self, data: bytes, most: int | None) -> None:
         """Refuses what is too long however it is cut into tokens: that is known before any work is done."""
         if most is not None and self._bound is not None and self._bound.num_tokens(data) > most:
-            raise too_long(f"{len(data)} bytes, which are more than {most} tokens", most)
+            raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False) -> list[int]:
         if special_in_text or not self._controls:
@@ -120,7 +120,7 @@ class Tokenizer:
         """`encode` of the library keeps the interpreter for itself while it works; of its calls only those for batches do not."""
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
         if most is not None and len(encoding) > most:
-            raise too_long(f"{len(encoding)} tokens", most)
+            raise PromptTooLong(f"{len(encoding)} tokens", most)
         ids: list[int] = encoding.ids
         return ids
 
@@ -315,7 +315,7 @@ class ByteTokenizer:
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         data = utf8(text)
         if most is not None and len(data) > most:
-            raise too_long(f"{len(data)} tokens", most)
+            raise PromptTooLong(f"{len(data)} tokens", most)
         return list(data)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False) -> list[int]:
@@ -345,7 +345,3 @@ def utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the text is not valid Unicode at character {error.start}: {error.reason}", "prompt") from error
-
-
-def too_long(what: str, most: int) -> InvalidRequest:
-    return InvalidRequest(f"the prompt has {what}; {most} is the most that is taken", "prompt")

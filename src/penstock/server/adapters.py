@@ -9,6 +9,7 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.faults import Refused, json_response
 from penstock.server.limits import Gate, read_body
@@ -32,6 +33,8 @@ class Adapters:
         self._check_allowed()
         with self._gate.take(1):
             body = schema.decode(await self._data(request), schema.LoadLoraBody)
+            if body.lora_name in self._service.names:
+                raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")
             store = self._service.engine.adapters
             loaded = await anyio.to_thread.run_sync(store.load_inside, body.lora_name, body.lora_path, limiter=self._turn)
             return json_response({**adapter_card(self._service, loaded), "replaced": loaded.replaced})
@@ -61,6 +64,6 @@ def adapter_card(service: Service, loaded: LoadedAdapter) -> dict[str, Any]:
         "created": int(loaded.loaded_s),
         "owned_by": "penstock",
         "root": loaded.root,
-        "parent": service.engine.name,
+        "parent": service.names[0],
         "max_model_len": service.engine.max_model_len,
     }

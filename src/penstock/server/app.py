@@ -7,16 +7,18 @@ import contextlib
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.server.access import ID_HEADER, AccessLog, exchange_of
 from penstock.server.faults import Hangup, Refused, error_response, on_error, on_hangup
 from penstock.server.routes import OPEN_PATHS, make_routes
 from penstock.server.service import Service
@@ -49,13 +51,30 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
 
     app = Starlette(
         routes=make_routes(service),
-        middleware=[Middleware(LastResort), *([] if config.api_key is None else [Middleware(KeyCheck, api_key=config.api_key)])],
+        middleware=_middleware(config, service),
         exception_handlers={PenstockError: on_error, HTTPException: on_error, Hangup: on_hangup},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # an unknown path is an error, not a hint
     app.state.service = service
     return app
+
+
+def _middleware(config: ServerConfig, service: Service) -> list[Middleware]:
+    """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its rules come before the key."""
+    stack = [Middleware(AccessLog, figures=service.figures)]
+    if config.cors_origins:
+        seen = (ID_HEADER, "retry-after")
+        methods = ("GET", "POST")
+        cors = Middleware(
+            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=methods, allow_headers=("*",), expose_headers=seen
+        )
+        stack.append(cors)
+    stack.append(Middleware(LastResort))
+    if config.api_key is not None:
+        open_paths = OPEN_PATHS | {"/metrics"} if config.public_metrics else OPEN_PATHS
+        stack.append(Middleware(KeyCheck, api_key=config.api_key, open_paths=open_paths))
+    return stack
 
 
 def _check_key(key: str) -> None:
@@ -86,24 +105,30 @@ class LastResort:
             if scope["type"] != "http" or begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await error_response(error)(scope, receive, send)
+            await error_response(error, exchange_of(scope))(scope, receive, send)
 
 
 class KeyCheck:
-    """Lets nothing but the probes through without the key. Keeps only its digest, so that no log, error or dump can show it."""
+    """Lets nothing but `open_paths` and OPTIONS, which does nothing, through without the key. Keeps only its digest, so that no log, error
+    or dump can show it."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str] = OPEN_PATHS) -> None:
         self._app = app
+        self._open_paths = open_paths
         # Bytes that are no UTF-8 reach us from a shell as surrogates. Blanks around a key cannot be sent in a header.
         self._digest = _digest(api_key.encode("utf-8", "surrogateescape").strip(BLANKS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
-            refusal = error_response(Refused(401, "give the server's API key as 'Authorization: Bearer KEY'", code="invalid_api_key"))
+        if scope["type"] != "lifespan" and not self._is_open(scope) and not self._admits(scope):
+            error = Refused(401, "give the server's API key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+            refusal = error_response(error, exchange_of(scope))
             refusal.headers["WWW-Authenticate"] = "Bearer"
             await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["path"] in self._open_paths or scope.get("method") == "OPTIONS"
 
     def _admits(self, scope: Scope) -> bool:
         """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never made text: blanks of HTTP

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import (
+    ContextExceeded,
     DeadlineExceeded,
     EngineClosed,
     InvalidRequest,
@@ -23,6 +24,7 @@ from penstock.errors import (
     TransferFailed,
     UserError,
 )
+from penstock.server.access import Exchange, exchange_of
 
 logger = logging.getLogger("penstock.server")
 
@@ -71,6 +73,8 @@ def fault_of(error: BaseException) -> Fault:
     match error:
         case Refused():
             return Fault(error.status, text, _type_of(error.status), error.param, error.code)
+        case ContextExceeded():
+            return Fault(400, text, "invalid_request_error", error.param, "context_length_exceeded")
         case InvalidRequest():
             return Fault(400, text, "invalid_request_error", error.param)
         case UserError():
@@ -107,8 +111,11 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, exchange: Exchange | None = None) -> Response:
+    """The answer; `exchange` is told why, for the log."""
     fault = fault_of(error)
+    if exchange is not None:
+        exchange.error = shortened(fault.message)
     return json_response(fault.body(), fault.status, fault.headers)
 
 
@@ -116,7 +123,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     """Exceptions that have an answer of their own."""
     if isinstance(error, StepFailed):
         logger.error("%s %s: %s", request.method, shortened(request.url.path), error)
-    return error_response(error)
+    return error_response(error, exchange_of(request.scope))
 
 
 async def on_hangup(request: Request, error: Exception) -> Response:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.contract import TokenEvent
 from penstock.engine.text import stop_strings
 from penstock.errors import PenstockError
 from penstock.server import schema, text
+from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
 from penstock.server.limits import read_body
-from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, sse, usage_of
+from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, obfuscated, sse, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.stream import Generations, while_connected
@@ -56,6 +59,7 @@ class RunningRequest:
     reading: Generations
     reply: Reply
     service: Service
+    exchange: Exchange
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.prompts, self.choices, self.body.num_choices)
@@ -71,11 +75,28 @@ class RunningRequest:
         pieces: dict[int, ChoiceDelta] = {}
         for index, events in (await self.reading.next_events()).items():
             choice = self.choices[index]
+            self._note(events)
             if choice.finish is None and (piece := choice.feed(events)):
                 pieces[index] = piece
                 if piece.finish is not None:
                     self.reading.end(index)
         return pieces
+
+    def _note(self, events: Iterable[TokenEvent]) -> None:
+        exchange = self.exchange
+        for event in events:
+            if event.waited_s is not None:
+                exchange.queue_s = max(event.waited_s, exchange.queue_s or 0.0)
+            if exchange.first_s is None and event.tokens:
+                exchange.first_s = time.monotonic()
+
+    def settle(self) -> None:
+        """Tell the exchange how it went, also where it was cut short."""
+        exchange, usage = self.exchange, self.usage()
+        exchange.prompt_tokens, exchange.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        exchange.sources = usage["prompt_tokens_details"]["kv_source"]
+        unfinished = "cancelled" if all(choice.failure is None for choice in self.choices) else "error"
+        exchange.finish = [choice.finish or unfinished for choice in self.choices]
 
     async def write(self, make: Callable[[], bytes], pieces: Iterable[ChoiceDelta]) -> bytes:
         """JSON of `pieces`; where there are many scores, not on the event loop's thread."""
@@ -95,14 +116,18 @@ class Generate:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.open_reading() as reading:
+        exchange = exchange_of(scope)
+        with self._service.open_reading(exchange.unique) as reading:
             body, num_bytes = await self._read(scope, receive)
             reading.widen(body.num_prompts * body.num_choices)
 
             async def work() -> None:
-                running = await self._service.compute(lambda: self._submit(body, reading), num_bytes)
+                running = await self._service.compute(lambda: self._submit(body, reading, exchange), num_bytes)
                 answer = _stream if body.stream else _whole
-                await answer(running, scope, receive, send)
+                try:
+                    await answer(running, scope, receive, send)
+                finally:
+                    running.settle()
 
             await while_connected(receive, reading.abandon, work)
 
@@ -115,10 +140,11 @@ class Generate:
         body.check()
         return body, len(data)
 
-    def _submit(self, body: CompletionBody | ChatBody, reading: Generations) -> RunningRequest:
+    def _submit(self, body: CompletionBody | ChatBody, reading: Generations, exchange: Exchange) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine = self._service.engine
-        prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
+        with text.within_context():
+            prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
         stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
@@ -128,8 +154,10 @@ class Generate:
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
                     choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt, bool(body.echo)))
-        head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
-        return RunningRequest(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)
+        head = heading(self._kind.id_prefix, reading.id, body.model, body.usage_in_stream)
+        exchange.model, exchange.stream = body.model, bool(body.stream)
+        reply = self._kind.reply(engine.tokenizer, head, body.num_logprobs)
+        return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)
 
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,8 +167,7 @@ async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: 
             gathered[index].append(piece)
     joined = [_joined(pieces) for pieces in gathered]
     content = await running.write(lambda: msgspec.json.encode(running.reply.whole(joined, running.usage())), joined)
-    response = Response(content, headers={"x-request-id": running.reading.id}, media_type="application/json")
-    await response(scope, receive, send)
+    await Response(content, media_type="application/json")(scope, receive, send)
 
 
 def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
@@ -150,37 +177,45 @@ def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
 
 async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
     """Once the status line is out, an error can only be an event of the stream, and its last one."""
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-request-id", running.reading.id.encode()),
-    ]
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         await _send_chunks(running, send)
         last = SSE_DONE
     except PenstockError as error:
         logger.error("a stream ended early: %s", error)
-        last = sse(fault_of(error).body())
+        last = _last_event(running, error)
     except Exception as error:
         logger.exception("a stream ended early")
-        last = sse(fault_of(error).body())
+        last = _last_event(running, error)
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
+def _last_event(running: RunningRequest, error: Exception) -> bytes:
+    fault = fault_of(error)
+    running.exchange.error = fault.message
+    return sse(fault.body())
+
+
 async def _send_chunks(running: RunningRequest, send: Send) -> None:
-    reply = running.reply
-    data = b"".join(sse(opening) for index in range(len(running.choices)) if (opening := reply.opening(index)) is not None)
-    while True:
-        if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        if running.over:
-            break
+    silent = set(range(len(running.choices)))  # choices that have said nothing yet
+    while not running.over:
         pieces = await running.next_pieces()
-        data = await running.write(partial(_chunks, reply, pieces), pieces.values())
+        opened = silent & pieces.keys()
+        silent -= opened
+        if data := await running.write(partial(_chunks, running, pieces, opened), pieces.values()):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
     if running.body.include_usage:
-        await send({"type": "http.response.body", "body": sse(reply.usage_chunk(running.usage())), "more_body": True})
+        data = sse(running.reply.usage_chunk(running.usage()))
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-def _chunks(reply: Reply, pieces: Mapping[int, ChoiceDelta]) -> bytes:
-    return b"".join(sse(reply.chunk(index, piece)) for index, piece in pieces.items())
+def _chunks(running: RunningRequest, pieces: Mapping[int, ChoiceDelta], opened: Collection[int]) -> bytes:
+    """What the choices say now; `opened` are those that say something for the first time."""
+    reply, usage = running.reply, running.usage() if running.body.usage_in_every_chunk else None
+    chunks = []
+    for index, piece in pieces.items():
+        if index in opened and (opening := reply.opening(index)) is not None:
+            chunks.append(opening if usage is None else {**opening, "usage": usage})
+        chunks.append(reply.chunk(index, piece, usage))
+    return b"".join(sse(obfuscated(chunk) if running.body.obfuscate else chunk) for chunk in chunks)

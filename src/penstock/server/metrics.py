@@ -1,19 +1,24 @@
-"""The engine's counters in Prometheus' words. Owns names and labels; counts nothing itself."""
+"""The figures of engine and server in Prometheus' words, and some of them in vLLM's. Owns names and labels; counts nothing itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from penstock import __version__
 from penstock.figures import Histogram, SessionFigures, Traffic
+from penstock.server.request_figures import RequestFigures
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.engine.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -110,18 +115,92 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return list(zip(bounds, accumulate(histogram.counts), strict=True))
 
 
-def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
-    metric = HistogramMetricFamily(name, text)
-    metric.add_metric([], buckets=_buckets(histogram), sum_value=histogram.total)
+def _histogram(name: str, text: str, histogram: Histogram, labels: Mapping[str, str] = MappingProxyType({})) -> HistogramMetricFamily:
+    metric = HistogramMetricFamily(name, text, labels=list(labels))
+    metric.add_metric(list(labels.values()), buckets=_buckets(histogram), sum_value=histogram.total)
+    return metric
+
+
+class RequestCollector(Collector):
+    """Requests as their clients saw them, and what of all figures has a name in vLLM."""
+
+    def __init__(self, engine: Engine, figures: RequestFigures, model: str) -> None:
+        self._engine = engine
+        self._figures = figures
+        self._model = model
+
+    def collect(self) -> Iterator[Any]:
+        figures, model = self._figures, {"model": self._model}
+        build = "1, by the version that runs and the model that it serves."
+        yield _labelled(GaugeMetricFamily, "penstock_build_info", build, {"version": __version__, **model}, 1)
+        answered = CounterMetricFamily("penstock_http_requests", "HTTP requests answered.", labels=["model", "path", "status"])
+        for (path, status), num in sorted(figures.by_status.items()):
+            answered.add_metric([self._model, path, status], num)
+        yield answered
+        finished = CounterMetricFamily("penstock_finished", "Generations by how they ended.", labels=["model", "reason"])
+        for reason, num in sorted(figures.by_finish.items()):
+            finished.add_metric([self._model, reason], num)
+        yield finished
+        yield _histogram("penstock_e2e_seconds", "Seconds from a generating request to the end of its answer.", figures.e2e, model)
+        yield _histogram("penstock_queue_seconds", "Seconds that requests waited for their first step.", figures.queue, model)
+        yield _histogram("penstock_prompt_length_tokens", "Prompt tokens of one request.", figures.prompt_tokens, model)
+        yield _histogram("penstock_output_length_tokens", "Generated tokens of one request.", figures.output_tokens, model)
+        yield from _vllm(self._engine.stats(), figures, {"model_name": self._model, "engine": "0"})
+
+
+def _vllm(stats: EngineStats, figures: RequestFigures, labels: dict[str, str]) -> Iterator[Any]:
+    """Under the names that dashboards and autoscalers of vLLM read. The text of each is where it comes from."""
+    device = stats.kv_blocks.get("device", {})
+    total = sum(device.values())
+    free = device.get("free", 0) + device.get("idle", 0)  # idle blocks are a cache: they give way to whoever needs room
+    waiting = sum(stats.requests.get(state, 0) for state in ("waiting", "retracted"))
+    running = sum(stats.requests.get(state, 0) for state in ("running", "loading"))
+    prompts = sum(stats.prompt_tokens.values())
+    for name, source, gauge in (
+        ("num_requests_running", "penstock_requests, running and loading", running),
+        ("num_requests_waiting", "penstock_requests, waiting and retracted", waiting),
+        ("kv_cache_usage_perc", "penstock_kv_blocks of the device, neither free nor idle; 1 is all", 1 - free / total if total else 0.0),
+    ):
+        yield _labelled(GaugeMetricFamily, f"vllm:{name}", source, labels, gauge)
+    for name, source, count in (
+        ("prompt_tokens", "penstock_prompt_tokens_total", prompts),
+        ("generation_tokens", "penstock_generated_tokens_total", stats.generated_tokens),
+        ("num_preemptions", "penstock_retractions_total", stats.retractions),
+        ("prefix_cache_queries", "penstock_prompt_tokens_total", prompts),
+        ("prefix_cache_hits", "penstock_prompt_tokens_total, all but computed", prompts - stats.prompt_tokens.get("computed", 0)),
+    ):
+        yield _labelled(CounterMetricFamily, f"vllm:{name}", source, labels, count)
+    finished = CounterMetricFamily("vllm:request_success", "penstock_finished_total", labels=[*labels, "finished_reason"])
+    for reason in ("stop", "length"):
+        finished.add_metric([*labels.values(), reason], figures.by_finish[reason])
+    yield finished
+    for name, source, histogram in (
+        ("time_to_first_token_seconds", "penstock_ttft_seconds", stats.ttft),
+        ("inter_token_latency_seconds", "penstock_inter_token_seconds", stats.inter_token),
+        ("time_per_output_token_seconds", "penstock_inter_token_seconds", stats.inter_token),
+        ("e2e_request_latency_seconds", "penstock_e2e_seconds", figures.e2e),
+        ("request_queue_time_seconds", "penstock_queue_seconds", figures.queue),
+        ("request_prompt_tokens", "penstock_prompt_length_tokens", figures.prompt_tokens),
+        ("request_generation_tokens", "penstock_output_length_tokens", figures.output_tokens),
+    ):
+        yield _histogram(f"vllm:{name}", source, histogram, labels)
+
+
+def _labelled(family: Any, name: str, text: str, labels: dict[str, str], value: float) -> Any:
+    metric = family(name, text, labels=list(labels))
+    metric.add_metric(list(labels.values()), value)
     return metric
 
 
 class Exposition:
     """What GET /metrics answers."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, figures: RequestFigures, model: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(engine))
+        self._registry.register(RequestCollector(engine, figures, model))
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

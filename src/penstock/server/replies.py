@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
 
 Json = dict[str, Any]
+OBFUSCATION_BYTES = 512  # a chunk without logprobs is smaller than that
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 
 
@@ -23,9 +24,9 @@ class Reply(Protocol):
     """One route's reply to one request."""
 
     def opening(self, index: int) -> Json | None:
-        """A chunk to be sent before the choice has said anything."""
+        """A chunk to be sent with the first that the choice says, right before it: clients time the first token by it."""
 
-    def chunk(self, index: int, piece: ChoiceDelta) -> Json: ...
+    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json: ...
 
     def usage_chunk(self, usage: Json) -> Json: ...
 
@@ -61,8 +62,8 @@ class CompletionReply:
     def opening(self, index: int) -> Json | None:
         return None
 
-    def chunk(self, index: int, piece: ChoiceDelta) -> Json:
-        return self._head.chunk("text_completion", [self._choice(index, piece)])
+    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json:
+        return self._head.chunk("text_completion", [self._choice(index, piece)], usage)
 
     def usage_chunk(self, usage: Json) -> Json:
         return self._head.chunk("text_completion", [], usage)
@@ -107,10 +108,10 @@ class ChatReply:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._head.chunk("chat.completion.chunk", [choice])
 
-    def chunk(self, index: int, piece: ChoiceDelta) -> Json:
+    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json:
         delta = {"content": piece.text} if piece.text else {}
         choice = {"index": index, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": piece.finish}
-        return self._head.chunk("chat.completion.chunk", [choice])
+        return self._head.chunk("chat.completion.chunk", [choice], usage)
 
     def usage_chunk(self, usage: Json) -> Json:
         return self._head.chunk("chat.completion.chunk", [], usage)
@@ -165,6 +166,12 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
 
 def sse(content: object) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def obfuscated(content: Json) -> Json:
+    """Padded to a multiple of `OBFUSCATION_BYTES`."""
+    bare = {**content, "obfuscation": ""}
+    return {**bare, "obfuscation": "0" * (-len(msgspec.json.encode(bare)) % OBFUSCATION_BYTES)}
 
 
 SSE_DONE = b"data: [DONE]\n\n"

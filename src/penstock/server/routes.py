@@ -12,21 +12,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.figures import Traffic
-from penstock.server import metrics, schema
+from penstock.server import about, metrics, schema
 from penstock.server.adapters import Adapters, adapter_card
 from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, Generate
 from penstock.server.limits import read_body
 from penstock.server.service import Service
-from penstock.server.text import check_ids, check_num_tokens, encode_chat, encode_prompt
+from penstock.server.text import check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
 
 if TYPE_CHECKING:
     from penstock.engine.engine import FlushLevel
     from penstock.engine.sessions import Prefetched
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
+MAX_SHOWN_ADAPTERS = 32  # on the landing page
 LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the process is not
 
 
@@ -48,6 +50,9 @@ def make_routes(service: Service) -> list[Route]:
         Route("/health", small.health, methods=["GET"]),
         Route("/live", small.live, methods=["GET"]),
         Route("/metrics", small.metrics, methods=["GET"]),
+        Route("/version", small.version, methods=["GET"]),
+        Route("/openapi.json", small.openapi, methods=["GET"]),
+        Route("/", small.landing, methods=["GET"]),
     ]
 
 
@@ -56,12 +61,12 @@ class Small:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._exposition = metrics.Exposition(service.engine)
+        self._exposition: metrics.Exposition | None = None
 
     async def models(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         adapters = [adapter_card(self._service, loaded) for loaded in self._service.engine.adapters.all()]
-        return json_response({"object": "list", "data": [self._card(), *adapters]})
+        return json_response({"object": "list", "data": [*map(self._card, self._service.names), *adapters]})
 
     async def model(self, request: Request) -> Response:
         schema.check_query(request.query_params)
@@ -70,7 +75,7 @@ class Small:
         if loaded is not None:
             return json_response(adapter_card(self._service, loaded))
         self._service.check_model(name)
-        return json_response(self._card())
+        return json_response(self._card(name))
 
     async def tokenize(self, request: Request) -> Response:
         with self._service.side.take(1):
@@ -133,11 +138,12 @@ class Small:
         engine, rules, salt = self._service.engine, self._service.prompt_rules, body.cache_salt or ""
         if body.session_id is not None:
             return engine.prefetch(session=body.session_id, cache_salt=salt)
-        if body.messages is not None:
-            tokens: Sequence[int] = encode_chat(engine.tokenizer, body.messages, rules)
-        else:
-            tokens = encode_prompt(engine.tokenizer, body.prompt or "", rules)
-        with self._service.hold_model(body.model or engine.name) as adapter:
+        with within_context():
+            if body.messages is not None:
+                tokens: Sequence[int] = encode_chat(engine.tokenizer, body.messages, rules)
+            else:
+                tokens = encode_prompt(engine.tokenizer, body.prompt or "", rules)
+        with self._service.hold_model(body.model or self._service.names[0]) as adapter:
             return engine.prefetch(tokens, cache_salt=salt, adapter=adapter)
 
     async def cache_stats(self, request: Request) -> Response:
@@ -165,7 +171,36 @@ class Small:
 
     async def metrics(self, request: Request) -> Response:
         schema.check_query(request.query_params)
+        if self._exposition is None:
+            self._exposition = metrics.Exposition(self._service.engine, self._service.figures, self._service.names[0])
         return Response(self._exposition.text(), headers={"content-type": metrics.CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
+        return json_response({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
+        return json_response(about.openapi(self._service.config.api_key is not None))
+
+    async def landing(self, request: Request) -> Response:
+        schema.check_query(request.query_params)
+        return Response(about.landing(self._facts()), headers=about.LANDING_HEADERS, media_type="text/html")
+
+    def _facts(self) -> list[tuple[str, str]]:
+        engine, service = self._service.engine, self._service
+        trouble = "the server is shutting down" if service.stopping else service.trouble()
+        adapters = ", ".join(loaded.adapter.name for loaded in engine.adapters.all()[:MAX_SHOWN_ADAPTERS])
+        requests = ", ".join(f"{num} {state}" for state, num in engine.stats().requests.items() if num)
+        return [
+            ("status", trouble or "ready"),
+            ("model", ", ".join(service.names)),
+            ("adapters", adapters or "none"),
+            ("context", f"{engine.max_model_len} tokens"),
+            ("KV tiers", ", ".join(engine.tiers)),
+            ("requests", requests or "none"),
+            ("key", "needed" if service.config.api_key is not None else "not needed"),
+        ]
 
     async def _body(self, request: Request, kind: type[msgspec.Struct]) -> tuple[Any, int]:
         schema.check_query(request.query_params)
@@ -179,10 +214,10 @@ class Small:
         if data := await read_body(request.scope, request.receive, self._service.config):
             schema.decode(data, schema.NoFields)
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         engine = self._service.engine
         return {
-            "id": engine.name,
+            "id": name,
             "object": "model",
             "created": self._service.created,
             "owned_by": "penstock",

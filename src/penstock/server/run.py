@@ -25,11 +25,17 @@ if TYPE_CHECKING:
 BACKLOG = 2048  # connections that the kernel keeps while the event loop is busy
 
 
-def serve(engine: Engine, loop: EngineLoop, config: ServerConfig, prepare: Callable[[], None] = lambda: None) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end for `shutdown_s` at most. Starts and closes `loop`. `prepare` is called
-    once the port is ours: what takes long before the first request."""
-    server = HttpServer(engine, loop, config)
-    prepare()
+def serve(
+    engine: Engine,
+    loop: EngineLoop,
+    config: ServerConfig,
+    listener: socket.socket | None = None,
+    prepare: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then let running requests end for `shutdown_s` at most. Starts and closes `loop`. `listener` is from
+    `bind`. `prepare` is called with the URL once the port is ours: what takes long before the first request."""
+    server = HttpServer(engine, loop, config, listener)
+    prepare(server.url)
     server.run()
 
 
@@ -39,10 +45,10 @@ class HttpServer(uvicorn.Server):
     It has its port from construction on, so that one that is taken is known before anything is started.
     """
 
-    def __init__(self, engine: Engine, loop: EngineLoop, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, loop: EngineLoop, config: ServerConfig, listener: socket.socket | None = None) -> None:
         app = make_app(engine, loop, config)
         self.service: Service = app.state.service
-        self._listener = _bind(config)
+        self._listener = listener or bind(config)
         self.url = _url(config.host, self._listener)
         super().__init__(
             uvicorn.Config(
@@ -89,7 +95,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _bind(config: ServerConfig) -> socket.socket:
+def bind(config: ServerConfig) -> socket.socket:
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]

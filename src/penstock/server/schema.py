@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from starlette.datastructures import QueryParams
 
-from penstock.contract import MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
+from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
 
 MAX_INT = 2**31 - 1
@@ -24,7 +24,49 @@ Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Bias = Annotated[float, msgspec.Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+Biases = Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)]
+Metadata = Annotated[  # with OpenAI's own limits
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)
+]
 Unsupported: TypeAlias = None  # a field that we know and cannot honour: only null is taken
+
+
+class Neutral(NamedTuple):
+    """A field whose listed values change nothing. Any other value would, and is refused with the reason."""
+
+    values: tuple[Any, ...]
+    why: str
+
+
+NEUTRAL: dict[str, Neutral] = {
+    "best_of": Neutral((1,), "choices are not ranked: ask for n of them"),
+    "suffix": Neutral(("",), "these models continue a text and do not fill a gap in it"),
+    "tools": Neutral(([],), "tools are not supported"),
+    "functions": Neutral(([],), "functions are not supported"),
+    "tool_choice": Neutral(("none", "auto"), "tools are not supported"),
+    "parallel_tool_calls": Neutral((True, False), "tools are not supported"),
+    "modalities": Neutral((["text"],), "answers are text"),
+    "verbosity": Neutral(("medium",), "these models have no such setting: say it in the prompt"),
+    "service_tier": Neutral(("auto", "default"), "there is one tier; priority says who goes first"),
+    "store": Neutral((False,), "answers are not stored"),
+    "prompt_cache_retention": Neutral(("in_memory", "in-memory"), "cache_hint.retain_s says how long KV is wanted"),
+    # vLLM's
+    "min_tokens": Neutral((0,), "ignore_eos with max_tokens gives a fixed length"),
+    "bad_words": Neutral(([],), "words cannot be ruled out"),
+    "use_beam_search": Neutral((False,), "there is no beam search"),
+    "length_penalty": Neutral((1.0,), "there is no beam search"),
+    "skip_special_tokens": Neutral((True,), "special tokens have no text in an answer"),
+    "spaces_between_special_tokens": Neutral((True, False), "special tokens have no text in an answer"),
+    "include_stop_str_in_output": Neutral((False,), "a text ends before its stop string"),
+    "return_token_ids": Neutral((False,), "answers are text; POST /tokenize gives ids"),
+    "return_tokens_as_token_ids": Neutral((False,), "logprobs name tokens by their text"),
+    "add_generation_prompt": Neutral((True,), "the model answers the last message"),
+    "continue_final_message": Neutral((False,), "the model answers the last message and does not continue it"),
+    "chat_template_kwargs": Neutral(({},), "chat templates are given the messages alone"),
+    "documents": Neutral(([],), "chat templates are given the messages alone"),
+}
+NO_EFFECT = ("user", "safety_identifier", "metadata")  # labels for whoever reads the client's traffic: any value is taken
 
 _SAMPLING = (
     "temperature",
@@ -40,7 +82,9 @@ _SAMPLING = (
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
+    include_obfuscation: bool | None = None  # OpenAI's: padding, so that the size of a chunk does not tell the length of its text
 
 
 class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,8 +122,23 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     session_id: Name | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for the same
     cache_hint: CacheHintOptions | None = None
-    user: Label | None = None  # OpenAI's label for abuse reports: taken, and of no effect
-    logit_bias: Unsupported = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    metadata: Metadata | None = None
+    logit_bias: Biases | None = None
+    # What follows is in NEUTRAL.
+    service_tier: str | None = None
+    store: bool | None = None
+    prompt_cache_retention: str | None = None
+    min_tokens: Count | None = None
+    bad_words: list[str] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def num_choices(self) -> int:
@@ -87,7 +146,19 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_in_every_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.include_usage or self.usage_in_every_chunk
+
+    @property
+    def obfuscate(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -103,6 +174,7 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             prompt_logprobs=prompt_logprobs,
             stop=self.stops,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
+            logit_bias=tuple((self.logit_bias or {}).items()),
             **{**defaults, **given},
         )
 
@@ -116,6 +188,7 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         }
 
     def _check_shared(self) -> None:
+        _check_neutral(self)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed where stream is true", "stream_options")
         if self.cache_hint is not None:
@@ -125,12 +198,21 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 raise InvalidRequest(message, "cache_hint")
 
 
+def _check_neutral(body: Generating) -> None:
+    """Nothing that would change the answer is ignored."""
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral.values):
+            allowed = " or ".join(msgspec.json.encode(one).decode() for one in neutral.values)
+            raise InvalidRequest(f"{name} is not supported by this server, except as {allowed}: {neutral.why}", name)
+
+
 class CompletionBody(Generating, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Unsupported = None
-    best_of: Unsupported = None
+    suffix: str | None = None
+    best_of: Count | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -165,8 +247,9 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. The null-only fields are those that clients send back to us from our own replies."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    name: Label | None = None  # of a participant: taken, of no effect
     refusal: Unsupported = None
     tool_calls: Unsupported = None
     function_call: Unsupported = None
@@ -176,7 +259,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def as_dict(self) -> dict[str, str]:
         """What chat templates take. Parts are separate pieces of text, so a line break keeps them apart."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}  # OpenAI's later name for it
 
 
 Messages = Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -192,19 +275,22 @@ class ChatBody(Generating, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
-    parallel_tool_calls: Unsupported = None
-    functions: Unsupported = None
-    function_call: Unsupported = None
-    modalities: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
     reasoning_effort: Unsupported = None
     web_search_options: Unsupported = None
-    service_tier: Unsupported = None
-    store: Unsupported = None
-    metadata: Unsupported = None
+    # What follows is in NEUTRAL.
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Unsupported = None
+    modalities: list[str] | None = None
+    verbosity: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
 
     num_prompts = 1
     echo = False
@@ -288,6 +374,7 @@ def nth_seed(seed: int | None, i: int) -> int | None:
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _AT = " - at `$"  # msgspec's mark between what is wrong and where
+_AT_KEY = " - at `key` in `$"  # and where it is the name of a field of an object
 _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
@@ -333,7 +420,7 @@ def _check_shape(data: bytes) -> None:
 
 
 def _explain(text: str) -> InvalidRequest:
-    what, found, path = text.rpartition(_AT)
+    what, found, path = text.replace(_AT_KEY, _AT).rpartition(_AT)
     what, path = (what, path.removeprefix(".").removesuffix("`")) if found else (text, "")
     if field := _FIELD.fullmatch(what):
         name = f"{path}.{field['field']}" if path else field["field"]

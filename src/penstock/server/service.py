@@ -17,9 +17,11 @@ import anyio.to_thread
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason
-from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.server.about import ROUTES
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
+from penstock.server.request_figures import RequestFigures
 from penstock.server.stream import Bridge, Generations
 from penstock.server.text import Rules
 
@@ -52,6 +54,11 @@ class Service:
         self.loop = loop
         self.config = config
         self.created = int(time.time())
+        self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
+        self.figures = RequestFigures(frozenset(ROUTES))
+        for name in self.names:
+            if engine.adapters.find(name) is not None:
+                raise ConfigError(f"--served-model-name {name}: an adapter has that name")
         self.generations = Gate(config.max_concurrent, "generations")
         self.side = Gate(NUM_SIDE, "tokenize and prefetch calls")
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
@@ -137,21 +144,21 @@ class Service:
         """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too."""
         return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
 
-    def open_reading(self) -> Generations:
-        """Takes one seat, before the body is read: what waits in memory is bounded by seats, too."""
+    def open_reading(self, unique: str | None = None) -> Generations:
+        """Takes one seat, before the body is read: what waits in memory is bounded by seats, too. No two open ones have one `unique` id."""
         if self._bridge is None or self.stopping:
             raise EngineClosed("the server is not taking requests")
-        return Generations(self.engine, self._bridge, self.generations.take(1))
+        return Generations(self.engine, self._bridge, self.generations.take(1), unique)
 
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is neither the model's nor an adapter's."""
-        if name is not None and name != self.engine.name and self.engine.adapters.find(name) is None:
+        if name is not None and name not in self.names and self.engine.adapters.find(name) is None:
             raise self._no_model(name)
 
     def hold_model(self, name: str) -> AbstractContextManager[Adapter | None]:
         """The adapter that has the name now, or None for the model itself. While it is held, its content can still be submitted to,
         whatever becomes of the name."""
-        if name == self.engine.name:
+        if name in self.names:
             return contextlib.nullcontext()
         hold = self.engine.adapters.try_hold(name)
         if hold is None:
@@ -159,7 +166,7 @@ class Service:
         return hold
 
     def _no_model(self, name: str) -> Refused:
-        message = f"there is no model {name!r} here; this server has {self.engine.name!r} (GET /v1/models lists its adapters)"
+        message = f"there is no model {name!r} here; this server has {self.names[0]!r} (GET /v1/models lists its adapters)"
         return Refused(404, message, param="model", code="model_not_found")
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:

@@ -65,8 +65,8 @@ class Generations:
     A seat is given back when its generation is over on both sides: read to the end or given up here, and ended by the engine.
     """
 
-    def __init__(self, engine: Engine, bridge: Bridge, seats: Seats) -> None:
-        self.id = uuid4().hex
+    def __init__(self, engine: Engine, bridge: Bridge, seats: Seats, unique: str | None = None) -> None:
+        self.id = unique or uuid4().hex
         self._engine = engine
         self._bridge = bridge
         self._seats = seats

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import StopString, TextStream
-from penstock.errors import EngineClosed, InvalidRequest, PenstockError, StepFailed
+from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest, PenstockError, PromptTooLong, StepFailed
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -57,6 +58,15 @@ class Rules(NamedTuple):
     special_in_text: bool = False  # whether messages may spell special tokens
 
 
+@contextlib.contextmanager
+def within_context() -> Iterator[None]:
+    """Around the making of a prompt that is to be computed: one that is too long does not fit the context."""
+    try:
+        yield
+    except PromptTooLong as error:
+        raise ContextExceeded(error.most, f"your prompt has {error.what}", error.param or "prompt") from None
+
+
 def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
     """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
     if isinstance(body.prompt, str):
@@ -95,7 +105,7 @@ def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules:
 
 def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:
     if len(ids) > most:
-        raise InvalidRequest(f"{param} has {len(ids)} tokens; {most} is the most that is taken", param)
+        raise PromptTooLong(f"{len(ids)} tokens", most, param)
 
 
 def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:

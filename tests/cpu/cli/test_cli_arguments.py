@@ -13,6 +13,7 @@ import pytest
 
 from penstock import cli
 from penstock.commands.arguments import config_of, sampling_of
+from penstock.commands.logs import LogSettings
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig, ServerConfig
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 
@@ -209,7 +210,7 @@ def test_a_password_is_not_echoed_wherever_it_was_typed(penstock, argv):
 
 def test_without_that_care_the_parser_would_echo_it(penstock, monkeypatch):
     monkeypatch.setattr(cli, "without_secrets", lambda message, argv: message)
-    assert "pa55" in penstock("serve", "--kv-offload-remot", STORE).err
+    assert "pa55" in penstock("serve", f"--kv-offload-remot={STORE}").err
 
 
 def test_an_error_that_repeats_the_url_is_shown_without_its_password(penstock, monkeypatch):
@@ -246,7 +247,7 @@ def test_the_api_key_comes_from_its_flag_or_the_environment(monkeypatch, given, 
     if variable is not None:
         monkeypatch.setenv("PENSTOCK_API_KEY", variable)
     assert cli.main(["serve", "--port", "0", *(["--api-key", given] if given else [])]) == 0
-    assert (seen[0][0].api_key, seen[0][0].port, seen[0][1]) == (key, 0, "info")
+    assert (seen[0][0].api_key, seen[0][0].port, seen[0][1]) == (key, 0, LogSettings("info", "text"))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,10 @@ def test_every_server_flag_reaches_the_config(monkeypatch):
     monkeypatch.setattr("penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0)
     given = (
         "serve --host 127.0.0.9 --port 81 --api-key k --max-body-bytes 2048 --max-concurrent 3 --shutdown-s 4 --read-timeout-s 5 "
-        "--write-timeout-s 6 --allow-special-tokens-in-text --log-level error"
+        "--write-timeout-s 6 --allow-special-tokens-in-text --log-level error --log-format json --served-model-name a b/c --public-metrics "
+        "--cors-origin http://a --cors-origin https://b:1"
     )
     assert cli.main(given.split()) == 0
-    assert seen == [(ServerConfig("127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True), "error")]
+    names, origins = ("a", "b/c"), ("http://a", "https://b:1")
+    server = ServerConfig("127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True, names, origins, True)
+    assert seen == [(server, LogSettings("error", "json"))]

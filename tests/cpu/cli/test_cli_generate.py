@@ -103,14 +103,14 @@ def test_a_default_length_yields_to_the_context_but_a_given_one_is_refused(penst
     assert penstock("generate", "twelve bytes", *tiny, *room, "--json", str(file)).code == 0
     assert json.loads(file.read_text())["generated_tokens"] == 20
     ran = penstock("generate", "twelve bytes", *tiny, *room, "--max-tokens", "21")
-    assert ran.code == 2 and "context holds 32" in ran.err
+    assert ran.code == 2 and "context length is 32" in ran.err
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (("generate", ""), "PROMPT is empty"),
-        (("generate", "x" * 5000, "--model", "tiny-llama", "--load-format", "dummy"), "context holds"),
+        (("generate", "x" * 5000, "--model", "tiny-llama", "--load-format", "dummy"), "maximum context length"),
         (("generate", "x", "--model", "/no/such/model"), "/no/such/model"),
         (
             ("generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--kv-offload-host-gib", "1e6"),

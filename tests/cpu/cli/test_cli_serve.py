@@ -2,25 +2,162 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import socket
+import sys
+from pathlib import Path
 
+import pytest
+
+from penstock import cli
 from penstock.commands import serve
 from penstock.commands.answer import Answer
+from penstock.commands.arguments import config_of
 from penstock.commands.chat import _interrupts
-from penstock.commands.session import load_engine
+from penstock.commands.hub import fetched, hub_name
+from penstock.commands.logs import JsonLines
+from penstock.commands.session import load_engine, running_engine
+from penstock.config import Config, ModelSource, ServerConfig
 from penstock.contract import SamplingParams
+from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
+from support.adapters import write_random_adapter
 from support.scripted_engine import ScriptedEngine
 
 
-def test_a_port_that_is_taken_closes_the_engine_that_was_loaded(penstock, tiny, monkeypatch):
-    """Its lanes, and the lock of a disk cache, would otherwise stay for as long as the process does."""
-    loaded = []
-    monkeypatch.setattr(serve, "load_engine", lambda config: loaded.append(load_engine(config)) or loaded[0])
+@pytest.fixture
+def loaded(monkeypatch):
+    """Engines that the command has loaded."""
+    engines = []
+    monkeypatch.setattr(serve, "load_engine", lambda config: engines.append(load_engine(config)) or engines[0])
+    return engines
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(penstock, tiny, loaded):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ran = penstock("serve", *tiny, "--host", "127.0.0.1", "--port", str(taken.getsockname()[1]))
     assert ran.code == 2 and "cannot listen on 127.0.0.1" in ran.err
+    assert loaded == []
+
+
+def test_a_refusal_after_loading_closes_the_engine(penstock, tiny, loaded, tmp_path):
+    """Its lanes, and the lock of a disk cache, would otherwise stay for as long as the process does."""
+    write_random_adapter(tmp_path / "a", TINY_LLAMA, 1)
+    named = ("--lora", f"mine={tmp_path / 'a'}", "--served-model-name", "mine")
+    ran = penstock("serve", *tiny, "--port", "0", *named)
+    assert ran.code == 2 and "an adapter has that name" in ran.err
     assert loaded[0].ended == "the engine is closed"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--max-model-len", "9999"), "--max-model-len 9999 exceeds the"),
+        (("--max-model-len", "500", "--device-kv-blocks", "4"), "does not fit into 4 KV blocks"),
+        (("--device-kv-gib", "1000000"), "lower --device-kv-gib"),
+    ],
+)
+def test_what_cannot_fit_is_said_before_weights_are_read(penstock, loaded, tmp_path, flags, said):
+    write_tiny_model(tmp_path / "m")
+    ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *flags)
+    assert ran.code == 2 and said in ran.err, ran.err
+    assert loaded == []
+
+
+def test_weights_larger_than_memory_are_not_read(penstock, loaded, tmp_path, monkeypatch):
+    write_tiny_model(tmp_path / "m")
+    monkeypatch.setattr("penstock.engine.build.free_bytes", lambda device: 1000)
+    ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0")
+    assert ran.code == 2 and "the weights of m take" in ran.err
+    assert loaded == []
+
+
+def test_two_models_are_refused_and_a_positional_one_is_the_model(penstock, monkeypatch):
+    ran = penstock("serve", "a", "--model", "b")
+    assert ran.code == 2 and "two models are given: a and --model b" in ran.err
+    seen = []
+    monkeypatch.setattr(serve, "serve", lambda config, server, logs: seen.append(config.source.model) or 0)
+    for argv in (("serve", "m"), ("serve", "--model", "m"), ("serve", "m", "--served-model-name", "x", "y")):
+        assert penstock(*argv).code == 0
+    assert seen == ["m"] * 3
+
+
+def test_help_shows_no_default_that_says_nothing(penstock):
+    for command in ("serve", "generate", "chat", "doctor"):
+        text = penstock(command, "--help").out
+        assert "(default: None)" not in text and "(default: [])" not in text and "(default: False)" not in text
+    assert "(default: 8000)" in penstock("serve", "--help").out
+
+
+# ------------------------------------------------------------------------------------------------------------------ the hub
+
+
+def test_a_model_on_the_hub_is_found_among_what_was_fetched_before(tmp_path, monkeypatch):
+    """The real library, without a network: its own cache holds the files."""
+    home = tmp_path / "hub" / "models--org--tiny"
+    write_tiny_model(home / "snapshots" / ("a" * 40))
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = fetched(Config(ModelSource("org/tiny"))).source.model
+    assert Path(found).name == "a" * 40 and (Path(found) / "config.json").is_file()
+
+
+def test_what_the_hub_does_not_give_is_fetched_by_hand(penstock, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    ran = penstock("serve", "org/none", "--port", "0")
+    assert ran.code == 2 and "hf download org/none --local-dir DIR" in ran.err and "--model DIR" in ran.err
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    ran = penstock("serve", "org/none", "--port", "0")
+    assert ran.code == 2 and "pip install huggingface_hub" in ran.err and "hf download org/none" in ran.err
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "./org/name", "/org/name", "a/b/c", "org/", "../x", "org/na me", "x.gguf", "~/m"])
+def test_what_is_no_name_on_the_hub_is_left_to_the_loader(model):
+    assert hub_name(model) is None
+    assert hub_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+
+
+def test_a_directory_that_looks_like_a_name_is_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert hub_name("org/name") is None
+
+
+# --------------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_a_line_of_json_has_its_fields_and_nothing_breaks_it():
+    record = logging.LogRecord("penstock.access", logging.INFO, "f", 1, "a %s", ("line\nbreak",), None)
+    line = JsonLines().format(record)
+    assert "\n" not in line and json.loads(line)["message"] == "a line\nbreak"
+    record.fields = {"id": "x", "level": "forged", "status": 200}
+    said = json.loads(JsonLines().format(record))
+    assert (said["id"], said["status"], said["level"]) == ("x", 200, "info") and "message" not in said
+    try:
+        raise ValueError("no")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    assert "ValueError: no" in json.loads(JsonLines().format(record))["exception"]
+
+
+def test_the_summary_says_what_runs_and_no_secret(tiny):
+    config = config_of(cli.make_parser().parse_args(["serve", *tiny, "--max-batch", "3"]))
+    server = ServerConfig(api_key="s3cret", served_names=("a", "b"))
+    with running_engine(config) as engine:
+        facts = serve.summary(engine, config, server, "http://x:1")
+    assert (facts["model"], facts["device"], facts["dtype"], facts["max_batch"], facts["url"]) == (
+        "a, b",
+        "cpu",
+        "float32",
+        3,
+        "http://x:1",
+    )
+    assert "device" in facts["kv"] and "(256 blocks)" in facts["kv"] and "host" in facts["kv"]
+    assert facts["key"] == "needed" and "s3cret" not in str(facts)
 
 
 def test_an_interrupt_ends_the_answer_while_it_lasts_and_is_the_callers_again_behind_it():

@@ -310,8 +310,8 @@ def test_a_listener_that_raises_does_not_disturb_the_engine(make_engine: MakeEng
     ("prompt", "sampling", "message"),
     [
         ([], {}, "empty"),
-        ([1] * 2048, {}, "context holds"),
-        ([1], {"max_tokens": 1 << 40}, "context holds"),
+        ([1] * 2048, {}, "maximum context length"),
+        ([1], {"max_tokens": 1 << 40}, "maximum context length"),
         ([-1], {}, "token ids must lie"),
         ([10**9], {}, "token ids must lie"),
         ([10**30], {}, "token ids must lie"),

@@ -30,11 +30,11 @@ def test_a_request_may_fill_the_context_to_its_last_token(make_engine: MakeEngin
     for num_prompt in (1, 40, CONTEXT - 1):
         found = generate(engine, prompts(num_prompt), max_tokens=CONTEXT - num_prompt)
         assert (len(found.tokens), found.finish) == (CONTEXT - num_prompt, FinishReason.LENGTH)
-        with pytest.raises(InvalidRequest, match="context holds 64") as refused:
+        with pytest.raises(InvalidRequest, match="context length is 64") as refused:
             submit(engine, prompts(num_prompt), max_tokens=CONTEXT - num_prompt + 1)
         assert refused.value.param == "max_tokens"
     assert generate(engine, prompts(CONTEXT), max_tokens=0).finish is FinishReason.LENGTH
-    with pytest.raises(InvalidRequest, match="context holds 64") as refused:
+    with pytest.raises(InvalidRequest, match="context length is 64") as refused:
         submit(engine, prompts(CONTEXT), max_tokens=1)
     assert refused.value.param == "prompt"
 

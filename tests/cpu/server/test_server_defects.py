@@ -42,12 +42,12 @@ def test_a_stream_that_fails_half_way_ends_with_the_error_and_nothing_behind_it(
 ) -> None:
     chunk, num_chunks = CompletionReply.chunk, 0
 
-    def failing(self: CompletionReply, index: int, piece: Any) -> Any:
+    def failing(self: CompletionReply, index: int, piece: Any, usage: Any = None) -> Any:
         nonlocal num_chunks
         num_chunks += 1
         if num_chunks == 2:
             raise error
-        return chunk(self, index, piece)
+        return chunk(self, index, piece, usage)
 
     monkeypatch.setattr(CompletionReply, "chunk", failing)
     served.engine.hold()

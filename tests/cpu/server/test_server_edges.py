@@ -4,6 +4,7 @@ documents name."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ ANSWERS = {
     errors.ConfigError: (400, "invalid_request_error", None, True),
     errors.ModelError: (400, "invalid_request_error", None, True),
     errors.InvalidRequest: (400, "invalid_request_error", None, True),
+    errors.PromptTooLong: (400, "invalid_request_error", None, True),
+    errors.ContextExceeded: (400, "invalid_request_error", "context_length_exceeded", True),
     errors.Overloaded: (429, "rate_limit_error", "overloaded", True),
     errors.EngineClosed: (503, "service_unavailable_error", "unavailable", True),
     errors.DeadlineExceeded: (504, "server_error", "deadline_exceeded", True),
@@ -30,16 +33,21 @@ ANSWERS = {
     errors.TransferFailed: (503, "service_unavailable_error", "tier_failed", True),
     errors.StepFailed: (500, "server_error", "step_failed", True),
 }
+MADE: dict[type[Exception], Callable[[], Exception]] = {  # those that take more than a message
+    errors.IllegalTransition: lambda: errors.IllegalTransition("lane", "open", "close"),
+    errors.PromptTooLong: lambda: errors.PromptTooLong("9 tokens", 8),
+    errors.ContextExceeded: lambda: errors.ContextExceeded(8, "you requested 9 tokens"),
+}
 OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PenstockError)]
 
 
 @pytest.mark.parametrize("kind", [*OURS, ValueError, MemoryError])
 def test_each_error_has_its_answer(kind: type[Exception]) -> None:
-    error = kind("lane", "open", "close") if kind is errors.IllegalTransition else kind("what happened")
+    error = MADE[kind]() if kind in MADE else kind("what happened")
     status, type_, code, tells = ANSWERS.get(kind, (500, "server_error", "internal", False))
     fault = fault_of(error)
-    assert (fault.status, fault.type, fault.code, fault.param) == (status, type_, code, None)
-    assert fault.message == ("what happened" if tells else "internal error; the server's log says more")
+    assert (fault.status, fault.type, fault.code, fault.param) == (status, type_, code, getattr(error, "param", None))
+    assert fault.message == (str(error) if tells else "internal error; the server's log says more")
     reply = error_response(error)
     assert (reply.status_code, json.loads(reply.body)) == (status, fault.body())
     assert reply.headers.get("retry-after") == ("1" if kind is errors.Overloaded else None)

@@ -236,12 +236,9 @@ def test_a_chat_stream_begins_with_the_role(served: Served) -> None:
         stream_options={"include_usage": True},
     )
     chunks = list(stream)
-    assert [(c.choices[0].index, c.choices[0].delta.role, c.choices[0].delta.content) for c in chunks[:2]] == [
-        (0, "assistant", ""),
-        (1, "assistant", ""),
-    ]
     for index in range(2):
         mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == index]
+        assert (mine[0].delta.role, mine[0].delta.content) == ("assistant", "")
         assert "".join(c.delta.content or "" for c in mine) == f"choice {7 + index}:"
         assert [c.finish_reason for c in mine if c.finish_reason] == ["length"]
         assert all(c.delta.role is None for c in mine[1:])
@@ -281,7 +278,7 @@ def test_errors_are_those_that_the_client_knows(served: Served) -> None:
         client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "x"}], tools=[{"type": "function", "function": {"name": "f"}}]
         )
-    with pytest.raises(openai.BadRequestError, match="do not fit the context") as long:
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as long:
         client.completions.create(model=MODEL, prompt="x" * served.engine.max_model_len, max_tokens=1)
     assert long.value.type == "invalid_request_error"
 

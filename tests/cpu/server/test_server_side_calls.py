@@ -14,7 +14,7 @@ from served import Served, until
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import schema, service
-from penstock.server.run import HttpServer, _bind
+from penstock.server.run import HttpServer, bind
 from penstock.server.text import encode_chat
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
@@ -68,13 +68,13 @@ def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -
 
 def test_a_port_that_the_server_before_has_just_left_can_be_had_again() -> None:
     """Whoever closes a connection first keeps its address for a minute; a server that is restarted must not wait for that."""
-    with contextlib.closing(_bind(ServerConfig(port=0))) as listener:
+    with contextlib.closing(bind(ServerConfig(port=0))) as listener:
         listener.listen()
         port = listener.getsockname()[1]
         with contextlib.closing(socket.create_connection(("127.0.0.1", port))) as client:
             listener.accept()[0].close()
             assert client.recv(1) == b""
-    with contextlib.closing(_bind(ServerConfig(port=port))) as again:
+    with contextlib.closing(bind(ServerConfig(port=port))) as again:
         assert again.getsockname()[1] == port
 
 

@@ -105,7 +105,12 @@ LEGAL: dict[str, list[Any]] = {
     "messages": [HELLO, [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}]],
     "n": [None, 1, 3],
     "stream": [None, False, True],
-    "stream_options": [None, {"include_usage": True}, {}],
+    "stream_options": [
+        None,
+        {"include_usage": True},
+        {},
+        {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True},
+    ],
     "stop": [None, "e", ["the", " a"], [f"{i}\u00e9" for i in range(16)]],
     "stop_token_ids": [None, [], [5, 80, 2**31 - 1], list(range(3, 120))],
     "seed": [7, 0, -(2**63 - 1), 2**63 - 1],
@@ -132,6 +137,8 @@ LEGAL: dict[str, list[Any]] = {
         {"release": True},
     ],
     "user": [None, "u"],
+    "metadata": [None, {}, {"k": "v"}],
+    "logit_bias": [None, {}, {"5": 100, "70": -100.0, "300": 0.5}],
     "echo": [None, True, False],
     "logprobs": [None, 0, 5, 20],
     "top_logprobs": [None, 0, 20],
@@ -144,7 +151,8 @@ def legal_options(path: str) -> dict[str, list[Any]]:
     options = {}
     for field in mi.type_info(BODIES[path]).fields:
         name = field.encode_name
-        options[name] = LEGAL.get(name) or ([None, True, False] if _is_flag(field.type) else [None])
+        neutral = [None, *schema.NEUTRAL[name].values] if name in schema.NEUTRAL else None
+        options[name] = LEGAL.get(name) or neutral or ([None, True, False] if _is_flag(field.type) else [None])
     if path == "/v1/chat/completions":
         options["logprobs"] = [None, True, False]
     return options

@@ -33,7 +33,7 @@ def encode(value: Any) -> bytes:
             return value.text
         case Pairs() | dict():
             items = value.items if isinstance(value, Pairs) else value.items()
-            return b"{%b}" % b",".join(json.dumps(key).encode() + b":" + encode(item) for key, item in items)
+            return b"{%b}" % b",".join(json.dumps(str(key)).encode() + b":" + encode(item) for key, item in items)
         case list():
             return b"[%b]" % b",".join(map(encode, value))
         case _:
@@ -115,7 +115,7 @@ def kinds(kind: mi.Type) -> set[str]:
             return {"str"}
         case mi.ListType():
             return {"array"}
-        case mi.StructType():
+        case mi.StructType() | mi.DictType():
             return {"object"}
         case mi.UnionType():
             return set().union(*map(kinds, kind.types))
@@ -145,6 +145,10 @@ def fits(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.lists(fits(kind.item_type), min_size=kind.min_length or 0, max_size=max(3, kind.min_length or 0))
         case mi.StructType():
             return _struct(kind)
+        case mi.DictType():
+            return st.dictionaries(fits(kind.key_type), fits(kind.value_type), max_size=3)
+        case mi.AnyType():
+            return well_formed
         case mi.UnionType():
             return st.one_of(*map(fits, kind.types))
     raise NotImplementedError(f"the fuzzer does not know the type {kind}: say here what fits it")
@@ -165,7 +169,7 @@ def fits_not(kind: mi.Type) -> st.SearchStrategy[Any]:
                 wrong.append(st.sampled_from([text for text in BY_KIND["str"] if text not in part.values]))
             case mi.StrType(min_length=low) if low:
                 wrong.append(st.just(""))
-            case mi.ListType():
+            case mi.ListType() if not isinstance(part.item_type, mi.AnyType):
                 wrong.append(st.tuples(fits(part), fits_not(part.item_type)).map(lambda both: [*both[0], both[1]]))
                 if part.min_length:
                     wrong.append(st.just([]))

@@ -134,7 +134,7 @@ def generated(case: Case, answer: Answer) -> Generated:
     fields = {name: value for name, value in (case.fields or {}).items() if value is not None}
     chat = case.path == "/v1/chat/completions"
     if fields.get("stream"):
-        replies, usage = _events(answer, bool((fields.get("stream_options") or {}).get("include_usage")))
+        replies, usage = _events(answer, fields.get("stream_options") or {})
     else:
         need(answer.headers.get("content-type") == "application/json", "a reply that is not streamed is JSON")
         whole = strict_json(answer.body)
@@ -158,7 +158,7 @@ def generated(case: Case, answer: Answer) -> Generated:
     return Generated(choices, usage)
 
 
-def _events(answer: Answer, with_usage: bool) -> tuple[list[Json], Json | None]:
+def _events(answer: Answer, options: Json) -> tuple[list[Json], Json | None]:
     need(answer.headers.get("content-type", "").startswith("text/event-stream"), "a stream is a text/event-stream")
     need(answer.body.endswith(b"data: [DONE]\n\n"), f"a stream ends with [DONE], this one with {answer.body[-80:]!r}")
     events = answer.body.split(b"\n\n")[:-2]
@@ -166,10 +166,14 @@ def _events(answer: Answer, with_usage: bool) -> tuple[list[Json], Json | None]:
     replies = [strict_json(event.removeprefix(b"data: ")) for event in events]
     need(not any("error" in reply for reply in replies), f"a stream ended with an error: {replies[-1]}")
     usage = None
-    if with_usage:
-        need(all(reply.pop("usage", 1) is None for reply in replies[:-1]), "with usage in the last event, it is null in all others")
+    if options.get("include_usage"):
         need(replies[-1]["choices"] == [], "the event with the usage has no choices")
         usage = replies.pop().pop("usage")
+    if options.get("include_usage") or options.get("continuous_usage_stats"):
+        everywhere = bool(options.get("continuous_usage_stats"))
+        need(all((reply.pop("usage") is not None) == everywhere for reply in replies), "usage is where it was asked for, else null")
+    if options.get("include_obfuscation"):
+        need(all(isinstance(reply.pop("obfuscation"), str) for reply in replies), "every chunk is padded")
     return replies, usage
 
 

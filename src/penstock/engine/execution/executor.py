@@ -16,7 +16,7 @@ from penstock.engine.execution.batch import Packed, Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.replays import Replays
-from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_counts
+from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
 from penstock.engine.execution.sampler import Sampler, packed_width, token_logprobs
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
@@ -137,7 +137,7 @@ class Executor:
             self._spoil(self.guard, chain, plan)
         for start in plan.starts:
             self._rows.start(start)
-            if needs_counts(start.sampling):
+            if needs_state(start.sampling):
                 access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
         arriving = Arriving(loads)

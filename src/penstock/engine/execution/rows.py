@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.contract import SamplingParams, Start
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-NUM_FLOATS = len(_FLOATS)
+NUM_FLOATS = len(_FLOATS) + 1  # and 1 for a row that has biases, else 0: what another request left in the row does not count
 NUM_PARAMS = NUM_FLOATS + 3  # and top_k, two words of draw key
 
 
@@ -20,10 +20,11 @@ class SamplePlan:
 
     rows: NDArray[np.int32]
     greedy: bool  # all of them, without penalties
-    penalties: bool
+    penalties: bool  # or biases: state of rows is needed
     filters: bool  # any top-k or top-p: needs a sort
     num_logprobs: list[int]  # by row: alternatives wanted; -1: no logprobs
     params: NDArray[np.int32] | None  # [NUM_PARAMS, S] packed words, None where greedy
+    biases: bool = False  # any row has some; then `penalties` is set too
 
 
 class Rows:
@@ -35,19 +36,20 @@ class Rows:
         self._top_k = np.zeros(max_batch + 1, np.int32)
         self._seeds = np.zeros(max_batch + 1, np.uint64)
         self._num_logprobs = np.full(max_batch + 1, -1, np.int32)
-        self._flags = np.zeros((3, max_batch + 1), bool)  # random, penalties, filters
+        self._flags = np.zeros((4, max_batch + 1), bool)  # random, penalties, filters, biases
 
     def start(self, start: Start) -> None:
         row, sampling = start.row, start.sampling
-        self._floats[:, row] = [getattr(sampling, name) for name in _FLOATS]
+        biased = bool(sampling.logit_bias)
+        self._floats[:, row] = [*(getattr(sampling, name) for name in _FLOATS), biased]
         self._top_k[row] = max(sampling.top_k, 0)
         self._seeds[row] = np.uint64((sampling.seed or 0) & (2**64 - 1))
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
-        self._flags[:, row] = (not sampling.greedy, needs_counts(sampling), sampling.top_k > 0 or sampling.top_p < 1.0)
+        self._flags[:, row] = (not sampling.greedy, needs_state(sampling), sampling.top_k > 0 or sampling.top_p < 1.0, biased)
 
     def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> SamplePlan:
         """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch."""
-        random, penalties, filters = (bool(flags.any()) for flags in self._flags[:, rows])
+        random, penalties, filters, biases = (bool(flags.any()) for flags in self._flags[:, rows])
         greedy = not (random or penalties)
         params = None
         if not greedy:
@@ -55,11 +57,13 @@ class Rows:
             params[:NUM_FLOATS] = self._floats[:, rows].view(np.int32)
             params[NUM_FLOATS] = self._top_k[rows]
             params[NUM_FLOATS + 1 :] = draw_keys(self._seeds[rows], positions)
-        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params)
+        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases)
 
 
-def needs_counts(sampling: SamplingParams) -> bool:
-    return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
+def needs_state(sampling: SamplingParams) -> bool:
+    """Whether the device keeps something for the row: counts of its tokens, or biases."""
+    penalised = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
+    return penalised or bool(sampling.logit_bias)
 
 
 def draw_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -1,14 +1,15 @@
-"""Choosing tokens on the device. Owns the mathematics of sampling and its state by row: the last token, and counts for penalties."""
+"""Choosing tokens on the device. Owns the mathematics of sampling and its state by row: the last token, counts for penalties, biases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import Start
+from penstock.contract import MAX_LOGIT_BIAS, Start
 from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import InvariantBroken
@@ -79,6 +80,8 @@ class Sampler:
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros((num_rows, vocab), dtype=torch.int32, device=device)  # of generated tokens
         self._in_prompt = torch.zeros((num_rows, vocab), dtype=torch.bool, device=device)
+        self._biased = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)  # token ids; those not used have no bias
+        self._bias = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
 
     def start(self, start: Start) -> None:
         """Set up penalty state for a request that takes a row: work of the lane, before the step's own. The step before, which may still
@@ -91,6 +94,11 @@ class Sampler:
         if start.output:
             output = self._uploads.send(start.output)
             self._counts[start.row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        if biases := start.sampling.logit_bias:
+            self._bias[start.row].zero_()
+            words = np.array([bias for _, bias in biases], np.float32).view(np.int32)
+            self._biased[start.row, : len(biases)] = self._uploads.send([token for token, _ in biases])
+            self._bias[start.row, : len(biases)] = self._uploads.send(words).to(torch.int32).view(torch.float32)
 
     def _require_lane(self) -> None:
         if not self._lane.is_current():
@@ -114,9 +122,12 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor) -> Tensor:
         floats = params[:NUM_FLOATS].view(torch.float32)
-        temperature, top_p, min_p, presence, frequency, repetition = (f[:, None] for f in floats)
+        temperature, top_p, min_p, presence, frequency, repetition, biased = (f[:, None] for f in floats)
         if plan.penalties:
             logits = self._penalise(logits, rows, presence, frequency, repetition)
+        if plan.biases:
+            # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are added.
+            logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
         random = temperature >= 1e-5
         scores = logits / torch.where(random, temperature, 1.0)
         # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be NaN, and win.

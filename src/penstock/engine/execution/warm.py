@@ -23,6 +23,7 @@ _SAMPLINGS = (
     SamplingParams(max_tokens=1, temperature=0.8, seed=1),
     SamplingParams(max_tokens=1, temperature=0.8, seed=1, top_p=0.9, top_k=40, min_p=0.05),
     SamplingParams(max_tokens=1, temperature=0.0, presence_penalty=0.5, repetition_penalty=1.1),
+    SamplingParams(max_tokens=1, temperature=0.8, seed=1, logit_bias=((1, 1.0),)),
     SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
     SamplingParams(max_tokens=1, temperature=0.0, logprobs=5),
     _EVERYTHING,

@@ -21,6 +21,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 0.5},
     "frequency": {"frequency_penalty": -0.5},
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "biases": {"temperature": 0.0, "logit_bias": ((3, 1.5), (0, -2.0))},
     "scores": {"logprobs": 4},
     "seed": {"seed": -7},
 }
@@ -47,7 +48,7 @@ def test_a_row_that_is_used_again_is_as_one_that_is_new(after: str) -> None:
 
 
 def told(plan: SamplePlan) -> tuple[object, ...]:
-    return plan.greedy, plan.penalties, plan.filters, plan.num_logprobs, None if plan.params is None else plan.params.tolist()
+    return plan.greedy, plan.penalties, plan.filters, plan.biases, plan.num_logprobs, None if plan.params is None else plan.params.tolist()
 
 
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.7, "frequency_penalty": 1.0}], ids=str)

@@ -66,6 +66,68 @@ def test_the_check_of_distributions_can_fail(logits: torch.Tensor) -> None:
         check_distribution(sample_many(logits, 20_000, temperature=0.7), (logits / 0.75).softmax(-1))
 
 
+def biased(logits: torch.Tensor, *biases: tuple[int, float]) -> torch.Tensor:
+    shifted = logits.clone()
+    for token, bias in biases:
+        shifted[token] += bias
+    return shifted
+
+
+BIASES = ((0, -1.5), (3, 2.0), (VOCAB - 1, -100.0))
+
+
+def test_biases_shift_the_distribution(logits: torch.Tensor) -> None:
+    expected = (biased(logits, *BIASES) / 0.7).softmax(-1)
+    counts = sample_many(logits, 20_000, temperature=0.7, logit_bias=BIASES)
+    check_distribution(counts, torch.where(expected < 1e-30, 0.0, expected))
+
+
+def test_biases_come_before_filters_and_behind_penalties(logits: torch.Tensor) -> None:
+    p = biased(logits, *BIASES).softmax(-1)
+    check_distribution(sample_many(logits, 20_000, top_k=4, logit_bias=BIASES), kept(p, p >= p.sort(descending=True).values[3]))
+    halved = torch.where(logits > 0, logits / 2, logits * 2)
+    penalised = torch.where(torch.arange(VOCAB) == 3, halved, logits)
+    counts = sample_many(logits, 2000, prompt=(3,), temperature=0.0, repetition_penalty=2.0, logit_bias=((3, 1.0),))
+    assert counts.argmax() == biased(penalised, (3, 1.0)).argmax()
+
+
+def test_a_bias_decides_a_greedy_choice_and_logprobs_are_the_models_own(logits: torch.Tensor) -> None:
+    least = int(logits.argmin())
+    rows, sampler = Rows(1), OnLane(1, VOCAB)
+    start = Start.of(0, Request("r", (1,), SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logit_bias=((least, 100.0),))), ())
+    rows.start(start)
+    sampler.start(start)
+    plan = rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32))
+    assert plan.params is not None
+    found = sampler.sample(logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params))
+    assert found.tokens.tolist() == [least]
+    assert found.logprobs is not None and torch.equal(found.logprobs, logits.log_softmax(-1)[least][None])
+
+
+def test_biases_of_a_row_are_not_its_neighbours_nor_those_of_whoever_has_it_next(logits: torch.Tensor) -> None:
+    """The row of the second request was another's, whose biases are still in it: nothing sets up a row that needs no state."""
+    best, least = int(logits.argmax()), int(logits.argmin())
+    rows, sampler = Rows(2), OnLane(2, VOCAB)
+
+    def start(row: int, **sampling: Any) -> None:
+        begun = Start.of(row, Request("r", (1,), SamplingParams(max_tokens=1, temperature=0.0, **sampling)), ())
+        rows.start(begun)
+        if sampling:
+            sampler.start(begun)
+
+    start(1, logit_bias=((least, 100.0),))
+    start(1)
+    start(0, logit_bias=((5, 100.0),))
+    plan = rows.sample_plan(np.array([0, 1], np.int32), np.zeros(2, np.int32))
+    assert plan.params is not None
+    found = sampler.sample(logits.expand(2, -1), torch.tensor([0, 1], dtype=torch.int32), plan, torch.from_numpy(plan.params))
+    assert found.tokens.tolist() == [5, best]
+    start(0, logit_bias=((least, 1e-3),))  # fewer or smaller ones replace what was there
+    plan = rows.sample_plan(np.array([0], np.int32), np.zeros(1, np.int32))
+    assert plan.params is not None
+    assert sampler.sample(logits[None], torch.tensor([0], dtype=torch.int32), plan, torch.from_numpy(plan.params)).tokens.tolist() == [best]
+
+
 def test_top_k_keeps_exactly_k(logits: torch.Tensor) -> None:
     p = logits.softmax(-1)
     check_distribution(sample_many(logits, 20_000, top_k=4), kept(p, p >= p.sort(descending=True).values[3]))

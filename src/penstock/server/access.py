@@ -1,0 +1,146 @@
+"""One HTTP exchange from first to last byte: its id, how it ended and why. Owns the access log; the figures go to `RequestFigures`."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.server.request_figures import RequestFigures
+
+logger = logging.getLogger("penstock.access")
+
+ID_HEADER = "x-request-id"
+MAX_ID = 128  # characters of a client's own id
+MAX_PATH = 200  # characters of a path in the log
+QUIET = frozenset({"/health", "/live", "/metrics"})  # asked every few seconds: logged at debug
+HANGUP = 499
+_NOT_IN_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
+_KEY = "penstock.exchange"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known of one request and its answer. Routes fill in what they learn; times are `time.monotonic()`."""
+
+    method: str
+    path: str
+    started_s: float
+    unique: str = field(default_factory=lambda: uuid4().hex)
+    id: str = ""  # the client's own where it sent one, which need not be unique
+    client: str = ""
+    status: int = 0  # 0: nothing was answered
+    error: str | None = None  # what the client was told
+    model: str | None = None
+    stream: bool = False
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    sources: dict[str, int] = field(default_factory=dict)  # prompt tokens by where their KV came from
+    finish: list[str] = field(default_factory=list)  # by choice
+    queue_s: float | None = None  # of the choice that waited longest
+    first_s: float | None = None
+    ended_s: float = 0.0
+
+    @property
+    def generating(self) -> bool:
+        return self.prompt_tokens > 0
+
+    def fields(self) -> dict[str, Any]:
+        """For the log, without what there is not."""
+        generated: dict[str, Any] = {}
+        if self.generating:
+            generated = {
+                "model": self.model,
+                "stream": self.stream,
+                "prompt_tokens": self.prompt_tokens,
+                **{f"from_{source}": num for source, num in self.sources.items() if num},
+                "output_tokens": self.output_tokens,
+                "finish": ",".join(dict.fromkeys(self.finish)) or None,
+                "queue_s": None if self.queue_s is None else round(self.queue_s, 4),
+                "ttft_s": None if self.first_s is None else round(self.first_s - self.started_s, 4),
+            }
+        every = {
+            "id": self.id,
+            "client": self.client,
+            "method": self.method,
+            "path": _printable(self.path),
+            "status": self.status,
+            **generated,
+            "total_s": round(self.ended_s - self.started_s, 4),
+            "error": None if self.error is None else _printable(self.error),
+        }
+        return {name: value for name, value in every.items() if value is not None}
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange that a request belongs to. A scope that came in past the access log gets one of its own."""
+    found = scope.get(_KEY)
+    if found is None:
+        found = scope[_KEY] = Exchange(scope.get("method", ""), scope.get("path", ""), time.monotonic())
+        found.id = found.unique
+    exchange: Exchange = found
+    return exchange
+
+
+class AccessLog:
+    """Outermost: gives every exchange its id and says how it ended, also where no route was reached."""
+
+    def __init__(self, app: ASGIApp, figures: RequestFigures, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._figures = figures
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope["method"], scope["path"], self._clock())
+        exchange.id = _own_id(scope) or exchange.unique
+        exchange.client = ":".join(map(str, scope.get("client") or ()))
+        scope[_KEY] = exchange
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), exchange.id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, with_id)
+        finally:
+            exchange.status = exchange.status or HANGUP
+            exchange.ended_s = self._clock()
+            self._figures.add(exchange)
+            _log(exchange)
+
+
+def _log(exchange: Exchange) -> None:
+    level = logging.DEBUG if exchange.path in QUIET and exchange.status < 400 else logging.INFO
+    if logger.isEnabledFor(level):
+        fields = exchange.fields()
+        text = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
+        logger.log(level, "%s", text, extra={"fields": fields})
+
+
+def _own_id(scope: Scope) -> str:
+    """The id that the client sent, without what could forge a line of a log or a header, and no longer than is of use."""
+    for name, value in scope["headers"]:
+        if name == ID_HEADER.encode():
+            return _NOT_IN_ID.sub(b"", value[: 4 * MAX_ID])[:MAX_ID].decode()
+    return ""
+
+
+def _printable(text: str) -> str:
+    shown = "".join(character if character.isprintable() else "?" for character in text[: MAX_PATH * 3])
+    return shown if len(text) <= MAX_PATH * 3 else shown + "..."
+
+
+def _quoted(value: Any) -> str:
+    text = str(value)
+    return '"' + text.replace('"', "'") + '"' if " " in text or "=" in text else text

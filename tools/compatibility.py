@@ -1,0 +1,92 @@
+"""Writes the tables of docs/compatibility.md from the types that requests are decoded with. Owns the tables; the prose is the page's.
+
+PYTHONPATH=src python3 tools/compatibility.py [--write]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from penstock.server import schema
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- tables: tools/compatibility.py --write -->", "<!-- end of tables -->"
+BODIES: dict[str, type[Any]] = {"completions": schema.CompletionBody, "chat": schema.ChatBody}
+# Fields of OpenAI's and vLLM's APIs that the schema has never heard of. One that it learns leaves this list by itself.
+ELSEWHERE = (
+    "allowed_token_ids", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
+    "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs", "request_id",
+    "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs",
+)  # fmt: skip
+
+
+def tables() -> str:
+    lines = ["| field | `/v1/completions` | `/v1/chat/completions` | |", "|---|---|---|---|", *_rows()]
+    unknown = [name for name in ELSEWHERE if not any(name in hints(body) for body in BODIES.values())]
+    lines += [
+        "",
+        "Fields of OpenAI's or vLLM's that are not known here, and so refused: " + ", ".join(f"`{name}`" for name in unknown) + ".",
+    ]
+    parts = {"message": schema.Message, "stream_options": schema.StreamOptions, "cache_hint": schema.CacheHintOptions}
+    lines += ["", "| object | fields that are taken | taken as null only |", "|---|---|---|"]
+    for name, kind in parts.items():
+        taken = [field for field, hint in hints(kind).items() if hint is not NoneType]
+        null = [field for field, hint in hints(kind).items() if hint is NoneType]
+        lines.append(f"| `{name}` | {_listed(taken)} | {_listed(null)} |")
+    return "\n".join(lines)
+
+
+def hints(kind: type[Any]) -> dict[str, Any]:
+    """Fields and their types, in the order of their names; `None` alone is a field that is known and not supported."""
+    found = get_type_hints(kind)
+    return {name: found[name] for name in sorted(kind.__struct_fields__)}
+
+
+def _rows() -> Iterator[str]:
+    known = {route: hints(body) for route, body in BODIES.items()}
+    for field in sorted(set().union(*known.values())):
+        cells = [_cell(field, known[route]) for route in BODIES]
+        yield f"| `{field}` | {' | '.join(cells)} | {_note(field)} |"
+
+
+def _cell(field: str, known: dict[str, Any]) -> str:
+    if field not in known:
+        return "refused"
+    if known[field] is NoneType:
+        return "null only"
+    if field in schema.NEUTRAL:
+        return "only " + ", ".join(f"`{json.dumps(value)}`" for value in schema.NEUTRAL[field].values)
+    return "taken, no effect" if field in schema.NO_EFFECT else "yes"
+
+
+def _note(field: str) -> str:
+    if field == "response_format":
+        return "types: " + ", ".join(f"`{name}`" for name in _types(get_type_hints(schema.ChatBody)[field]))
+    return schema.NEUTRAL[field].why if field in schema.NEUTRAL else ""
+
+
+def _types(hint: Any) -> list[str]:
+    """The tags of the objects that a field can be."""
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    return sorted(name for kind in kinds for name in get_args(get_type_hints(kind).get("type")))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def with_tables(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(with_tables(PAGE.read_text()))
+    else:
+        print(tables())
