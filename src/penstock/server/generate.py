@@ -100,8 +100,10 @@ class Generate:
             reading.widen(body.num_prompts * body.num_choices)
 
             async def work() -> None:
+                kept = await self._service.compile(body.asked())  # for the submits that follow
                 running = await self._service.compute(lambda: self._submit(body, reading), num_bytes)
                 answer = _stream if body.stream else _whole
+                del kept
                 await answer(running, scope, receive, send)
 
             await while_connected(receive, reading.abandon, work)

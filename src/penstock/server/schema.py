@@ -11,6 +11,7 @@ from starlette.datastructures import QueryParams
 
 from penstock.contract import MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
+from penstock.server.structured import Structured
 
 MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -54,7 +55,7 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
         return CacheHint(self.retain_s, None if self.priority is None else Weight[self.priority.upper()], bool(self.release))
 
 
-class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     """Fields that both generating routes share. Null means absent, as clients that always send every field expect."""
 
     model: str
@@ -103,6 +104,7 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             prompt_logprobs=prompt_logprobs,
             stop=self.stops,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
+            grammar=None if (asked := self.asked()) is None else asked.grammar,
             **{**defaults, **given},
         )
 
@@ -182,16 +184,11 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 Messages = Annotated[list[Message], msgspec.Meta(min_length=1)]
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-
-
 class ChatBody(Generating, kw_only=True):
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: Unsupported = None
     tool_choice: Unsupported = None
     parallel_tool_calls: Unsupported = None

@@ -17,10 +17,12 @@ import anyio.to_thread
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason
+from penstock.engine.execution.grammars import COMPILE_S
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.stream import Bridge, Generations
+from penstock.server.structured import Asked, named
 from penstock.server.text import Rules
 
 if TYPE_CHECKING:
@@ -167,6 +169,19 @@ class Service:
         if num_bytes <= INLINE_BYTES:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
+
+    async def compile(self, asked: Asked | None) -> object:
+        """Have the form of an answer compiled, on threads of the engine's; whoever keeps what this returns finds it again at no cost."""
+        if asked is None:
+            return None
+        try:
+            future = self.engine.grammars.begin(asked.grammar)
+            await asyncio.wait([asyncio.wrap_future(future)], timeout=COMPILE_S)
+            if not future.done():
+                raise self.engine.grammars.late(future)
+            return future.result()
+        except InvalidRequest as error:
+            raise named(error, asked) from None
 
     async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
         """Evict idle blocks. One at a time: each waits for the engine loop to come round."""
