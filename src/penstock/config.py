@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.errors import ConfigError
 
@@ -172,6 +172,10 @@ class LoraConfig:
         _need(self.dir is None or bool(self.dir), "--lora-dir is empty: leave it out to keep clients from loading adapters")
 
 
+ToolCallParser = Literal["auto", "hermes", "llama3", "mistral", "json", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front and its limits."""
@@ -185,12 +189,18 @@ class ServerConfig:
     read_timeout_s: float = 30.0  # for a request's header, and again for its body: slower ones hold connection and seat for nothing
     write_timeout_s: float = 30.0  # in which a client takes some of its reply, else it is cut off and its request cancelled
     allow_special_tokens_in_text: bool = False  # whether messages of a chat may spell special tokens and so open turns of their own
+    tool_call_parser: ToolCallParser = "auto"  # the format in which the model writes calls of tools; auto: its chat template says
+    reasoning_parser: ReasoningParser = "auto"  # whether <think>...</think> is reasoning; auto: where the chat template has it
 
     def __post_init__(self) -> None:
         _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
         _need(self.max_body_bytes >= 1024, f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}")
         _need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
         _need(0 <= self.shutdown_s <= 86400, f"--shutdown-s must be between 0 and 86400, got {self.shutdown_s}")
+        parsers = get_args(ToolCallParser)
+        _need(self.tool_call_parser in parsers, f"--tool-call-parser must be one of {', '.join(parsers)}, got {self.tool_call_parser}")
+        thinking = get_args(ReasoningParser)
+        _need(self.reasoning_parser in thinking, f"--reasoning-parser must be one of {', '.join(thinking)}, got {self.reasoning_parser}")
         for name, value in (("read", self.read_timeout_s), ("write", self.write_timeout_s)):
             _need(0 < value <= 86400, f"--{name}-timeout-s must be above 0 and at most 86400, got {value}")
 

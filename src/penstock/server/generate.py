@@ -18,11 +18,12 @@ from penstock.errors import PenstockError
 from penstock.server import schema, text
 from penstock.server.faults import fault_of
 from penstock.server.limits import read_body
-from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, sse, usage_of
+from penstock.server.replies import SSE_DONE, CallingReply, ChatReply, CompletionReply, Reply, heading, sse, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.stream import Generations, while_connected
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
+from penstock.server.tools import Reading, reading_of, showing
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -122,6 +123,8 @@ class Generate:
         engine = self._service.engine
         prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
+        read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
+        codec = showing(engine.tokenizer, read_as)
         stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
@@ -129,9 +132,15 @@ class Generate:
                 for i in range(body.num_choices):
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
-                    choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt, bool(body.echo)))
+                    choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         head = heading(self._kind.id_prefix, reading.id, body.model, body.include_usage)
-        return RunningRequest(body, prompts, choices, reading, self._kind.reply(engine.tokenizer, head, body.num_logprobs), self._service)
+        reply = self._kind.reply(engine.tokenizer, head, body.num_logprobs)
+        if read_as is not None:
+            reply = CallingReply(reply, read_as)
+        return RunningRequest(body, prompts, choices, reading, reply, self._service)
+
+    def _reading(self, body: ChatBody, prompt: Prompt) -> Reading | None:
+        return reading_of(body.asking, body.asked() is not None, self._service.config, self._service.engine.tokenizer, prompt.ids)
 
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,7 +11,8 @@ from starlette.datastructures import QueryParams
 
 from penstock.contract import MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
-from penstock.server.structured import Structured
+from penstock.server.structured import Asked, Structured
+from penstock.server.tools import Asking, ToolCall, ToolChoice, Tools, asking
 
 MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -167,18 +168,33 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. The null-only fields are those that clients send back to us from our own replies."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None  # only an assistant that calls tools may leave it out
     refusal: Unsupported = None
-    tool_calls: Unsupported = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Name | None = None  # of a tool's result
+    reasoning_content: str | None = None  # what we gave out before: not shown to the model again
     function_call: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
 
-    def as_dict(self) -> dict[str, str]:
+    def __post_init__(self) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content must not be `null`, but for an assistant's message with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id goes with the role tool, and with no other")
+
+    def as_dict(self) -> dict[str, Any]:
         """What chat templates take. Parts are separate pieces of text, so a line break keeps them apart."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        fields: dict[str, Any] = {"role": self.role, "content": text}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        return fields
 
 
 Messages = Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -189,9 +205,9 @@ class ChatBody(Generating, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
-    parallel_tool_calls: Unsupported = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Unsupported = None
     function_call: Unsupported = None
     modalities: Unsupported = None
@@ -207,12 +223,23 @@ class ChatBody(Generating, kw_only=True):
     echo = False
 
     @property
+    def asking(self) -> Asking:
+        return asking(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def asked(self) -> Asked | None:
+        form = super().asked()
+        if form is not None and self.asking.shown:
+            raise InvalidRequest(f"{form.field} and tools cannot be combined: give tool_choice none, or no {form.field}", form.field)
+        return self.asking.asked() or form
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         """Everything that can be refused before a token is counted."""
         self._check_shared()
+        self.asking.check(self.tool_choice)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed where logprobs is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

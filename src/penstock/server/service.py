@@ -176,7 +176,9 @@ class Service:
             return None
         try:
             future = self.engine.grammars.begin(asked.grammar)
-            await asyncio.wait([asyncio.wrap_future(future)], timeout=COMPILE_S)
+            wrapped = asyncio.wrap_future(future)
+            wrapped.add_done_callback(lambda over: over.cancelled() or over.exception())  # looked at, even where nobody waits any more
+            await asyncio.wait([wrapped], timeout=COMPILE_S)
             if not future.done():
                 raise self.engine.grammars.late(future)
             return future.result()

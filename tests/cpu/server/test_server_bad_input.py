@@ -78,15 +78,51 @@ BAD_COMPLETIONS = {
     "a salt of the wrong type": (completion(cache_salt=1), "cache_salt", "expected `str"),
 }
 
+
+def tool(name: str = "f", **fields: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
 BAD_CHATS = {
     "no messages": ({"model": MODEL, "messages": []}, "messages", "length >= 1"),
     "messages of the wrong type": ({"model": MODEL, "messages": "hi"}, "messages", "expected `array`"),
     "an unknown role": (said("x", "wizard"), "messages[0].role", "wizard"),
-    "no content": (said(None), "messages[0].content", "`null`"),
+    "no content": (said(None), "messages[0]", "`null`"),
+    "calls by a user": (
+        chat(messages=[{"role": "user", "content": "x", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}]),
+        "messages[0]",
+        "only an assistant",
+    ),
+    "a call without an id": (
+        chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]),
+        "messages[0].tool_calls[0].id",
+        "required",
+    ),
+    "arguments that are no text": (
+        chat(messages=[{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}]),
+        "messages[0].tool_calls[0].function.arguments",
+        "`object`",
+    ),
+    "a result of no call": (said("x", "tool"), "messages[0]", "tool_call_id"),
+    "a call id of a user": (chat(messages=[{"role": "user", "content": "x", "tool_call_id": "c"}]), "messages[0]", "tool_call_id"),
     "a picture": (said([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type", "image_url"),
     "an unknown field of a message": (chat(messages=[{"role": "user", "content": "x", "name": "n"}]), "messages[0].name", "not a field"),
-    "tools": (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
-    "a tool choice": (chat(tool_choice="auto"), "tool_choice", "not supported"),
+    "a tool without a function": (chat(tools=[{"type": "function"}]), "tools[0].function", "required"),
+    "a tool of another kind": (chat(tools=[{"type": "web_search", "function": {"name": "f"}}]), "tools[0].type", "web_search"),
+    "a tool without a name": (chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name", "required"),
+    "a tool with a strange name": (chat(tools=[tool("a b")]), "tools[0].function.name", "regex"),
+    "a tool with a list of parameters": (chat(tools=[tool(parameters=[])]), "tools[0].function.parameters", "`array`"),
+    "two tools of one name": (chat(tools=[tool(), tool()]), "tools", "same name"),
+    "too many tools": (chat(tools=[tool(f"f{i}") for i in range(129)]), "tools", "length <= 128"),
+    "a tool choice without tools": (chat(tool_choice="auto"), "tool_choice", "where there are tools"),
+    "an unknown tool choice": (chat(tools=[tool()], tool_choice="any"), "tool_choice", "any"),
+    "a tool choice that is no tool": (
+        chat(tools=[tool()], tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice",
+        "no tool has that name",
+    ),
+    "parallel calls as text": (chat(tools=[tool()], parallel_tool_calls="no"), "parallel_tool_calls", "`str`"),
+    "tools and a form": (chat(tools=[tool()], response_format={"type": "json_object"}), "response_format", "cannot be combined"),
     "an unknown format": (chat(response_format={"type": "xml"}), "response_format.type", "xml"),
     "a format without its schema": (chat(response_format={"type": "json_schema"}), "response_format", "json_schema goes with"),
     "a schema without its format": (
