@@ -23,7 +23,7 @@ from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.stream import Generations, while_connected
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
-from penstock.server.tools import Reading, reading_of, showing
+from penstock.server.tools import AnswerFormat, format_of, showing
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -139,8 +139,8 @@ class Generate:
             reply = CallingReply(reply, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service)
 
-    def _reading(self, body: ChatBody, prompt: Prompt) -> Reading | None:
-        return reading_of(body.asking, body.asked() is not None, self._service.config, self._service.engine.tokenizer, prompt.ids)
+    def _reading(self, body: ChatBody, prompt: Prompt) -> AnswerFormat | None:
+        return format_of(body.asking, body.asked() is not None, self._service.config, self._service.engine.tokenizer, prompt.ids)
 
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:

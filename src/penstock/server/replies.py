@@ -12,7 +12,7 @@ import msgspec
 from penstock.contract import TokenLogprob
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken
 from penstock.server.tool_parsers import CallDelta, MessageParser, Parts
-from penstock.server.tools import Reading
+from penstock.server.tools import AnswerFormat
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -147,7 +147,7 @@ class ChatReply:
 class CallingReply:
     """A chat's reply whose text is taken apart on its way out: reasoning, content, calls."""
 
-    def __init__(self, inner: Reply, reading: Reading) -> None:
+    def __init__(self, inner: Reply, reading: AnswerFormat) -> None:
         self._inner = inner
         self._reading = reading
         self._parsers: dict[int, MessageParser] = {}

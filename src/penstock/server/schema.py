@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 from penstock.contract import MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
 from penstock.server.structured import Asked, Structured
-from penstock.server.tools import Asking, ToolCall, ToolChoice, Tools, asking
+from penstock.server.tools import ToolCall, ToolChoice, ToolRequest, Tools, asking
 
 MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -223,7 +223,7 @@ class ChatBody(Generating, kw_only=True):
     echo = False
 
     @property
-    def asking(self) -> Asking:
+    def asking(self) -> ToolRequest:
         return asking(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def asked(self) -> Asked | None:

@@ -34,7 +34,7 @@ class Sink:
     """Gathers parts while text is read."""
 
     def __init__(self, most_calls: int | None = None) -> None:
-        """Calls behind the first `most_calls` are dropped."""
+        """JsonCalls behind the first `most_calls` are dropped."""
         self.num_calls = 0
         self._most = most_calls
         self._dropped = False
@@ -74,7 +74,7 @@ class Sink:
         return parts
 
 
-class Reader(Protocol):
+class TextReader(Protocol):
     """Takes characters one by one."""
 
     def push(self, character: str) -> None: ...
@@ -117,7 +117,7 @@ class Value:
         return self._first not in '{["'
 
 
-class Call:
+class JsonCall:
     """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are given out as they come once the name
     is known. What is no such object is `raw` text."""
 
@@ -219,13 +219,13 @@ def _loaded(text: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-class Calls:
-    """Calls in JSON, one or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them. What does not
+class JsonCalls:
+    """JsonCalls in JSON, one or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them. What does not
     begin like that is content."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._call: Call | None = None
+        self._call: JsonCall | None = None
         self._held = ""  # before the first object
         self._plain = False
 
@@ -245,7 +245,7 @@ class Calls:
     def _between(self, character: str) -> None:
         self._held += character
         if character == "{":
-            self._call = Call(self._sink)
+            self._call = JsonCall(self._sink)
             self._call.push(character)
         elif character not in _BLANK + "[],;" or (character == "[" and "[" in self._held[:-1]):
             self._give_up()
@@ -281,15 +281,15 @@ class Arguments:
     def finish(self) -> None: ...
 
 
-class Tagged:
-    """Calls between markers, content around them: Hermes and Qwen."""
+class HermesCalls:
+    """JsonCalls between markers, content around them: Hermes and Qwen."""
 
     begin, end = "<tool_call>", "</tool_call>"
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._held = ""  # may be the start of a marker
-        self._inside: Calls | None = None
+        self._inside: JsonCalls | None = None
         self._blanks = ""  # between or behind calls: no content
 
     def push(self, character: str) -> None:
@@ -301,7 +301,7 @@ class Tagged:
         if self._held == marker:
             self._held = ""
             if self._inside is None:
-                self._inside, self._blanks = Calls(self._sink), ""
+                self._inside, self._blanks = JsonCalls(self._sink), ""
             else:
                 self._inside.finish()
                 self._inside = None
@@ -325,15 +325,15 @@ class Tagged:
             self._sink.content(self._blanks)
 
 
-class Llama3:
-    """Calls behind `<|python_tag|>`, or a text that is nothing but calls. `<|eom_id|>` may end it."""
+class Llama3Calls:
+    """JsonCalls behind `<|python_tag|>`, or a text that is nothing but calls. `<|eom_id|>` may end it."""
 
     marker = "<|python_tag|>"
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._held = ""
-        self._calls: Calls | None = None
+        self._calls: JsonCalls | None = None
         self._plain = False
 
     def push(self, character: str) -> None:
@@ -342,7 +342,7 @@ class Llama3:
             return
         self._held += character
         if not self._plain and self._held.strip(_BLANK)[:1] == "{":
-            self._calls, held, self._held = Calls(self._sink), self._held, ""
+            self._calls, held, self._held = JsonCalls(self._sink), self._held, ""
             for one in held:
                 self._calls.push(one)
             return
@@ -351,7 +351,7 @@ class Llama3:
         if self._held.lstrip(_BLANK) == self.marker or (self._plain and self._held.endswith(self.marker)):
             before = self._held[: -len(self.marker)]
             self._sink.content(before if self._plain else "")
-            self._held, self._calls = "", Calls(self._sink)
+            self._held, self._calls = "", JsonCalls(self._sink)
         elif self._plain:
             keep = next((n for n in range(min(len(self.marker), len(self._held)), 0, -1) if self.marker.startswith(self._held[-n:])), 0)
             cut = len(self._held) - keep
@@ -366,15 +366,15 @@ class Llama3:
             self._held = ""
 
 
-class Mistral:
-    """Calls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]` between them or without."""
+class MistralCalls:
+    """JsonCalls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]` between them or without."""
 
     marker, args = "[TOOL_CALLS]", "[ARGS]"
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._held = ""
-        self._calls: Calls | None = None
+        self._calls: JsonCalls | None = None
         self._name: str | None = None  # of a call that is being read; None: content so far
         self._value: Value | None = None
 
@@ -417,7 +417,7 @@ class Mistral:
             self._sink.arguments("{")
 
     def _begin_list(self, text: str) -> None:
-        self._calls, self._name = Calls(self._sink), None
+        self._calls, self._name = JsonCalls(self._sink), None
         for one in text.strip():
             self._calls.push(one)
 
@@ -445,7 +445,7 @@ class Thinking:
 
     begin, end = "<think>", "</think>"
 
-    def __init__(self, sink: Sink, rest: Reader, begun: bool) -> None:
+    def __init__(self, sink: Sink, rest: TextReader, begun: bool) -> None:
         self._sink = sink
         self._rest = rest
         self._state = "inside" if begun else "before"
@@ -493,17 +493,17 @@ class Thinking:
         self._rest.finish()
 
 
-READERS: dict[str, Callable[[Sink], Reader]] = {
-    "hermes": Tagged,
-    "llama3": Llama3,
-    "mistral": Mistral,
-    "json": Calls,
+READERS: dict[str, Callable[[Sink], TextReader]] = {
+    "hermes": HermesCalls,
+    "llama3": Llama3Calls,
+    "mistral": MistralCalls,
+    "json": JsonCalls,
     "none": Content,
 }
 MARKERS: dict[str, tuple[str, ...]] = {
-    "hermes": (Tagged.begin, Tagged.end),
-    "llama3": (Llama3.marker,),
-    "mistral": (Mistral.marker, Mistral.args),
+    "hermes": (HermesCalls.begin, HermesCalls.end),
+    "llama3": (Llama3Calls.marker,),
+    "mistral": (MistralCalls.marker, MistralCalls.args),
     "json": (),
     "none": (),
 }
@@ -512,7 +512,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
 class MessageParser:
     """One choice's message, as its text comes."""
 
-    def __init__(self, sink: Sink, reader: Reader) -> None:
+    def __init__(self, sink: Sink, reader: TextReader) -> None:
         self._sink = sink
         self._reader = reader
 

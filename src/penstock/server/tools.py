@@ -13,7 +13,7 @@ import msgspec
 from penstock.contract import Grammar
 from penstock.errors import InvalidRequest
 from penstock.server.structured import ANY_OBJECT, Asked
-from penstock.server.tool_parsers import MARKERS, READERS, Arguments, MessageParser, Reader, Sink, Thinking
+from penstock.server.tool_parsers import MARKERS, READERS, Arguments, MessageParser, Sink, TextReader, Thinking
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
@@ -80,7 +80,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class Asking(NamedTuple):
+class ToolRequest(NamedTuple):
     """The fields of one request."""
 
     tools: Sequence[Tool]
@@ -110,8 +110,8 @@ class Asking(NamedTuple):
         return Asked("tools", _schema(_one_of(self.tools, MOST_CALLS if self.parallel else 1))) if self.choice == "required" else None
 
 
-def asking(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Asking:
-    return Asking(tools or (), choice or ("auto" if tools else "none"), parallel is not False)
+def asking(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolRequest:
+    return ToolRequest(tools or (), choice or ("auto" if tools else "none"), parallel is not False)
 
 
 def _schema(schema: Mapping[str, Any]) -> Grammar:
@@ -180,7 +180,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- the answer
 
 
-class Reading(NamedTuple):
+class AnswerFormat(NamedTuple):
     """How the answers to one request are read."""
 
     reader: str  # one of READERS
@@ -191,15 +191,17 @@ class Reading(NamedTuple):
 
     def parser(self) -> MessageParser:
         sink = Sink(self.most_calls)
-        reader: Reader = Arguments(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
+        reader: TextReader = Arguments(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
         return MessageParser(sink, Thinking(sink, reader, self.begun) if self.thinks else reader)
 
     def call_id(self) -> str:
-        """Mistral's templates take ids of nine characters only."""
+        """MistralCalls's templates take ids of nine characters only."""
         return uuid4().hex[:9] if self.reader == "mistral" else f"call_{uuid4().hex[:24]}"
 
 
-def reading_of(asking: Asking, is_formed: bool, config: ServerConfig, tokenizer: TextCodec, prompt: Sequence[int]) -> Reading | None:
+def format_of(
+    asking: ToolRequest, is_formed: bool, config: ServerConfig, tokenizer: TextCodec, prompt: Sequence[int]
+) -> AnswerFormat | None:
     """None: all of the answer is content. `is_formed`: a grammar says what it is, from its first token on."""
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
     forced = asking.choice.function.name if isinstance(asking.choice, NamedTool) else None
@@ -208,7 +210,7 @@ def reading_of(asking: Asking, is_formed: bool, config: ServerConfig, tokenizer:
     if reader == "none" and forced is None and not thinks:
         return None
     begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(Thinking.begin)
-    return Reading(reader, forced, thinks, begun, None if asking.parallel else 1)
+    return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1)
 
 
 def parser_name(chosen: str, template: str) -> str:
@@ -220,7 +222,7 @@ def parser_name(chosen: str, template: str) -> str:
     return found or ("llama3" if '"parameters"' in template else "hermes")
 
 
-class Shown(NamedTuple):
+class MarkedTokens(NamedTuple):
     """A tokenizer whose markers have text, though they be special tokens: the parser has to see them."""
 
     token_bytes: Callable[..., bytes]
@@ -232,10 +234,10 @@ class Shown(NamedTuple):
         return id not in self.shown and self.hidden(id)
 
 
-def showing(tokenizer: TextCodec, reading: Reading | None) -> Any:
+def showing(tokenizer: TextCodec, reading: AnswerFormat | None) -> Any:
     """What the text of an answer is made with."""
     if reading is None:
         return tokenizer
     marks = (*MARKERS[reading.reader], *((Thinking.begin, Thinking.end) if reading.thinks else ()))
     ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
-    return Shown(tokenizer.token_bytes, tokenizer.errors, tokenizer.is_special, frozenset(some[0] for some in ids if len(some) == 1))
+    return MarkedTokens(tokenizer.token_bytes, tokenizer.errors, tokenizer.is_special, frozenset(some[0] for some in ids if len(some) == 1))

@@ -18,7 +18,7 @@ from penstock.engine.execution.staging import StagingRing
 from penstock.lanes.lane import Lane
 
 
-class Ending(NamedTuple):
+class GrammarEnd(NamedTuple):
     """A request whose grammar allows no further token."""
 
     request_id: str
@@ -44,10 +44,10 @@ class StepMasks:
     rows: NDArray[np.int32]  # [C, words], the same bytes
     at: Sequence[int]  # which of the step's samples they are for
     access: Access
-    jobs: list[Future[list[Ending]]] = field(default_factory=list)
+    jobs: list[Future[list[GrammarEnd]]] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)  # rows that no job fills yet
 
-    def wait_filled(self, lane: Lane) -> list[Ending]:
+    def wait_filled(self, lane: Lane) -> list[GrammarEnd]:
         """Block until every mask is there; says which requests are over. A row whose token never came belongs to a request that has ended
         or begins anew: what is sampled for it is not used."""
         endings = [ending for job in self.jobs for ending in job.result()]
@@ -145,8 +145,8 @@ class Masks:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None) -> list[Ending]:
-    endings: list[Ending] = []
+def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None) -> list[GrammarEnd]:
+    endings: list[GrammarEnd] = []
     for answer, tokens, row in news:
         if answer.matcher is not None:
             answer.matcher.consume(tokens)
@@ -155,12 +155,12 @@ def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[n
     return endings
 
 
-def _fill(answer: _Answer, words: NDArray[np.int32]) -> list[Ending]:
+def _fill(answer: _Answer, words: NDArray[np.int32]) -> list[GrammarEnd]:
     """The mask of what may come next; where nothing may, any token will do, since nobody uses it."""
     matcher = answer.matcher
     if matcher is None:
         words[:] = -1
-        return [Ending(answer.request_id, "its schema or grammar could not be compiled again")]
+        return [GrammarEnd(answer.request_id, "its schema or grammar could not be compiled again")]
     if not matcher.is_over:
         matcher.fill(words)
     if not matcher.is_over and words.any():
@@ -169,4 +169,4 @@ def _fill(answer: _Answer, words: NDArray[np.int32]) -> list[Ending]:
     error = matcher.error
     if error is None and not matcher.is_accepting:
         error = "no token of this model can go on with it"
-    return [Ending(answer.request_id, None if error is None else f"the answer cannot meet its schema or grammar: {error}")]
+    return [GrammarEnd(answer.request_id, None if error is None else f"the answer cannot meet its schema or grammar: {error}")]

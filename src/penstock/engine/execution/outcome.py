@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.contract import Access, Chunk, Fence, Load, Sampled, StepFailure, StepResult, TokenScores
-from penstock.engine.execution.masks import Ending, StepMasks
+from penstock.engine.execution.masks import GrammarEnd, StepMasks
 from penstock.engine.execution.sampler import packed_width
 from penstock.lanes.lane import Lane, Ticket
 from penstock.models.lora import LoraRuns
@@ -61,7 +61,7 @@ class RunningStep:
     fence: Fence
     loads: Sequence[Load] = ()  # what it waits for on the device
     late: LateSample | None = None  # its sampling, where that is not on the lane yet
-    endings: Sequence[Ending] = ()  # requests whose grammars allow no further token: known when it was sampled
+    endings: Sequence[GrammarEnd] = ()  # requests whose grammars allow no further token: known when it was sampled
 
     def wait_result(self) -> StepResult:
         """Block until the step is over. A failure is logged and part of the result, not raised."""
