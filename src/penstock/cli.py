@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from penstock import __version__
 from penstock.commands.arguments import (
@@ -32,7 +32,7 @@ from penstock.commands.arguments import (
 )
 from penstock.commands.bench_arguments import add_bench
 from penstock.commands.logs import LogSettings
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ServerConfig
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ReasoningParser, ServerConfig, ToolCallParser
 from penstock.errors import ConfigError, PenstockError, UserError
 
 EXIT_FAILED = 1
@@ -124,6 +124,20 @@ def _add_serve(commands: Any) -> None:
         "--allow-special-tokens-in-text", action="store_true", help="text of chat messages may spell special tokens, and open turns by that"
     )
     group.add_argument(
+        "--tool-call-parser",
+        choices=get_args(ToolCallParser),
+        default="auto",
+        metavar="NAME",
+        help="format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as its chat template says",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=get_args(ReasoningParser),
+        default="auto",
+        metavar="NAME",
+        help="think: text in <think> is reasoning_content; none: it is content; auto: think where the chat template has it",
+    )
+    group.add_argument(
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
@@ -139,8 +153,11 @@ def _serve(args: argparse.Namespace) -> int:
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
     limits = (args.max_body_bytes, args.max_concurrent, args.shutdown_s, args.read_timeout_s, args.write_timeout_s)
+    parsers = {"tool_call_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
     names, origins = tuple(args.served_model_name), tuple(args.cors_origin)
-    server = ServerConfig(args.host, args.port, api_key, *limits, args.allow_special_tokens_in_text, names, origins, args.public_metrics)
+    server = ServerConfig(
+        args.host, args.port, api_key, *limits, args.allow_special_tokens_in_text, names, origins, args.public_metrics, **parsers
+    )
     if None not in (args.served_model, args.model):
         raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
     args.model = args.served_model or args.model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.errors import ConfigError
 
@@ -173,6 +173,10 @@ class LoraConfig:
         _need(self.dir is None or bool(self.dir), "--lora-dir is empty: leave it out to keep clients from loading adapters")
 
 
+ToolCallParser = Literal["auto", "hermes", "llama3", "mistral", "json", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP front and its limits."""
@@ -189,6 +193,8 @@ class ServerConfig:
     served_names: tuple[str, ...] = ()  # what clients call the model; empty: the name that it was loaded under
     cors_origins: tuple[str, ...] = ()  # web pages whose scripts may call; "*": any
     public_metrics: bool = False  # whether /metrics is answered without the key
+    tool_call_parser: ToolCallParser = "auto"  # the format in which the model writes calls of tools; auto: its chat template says
+    reasoning_parser: ReasoningParser = "auto"  # whether <think>...</think> is reasoning; auto: where the chat template has it
 
     def __post_init__(self) -> None:
         _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
@@ -201,6 +207,10 @@ class ServerConfig:
         for origin in self.cors_origins:
             _need(_ORIGIN.fullmatch(origin) is not None, f"--cors-origin {origin!r} must be * or like https://example.org:8443")
         _need(not self.public_metrics or self.api_key is not None, "--public-metrics needs --api-key: without a key everything is public")
+        parsers = get_args(ToolCallParser)
+        _need(self.tool_call_parser in parsers, f"--tool-call-parser must be one of {', '.join(parsers)}, got {self.tool_call_parser}")
+        thinking = get_args(ReasoningParser)
+        _need(self.reasoning_parser in thinking, f"--reasoning-parser must be one of {', '.join(thinking)}, got {self.reasoning_parser}")
         for name, value in (("read", self.read_timeout_s), ("write", self.write_timeout_s)):
             _need(0 < value <= 86400, f"--{name}-timeout-s must be above 0 and at most 86400, got {value}")
 

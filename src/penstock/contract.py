@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, Protocol, overload
+from typing import Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
 MAX_PRIORITY = 2**31 - 1  # and as much below zero
 MAX_RETAIN_S = 86_400.0
+MAX_GRAMMAR_CHARS = 1 << 16
 
 # ---------------------------------------------------------------------------------------------------------------- order
 
@@ -69,6 +70,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Grammar(NamedTuple):
+    """What the text of an answer has to be. Whether it can be met is found out where it is compiled."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str  # a schema and a list of choices as JSON
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the next tokens of one request, and when to stop. Checked on construction."""
@@ -88,6 +96,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()  # looked up for every token, on the engine's thread
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and what is added to their logits, behind penalties
+    grammar: Grammar | None = None  # only tokens that it allows are chosen, and it ends the answer
 
     def __post_init__(self) -> None:
         _range("max_tokens", self.max_tokens, 0, None)
@@ -113,6 +122,10 @@ class SamplingParams:
             raise InvalidRequest(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, each once", "logit_bias")
         for _, bias in self.logit_bias:
             _range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest("ignore_eos cannot be combined with structured output, which says when an answer is over", "ignore_eos")
+        if self.grammar is not None and len(self.grammar.text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", "structured_outputs")
 
     @property
     def greedy(self) -> bool:
@@ -439,12 +452,13 @@ class Start(NamedTuple):
     sampling: SamplingParams
     output: tuple[int, ...] = ()  # generated before a retraction
     prompt_tokens: NDArray[np.int32] | None = None  # the prompt's, each once, where a penalty looks at them
+    num_prompt: int = 0  # tokens
 
     @classmethod
     def of(cls, row: int, request: Request, output: Sequence[int] = ()) -> Start:
         """What the device has to know of `request`."""
         penalised = request.sampling.repetition_penalty != 1.0  # the only penalty that looks at the prompt
-        return cls(row, request.id, request.sampling, tuple(output), request.distinct() if penalised else None)
+        return cls(row, request.id, request.sampling, tuple(output), request.distinct() if penalised else None, len(request.prompt))
 
     def __eq__(self, other: object) -> bool:
         return _same(self, other)

@@ -176,7 +176,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     core = _names(project["dependencies"]) | {"penstock"}
-    optional = _names(extras["gpu"]) | _names(extras["plots"])
+    optional = _names(extras["gpu"]) | _names(extras["plots"]) | _names(extras["structured"])
     found = []
     for path, module, is_package in modules():
         allowed = core | optional | (_names(extras["server"]) if inside(module, "penstock.server") else set())

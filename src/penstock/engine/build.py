@@ -16,6 +16,7 @@ from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.batch import Shape
 from penstock.engine.execution.executor import Executor, StepLimits
 from penstock.engine.execution.forward import Forward
+from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampler import Noise, Sampler, gumbel_noise
 from penstock.engine.execution.staging import Uploads
@@ -88,7 +89,8 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     )
     attention = _attention(arena, model)
     lane = make_lane("compute", device, sanitizer)
-    executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters)
+    grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
+    executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters, grammars)
     executor.guard = storage.guard
     if device.type == "cuda":
         cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
@@ -107,6 +109,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         max_open=budget.max_batch * _WAITING_PER_ROW,
         seed=config.engine.seed,
         sampling=loaded.sampling,
+        grammars=grammars,
         sanitizer=sanitizer,
     )
     return Engine(parts)
@@ -142,11 +145,17 @@ def _sanitizer(config: Config) -> Sanitizer | None:
 
 
 def _executor(
-    model: Model, attention: Attention, lane: Lane, limits: StepLimits, buckets: tuple[Shape, ...], adapters: AdapterStore
+    model: Model,
+    attention: Attention,
+    lane: Lane,
+    limits: StepLimits,
+    buckets: tuple[Shape, ...],
+    adapters: AdapterStore,
+    grammars: Grammars,
 ) -> Executor:
     uploads = Uploads(model.device, lane)
     sampler = Sampler(limits.max_batch, model.config.vocab, lane, uploads, _noise(model.device))
-    return Executor(Forward(model, attention, sampler.last_tokens), sampler, uploads, lane, limits, buckets, adapters.weights_of)
+    return Executor(Forward(model, attention, sampler.last_tokens), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
 
 
 def device_for(config: Config) -> torch.device:
@@ -195,7 +204,7 @@ def _working_bytes(config: Config, model: Model) -> float:
     c = model.config
     tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
     per_token = (6 * c.hidden + 2 * c.qkv_width + 3 * c.ffn) * model.dtype.itemsize
-    per_logit = 40  # raw, float32, noise, sorted values and their indices, masks
+    per_logit = 52  # raw, float32, noise, sorted values and their indices, masks; what grammars allow, and logits with that taken out
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit
 
 

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract import Adapter, CacheHint, Lease, Listener, Prefix, Request, SamplingParams, StepPlan
+from penstock.contract import Adapter, CacheHint, Grammar, Lease, Listener, Prefix, Request, SamplingParams, StepPlan, TokenEvent
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
+from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.execution.recording import Recorder
 from penstock.engine.inbox import Inbox
@@ -64,6 +65,7 @@ class EngineParts:
     max_open: int  # requests known to the engine at once; one more is refused as overload
     seed: int
     sampling: Mapping[str, Any]  # fields of SamplingParams that the model states for requests which leave them out
+    grammars: Grammars
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
     recorder: Recorder | None = None  # told of every step, where somebody wants the run again
 
@@ -81,7 +83,7 @@ class Engine:
         self._outbox = Outbox()
         self._running: RunningStep | None = None
         self._seeds = random.Random(parts.seed)
-        self._blocked_s = {"result": 0.0, "save": 0.0, "settle": 0.0}
+        self._blocked_s = {"result": 0.0, "mask": 0.0, "save": 0.0, "settle": 0.0}
         self._load_exposed_s = 0.0
         self._flushes: list[tuple[Settling | None, Future[Any]]] = []  # who waits for saves and resets, and for which
         self._num_steps = 0
@@ -112,6 +114,8 @@ class Engine:
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
         tokens, known = self._checked_prompt(prompt, sampling)
+        if sampling.grammar is not None:  # compiled here, where nobody else waits; found again for as long as the request is open
+            listener = functools.partial(_pass_on, listener, self.grammars.wait_compiled(sampling.grammar))
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63))
         arrival_s = time.monotonic()
@@ -134,6 +138,11 @@ class Engine:
             self._inbox.put(run, fail=fail, only_open=True)
             undo.pop_all()
         return request.id
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiles what structured output has to be; from any thread."""
+        return self._parts.grammars
 
     @property
     def adapters(self) -> AdapterStore:
@@ -259,6 +268,7 @@ class Engine:
 
     def warm(self, progress: Progress = silent) -> None:
         """Run a step of every kind, so that no request pays for what is done once. Optional, before the first step, on the same thread."""
+        self.grammars.begin(Grammar("choice", '["warm"]'))  # goes on beside the rest; without the package it comes to nothing
         cache = self._parts.cache
         table = cache.open("warm-up", None, 0)
         try:
@@ -283,6 +293,8 @@ class Engine:
         previous, self._running = self._running, launched
         if previous is not None:
             self._read(previous)
+        if launched is not None:
+            self._running = self._sample(launched)
         more = self._sessions.step()
         return launched is not None or previous is not None or settled or more
 
@@ -321,6 +333,8 @@ class Engine:
             for lane in self._parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
             self._end_flushes()
+            self._parts.executor.masks.close()
+            self._parts.grammars.close()
         except BaseException as error:
             self.fail_all(error)
             raise
@@ -360,11 +374,24 @@ class Engine:
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)
             self._settle()
-        self._outbox.publish(self._parts.scheduler.commit(result))
+        events = self._parts.scheduler.commit(result)
+        self._parts.executor.masks.advance((event.request_id, event.tokens) for event in events)  # their masks are computed from now on
+        self._outbox.publish(events)
         started = time.monotonic()
         self._parts.cache.submit_saves()
         self._blocked_s["save"] += time.monotonic() - started
         self._outbox.note_lives(self._parts.scheduler.lives)
+
+    def _sample(self, step: RunningStep) -> RunningStep:
+        """Its sampling is on the lane from now on, if it was not: masks are waited for while its forward pass runs."""
+        if step.late is None:
+            return step
+        started = time.monotonic()
+        with self._watch.may_wait("result"):
+            step = self._parts.executor.sample(step)
+        self._blocked_s["mask"] += time.monotonic() - started
+        self._outbox.publish([self._parts.scheduler.stop(ending.request_id, ending.error) for ending in step.endings])
+        return step
 
     def _settle(self) -> bool:
         started = time.monotonic()
@@ -420,6 +447,11 @@ class Engine:
         if blocks_for(total, cache.block_tokens) > cache.num_blocks:
             raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")
         return tokens, known
+
+
+def _pass_on(listener: Listener, kept: object, event: TokenEvent) -> None:
+    """`kept` lives as long as the request."""
+    listener(event)
 
 
 def _fail(done: Future[Any], error: BaseException) -> None:

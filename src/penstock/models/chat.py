@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -43,31 +43,37 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
+        self.source = source
         try:
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template cannot be parsed: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, disguises: str = "") -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, disguises: str = "", tools: Tools | None = None
+    ) -> str:
         try:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 **{**self._special_tokens, _DISGUISES: disguises},
             )
         except Exception as error:  # templates index, add and call what the client sent: anything can come out of that
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error
 
-    def render_apart(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, controls: Sequence[str]) -> Rendered:
+    def render_apart(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, controls: Sequence[str], tools: Tools | None = None
+    ) -> Rendered:
         """As `render`, but every spelling of one of `controls` in the result is the template's own.
 
         Where messages spell one, its first character is disguised before the template sees it. What a template could still put together
         from pieces of text shows in the count: a conversation of the same shape that says nothing must have as many.
         """
-        said = "\0".join(text for message in messages for text in _texts(message))
+        said = "\0".join(text for one in (*messages, *(tools or ())) for text in _texts(one))
         spelled = [control for control in controls if control in said]
         disguises = _disguises(said, {control[0] for control in spelled})
 
@@ -77,10 +83,17 @@ class ChatTemplate:
                     text = text.replace(control, disguises[control[0]] + control[1:])
             return text
 
-        given = [_changed(message, disguised) for message in messages] if spelled else messages
-        rendered = self.render(given, add_generation_prompt, "".join(disguises.values()))
         (blank,) = _disguises(said, {" "}).values()
-        silent = self.render([_changed(message, lambda text: _silenced(text, blank)) for message in messages], add_generation_prompt)
+
+        def all_of(change: Callable[[str], str]) -> tuple[list[Any], Tools | None]:
+            return [_changed(message, change) for message in messages], None if tools is None else [
+                _changed(tool, change) for tool in tools
+            ]
+
+        given, given_tools = all_of(disguised) if spelled else (messages, tools)
+        rendered = self.render(given, add_generation_prompt, "".join(disguises.values()), given_tools)
+        said_nothing, no_tools = all_of(lambda text: _silenced(text, blank))
+        silent = self.render(said_nothing, add_generation_prompt, tools=no_tools)
         if any(rendered.count(control) != silent.count(control) for control in controls):
             raise InvalidRequest("the chat template would make control tokens of what these messages say", "messages")
         return Rendered(rendered, {disguise: character for character, disguise in disguises.items()})
@@ -99,25 +112,40 @@ class Rendered(NamedTuple):
         return part
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every string in a message that its writer chose; the role is one of few."""
+Tools = Sequence[Mapping[str, Any]]
+
+# What templates look at: names of fields, and words that say what a value is. Nobody can spell a control token with them.
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_$-]{1,64}")
+_KINDS = frozenset({"function", "object", "string", "number", "integer", "boolean", "array", "null"})
+
+
+def _texts(value: Any, depth: int = 0) -> Iterator[str]:
+    """Every string in a message or tool that its writer chose; a message's role is one of few."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from () if name == "role" else _texts(item)
+            if depth:
+                yield name
+            yield from () if name == "role" and not depth else _texts(item, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            yield from _texts(item, depth + 1)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A message with every such string changed."""
+def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """A message or tool with every such string changed. Names inside it are their writer's, too, but for those that templates look at."""
     if isinstance(value, str):
-        return change(value)
+        return value if value in _KINDS else change(value)
     if isinstance(value, Mapping):
-        return {name: item if name == "role" else _changed(item, change) for name, item in value.items()}
-    return [_changed(item, change) for item in value] if isinstance(value, list | tuple) else value
+        made: dict[str, Any] = {}
+        for name, item in value.items():
+            known = not depth or _FIELD_NAME.fullmatch(name)
+            new = name if known else change(name)
+            new = f"{new}{len(made)}" if new in made else new
+            made[new] = item if name == "role" and not depth else _changed(item, change, depth + 1)
+        return made
+    return [_changed(item, change, depth + 1) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _disguises(said: str, characters: set[str]) -> dict[str, str]:

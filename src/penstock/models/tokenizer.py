@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, models
 
 from penstock.errors import InvalidRequest, ModelError, PromptTooLong
-from penstock.models.chat import PRIVATE, ChatTemplate, Rendered
+from penstock.models.chat import PRIVATE, ChatTemplate, Rendered, Tools
 from penstock.models.token_bytes import BYTE_OF, Spelling, TokenSpelling, flat_parts
 
 BYTE_CHAT_TEMPLATE = (
@@ -56,8 +56,18 @@ class TextCodec(Protocol):
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         """Spellings of special tokens become them. More than `most` tokens are refused, where possible before they are made."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False) -> list[int]:
-        """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those that messages spell."""
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        special_in_text: bool = False,
+        tools: Tools | None = None,
+    ) -> list[int]:
+        """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those that messages spell. `tools`
+        are for templates that take them."""
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
 
@@ -109,10 +119,20 @@ class Tokenizer:
         if most is not None and self._bound is not None and self._bound.num_tokens(data) > most:
             raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False) -> list[int]:
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._chat
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        special_in_text: bool = False,
+        tools: Tools | None = None,
+    ) -> list[int]:
         if special_in_text or not self._controls:
-            return self.encode(self.apply_chat(messages), add_special=False, most=most)
-        rendered = self._needed_chat.render_apart(messages, True, self._controls)
+            return self.encode(self._needed_chat.render(messages, True, tools=tools), add_special=False, most=most)
+        rendered = self._needed_chat.render_apart(messages, True, self._controls, tools)
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
         return self._secret.encode(rendered, lambda backend, text: self._ids(backend, text, False, most))
 
@@ -318,8 +338,18 @@ class ByteTokenizer:
             raise PromptTooLong(f"{len(data)} tokens", most)
         return list(data)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False) -> list[int]:
-        return self.encode(self.apply_chat(messages), add_special=False, most=most)
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._chat
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        special_in_text: bool = False,
+        tools: Tools | None = None,
+    ) -> list[int]:
+        return self.encode(self._chat.render(messages, True, tools=tools), add_special=False, most=most)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")

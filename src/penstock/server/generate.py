@@ -21,11 +21,12 @@ from penstock.server import schema, text
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
 from penstock.server.limits import read_body
-from penstock.server.replies import SSE_DONE, ChatReply, CompletionReply, Reply, heading, obfuscated, sse, usage_of
+from penstock.server.replies import SSE_DONE, CallingReply, ChatReply, CompletionReply, Reply, heading, obfuscated, sse, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.stream import Generations, while_connected
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
+from penstock.server.tools import AnswerFormat, format_of, showing
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -122,7 +123,9 @@ class Generate:
             reading.widen(body.num_prompts * body.num_choices)
 
             async def work() -> None:
+                kept = await self._service.compile(body.asked())  # for the submits that follow
                 running = await self._service.compute(lambda: self._submit(body, reading, exchange), num_bytes)
+                del kept
                 answer = _stream if body.stream else _whole
                 try:
                     await answer(running, scope, receive, send)
@@ -146,6 +149,8 @@ class Generate:
         with text.within_context():
             prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
+        read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
+        codec = showing(engine.tokenizer, read_as)
         stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
@@ -153,11 +158,16 @@ class Generate:
                 for i in range(body.num_choices):
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
-                    choices.append(ChoiceText(engine.tokenizer, seeded, stops, prompt, bool(body.echo)))
+                    choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         head = heading(self._kind.id_prefix, reading.id, body.model, body.usage_in_stream)
         exchange.model, exchange.stream = body.model, bool(body.stream)
         reply = self._kind.reply(engine.tokenizer, head, body.num_logprobs)
+        if read_as is not None:
+            reply = CallingReply(reply, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)
+
+    def _reading(self, body: ChatBody, prompt: Prompt) -> AnswerFormat | None:
+        return format_of(body.asking, body.asked() is not None, self._service.config, self._service.engine.tokenizer, prompt.ids)
 
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,6 +11,8 @@ import msgspec
 
 from penstock.contract import TokenLogprob
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken
+from penstock.server.tool_parsers import CallDelta, MessageParser, Parts
+from penstock.server.tools import AnswerFormat
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -141,6 +143,62 @@ class ChatReply:
         """Bytes as they stand in the message: those of its tokens in a row are the message."""
         raw = self._tokenizer.token_bytes(token, first)
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+class CallingReply:
+    """A chat's reply whose text is taken apart on its way out: reasoning, content, calls."""
+
+    def __init__(self, inner: Reply, reading: AnswerFormat) -> None:
+        self._inner = inner
+        self._reading = reading
+        self._parsers: dict[int, MessageParser] = {}
+
+    def opening(self, index: int) -> Json | None:
+        return self._inner.opening(index)
+
+    def usage_chunk(self, usage: Json) -> Json:
+        return self._inner.usage_chunk(usage)
+
+    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json:
+        parts, finish = self._parse(index, piece)
+        made = self._inner.chunk(index, piece._replace(text=parts.content, finish=finish), usage)
+        delta = made["choices"][0]["delta"]
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            delta["tool_calls"] = [self._call(call) for call in parts.calls]
+        return made
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
+        parsed = [self._parse(index, piece) for index, piece in enumerate(pieces)]
+        texts = [piece._replace(text=parts.content, finish=finish) for piece, (parts, finish) in zip(pieces, parsed, strict=True)]
+        made = self._inner.whole(texts, usage)
+        for choice, (parts, _) in zip(made["choices"], parsed, strict=True):
+            message = choice["message"]
+            if parts.reasoning:
+                message["reasoning_content"] = parts.reasoning
+            if parts.calls:
+                message["content"] = parts.content or None
+                message["tool_calls"] = [_without(self._call(call), "index") for call in parts.calls]
+        return made
+
+    def _parse(self, index: int, piece: ChoiceDelta) -> tuple[Parts, str | None]:
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self._reading.parser()
+        parts = parser.push(piece.text, last=piece.finish is not None)
+        return parts, "tool_calls" if piece.finish == "stop" and parser.num_calls else piece.finish
+
+    def _call(self, call: CallDelta) -> Json:
+        """The first news of a call has its id and name."""
+        if call.name is None:
+            return {"index": call.number, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.number, "id": self._reading.call_id(), "type": "function", "function": function}
+
+
+def _without(fields: Json, name: str) -> Json:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 def _finite(logprob: float) -> float:

@@ -11,6 +11,8 @@ from starlette.datastructures import QueryParams
 
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
+from penstock.server.structured import Asked, Structured
+from penstock.server.tools import ToolCall, ToolChoice, ToolRequest, Tools, asking
 
 MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -42,10 +44,7 @@ class Neutral(NamedTuple):
 NEUTRAL: dict[str, Neutral] = {
     "best_of": Neutral((1,), "choices are not ranked: ask for n of them"),
     "suffix": Neutral(("",), "these models continue a text and do not fill a gap in it"),
-    "tools": Neutral(([],), "tools are not supported"),
-    "functions": Neutral(([],), "functions are not supported"),
-    "tool_choice": Neutral(("none", "auto"), "tools are not supported"),
-    "parallel_tool_calls": Neutral((True, False), "tools are not supported"),
+    "functions": Neutral(([],), "functions are called tools now"),
     "modalities": Neutral((["text"],), "answers are text"),
     "verbosity": Neutral(("medium",), "these models have no such setting: say it in the prompt"),
     "service_tier": Neutral(("auto", "default"), "there is one tier; priority says who goes first"),
@@ -98,7 +97,7 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
         return CacheHint(self.retain_s, None if self.priority is None else Weight[self.priority.upper()], bool(self.release))
 
 
-class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     """Fields that both generating routes share. Null means absent, as clients that always send every field expect."""
 
     model: str
@@ -175,6 +174,7 @@ class Generating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             stop=self.stops,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             logit_bias=tuple((self.logit_bias or {}).items()),
+            grammar=None if (asked := self.asked()) is None else asked.grammar,
             **{**defaults, **given},
         )
 
@@ -247,26 +247,38 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. The null-only fields are those that clients send back to us from our own replies."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None  # only an assistant that calls tools may leave it out
     name: Label | None = None  # of a participant: taken, of no effect
     refusal: Unsupported = None
-    tool_calls: Unsupported = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Name | None = None  # of a tool's result
+    reasoning_content: str | None = None  # what we gave out before: not shown to the model again
     function_call: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
 
-    def as_dict(self) -> dict[str, str]:
+    def __post_init__(self) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content must not be `null`, but for an assistant's message with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id goes with the role tool, and with no other")
+
+    def as_dict(self) -> dict[str, Any]:
         """What chat templates take. Parts are separate pieces of text, so a line break keeps them apart."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}  # OpenAI's later name for it
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        role = "system" if self.role == "developer" else self.role  # OpenAI's later name for it
+        fields: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        return fields
 
 
 Messages = Annotated[list[Message], msgspec.Meta(min_length=1)]
-
-
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
 
 
 class ChatBody(Generating, kw_only=True):
@@ -274,17 +286,16 @@ class ChatBody(Generating, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    function_call: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
     reasoning_effort: Unsupported = None
     web_search_options: Unsupported = None
     # What follows is in NEUTRAL.
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
-    function_call: Unsupported = None
     modalities: list[str] | None = None
     verbosity: str | None = None
     add_generation_prompt: bool | None = None
@@ -296,12 +307,23 @@ class ChatBody(Generating, kw_only=True):
     echo = False
 
     @property
+    def asking(self) -> ToolRequest:
+        return asking(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def asked(self) -> Asked | None:
+        form = super().asked()
+        if form is not None and self.asking.shown:
+            raise InvalidRequest(f"{form.field} and tools cannot be combined: give tool_choice none, or no {form.field}", form.field)
+        return self.asking.asked() or form
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         """Everything that can be refused before a token is counted."""
         self._check_shared()
+        self.asking.check(self.tool_choice)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed where logprobs is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -17,12 +17,14 @@ import anyio.to_thread
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason
+from penstock.engine.execution.grammars import COMPILE_S
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.server.about import ROUTES
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.request_figures import RequestFigures
 from penstock.server.stream import Bridge, Generations
+from penstock.server.structured import Asked, named
 from penstock.server.text import Rules
 
 if TYPE_CHECKING:
@@ -174,6 +176,21 @@ class Service:
         if num_bytes <= INLINE_BYTES:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
+
+    async def compile(self, asked: Asked | None) -> object:
+        """Have the form of an answer compiled, on threads of the engine's; whoever keeps what this returns finds it again at no cost."""
+        if asked is None:
+            return None
+        try:
+            future = self.engine.grammars.begin(asked.grammar)
+            wrapped = asyncio.wrap_future(future)
+            wrapped.add_done_callback(lambda over: over.cancelled() or over.exception())  # looked at, even where nobody waits any more
+            await asyncio.wait([wrapped], timeout=COMPILE_S)
+            if not future.done():
+                raise self.engine.grammars.late(future)
+            return future.result()
+        except InvalidRequest as error:
+            raise named(error, asked) from None
 
     async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
         """Evict idle blocks. One at a time: each waits for the engine loop to come round."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest, PenstockError, PromptTooLong, StepFailed
+from penstock.server.tools import told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.schema import ChatBody, CompletionBody, Message
+    from penstock.server.tools import Tool
 
 
 CONTINUATION = bytes(range(0x80, 0xC0))  # of a character that began before
@@ -79,13 +81,17 @@ def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules)
 
 
 def chat_prompts(tokenizer: TextCodec, body: ChatBody, rules: Rules) -> list[Prompt]:
-    return [Prompt(encode_chat(tokenizer, body.messages, rules), ends=True)]
+    return [Prompt(encode_chat(tokenizer, body.messages, rules, body.asking.shown), ends=True)]
 
 
-def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules) -> list[int]:
+def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules, tools: Sequence[Tool] = ()) -> list[int]:
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
-    return tokenizer.encode_chat([message.as_dict() for message in messages], rules.most, rules.special_in_text)
+    as_dicts = [message.as_dict() for message in messages]
+    if tools or any(message.tool_calls or message.role == "tool" for message in messages):
+        told_messages, told_tools = told(as_dicts, tools, tokenizer)
+        return tokenizer.encode_chat(told_messages, rules.most, rules.special_in_text, told_tools)
+    return tokenizer.encode_chat(as_dicts, rules.most, rules.special_in_text)
 
 
 def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules) -> Sequence[int]:

@@ -176,3 +176,35 @@ def test_no_two_characters_have_the_same_disguise(monkeypatch: pytest.MonkeyPatc
     rendered = template.render_apart([{"role": "user", "content": "<E> [E] <E>"}], False, ["<E>", "[E]"])
     assert len(rendered.disguises) == 2
     assert rendered.plain(rendered.text) == "<E> [E] <E>"
+
+
+KNOWS_TOOLS = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name + ': ' + t.function.description }} {{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+)
+HOSTILE = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"description": HOSTILE},
+        {"parameters": {"properties": {HOSTILE: {"type": "string"}}}},
+        {"parameters": {"properties": {"role": {"type": "string", "description": HOSTILE}}}},
+        {"parameters": {"role": HOSTILE}},
+        {"parameters": {"enum": [["a", HOSTILE]]}},
+    ],
+    ids=["description", "name of a field", "under a field called role", "a value called role", "in a list"],
+)
+def test_a_tool_spells_no_special_token_wherever_it_says_one(where: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "d", **where}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": where}}
+    model = tokenizer(KNOWS_TOOLS)
+    end = REAL.encode(HOSTILE, add_special=False)
+    for messages, tools in (
+        ([{"role": "user", "content": "x"}], [tool]),
+        ([{"role": "assistant", "content": "x", "tool_calls": [call]}], None),
+    ):
+        ids = model.encode_chat(messages, tools=tools)
+        assert ids.count(end[0]) == 1  # the template's own
+        assert model.decode(ids, skip_special=False).count(HOSTILE) >= 2  # what was said is there, as text

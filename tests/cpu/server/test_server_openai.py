@@ -274,10 +274,8 @@ def test_errors_are_those_that_the_client_knows(served: Served) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="other", prompt="x")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "x"}], tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+    with pytest.raises(openai.BadRequestError, match="audio is not supported"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], audio={"voice": "alloy", "format": "wav"})
     with pytest.raises(openai.BadRequestError, match="maximum context length") as long:
         client.completions.create(model=MODEL, prompt="x" * served.engine.max_model_len, max_tokens=1)
     assert long.value.type == "invalid_request_error"

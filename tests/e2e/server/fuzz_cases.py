@@ -143,6 +143,20 @@ LEGAL: dict[str, list[Any]] = {
     "logprobs": [None, 0, 5, 20],
     "top_logprobs": [None, 0, 20],
     "response_format": [None, {"type": "text"}],
+    # What these ask for, test_server_structured.py and test_server_tools.py try.
+    **{
+        key: [None]
+        for key in (
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+        )
+    },
 }
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import MAX_LOGPROBS, Access, Adapter, Mode, StepPlan, Waits
+from penstock.contract import MAX_LOGPROBS, Access, Adapter, Fence, Mode, StepPlan, Waits
 from penstock.engine.execution import warm
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packed, Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
-from penstock.engine.execution.outcome import Outputs, RunningStep
+from penstock.engine.execution.grammars import Grammars
+from penstock.engine.execution.masks import Masks, StepMasks
+from penstock.engine.execution.outcome import LateSample, Outputs, RunningStep
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
-from penstock.engine.execution.sampler import Sampler, packed_width, token_logprobs
+from penstock.engine.execution.sampler import Allowed, Sampler, packed_width, token_logprobs
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
@@ -67,6 +69,10 @@ class _Chain:
         self.last = self._lane.submit(op, accesses, label=label, after=self.last)
         return self.last
 
+    def newest(self) -> Ticket:
+        assert self.last is not None, "nothing of the step was submitted"
+        return self.last
+
 
 class Executor:
     """One model on one compute lane. Called from the engine thread; only `RunningStep.wait_result` blocks."""
@@ -80,8 +86,10 @@ class Executor:
         limits: StepLimits,
         buckets: Sequence[Shape],
         weights_of: Callable[[Adapter], AdapterWeights],
+        grammars: Grammars,
     ) -> None:
         device = forward.model.device
+        self.masks = Masks(grammars.wait_compiled, grammars.num_words, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
         self._weights_of = weights_of
         self._forward = forward
@@ -126,7 +134,7 @@ class Executor:
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
         """Put the step on the compute lane and return; the step before may still be running there. `waits`: what the plan's ids stand
-        for."""
+        for. Where a grammar has a say, the step ends before its sampling, and `sample` has to follow once the step before was read."""
         after, loads = waits.of(plan)
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             raise InvariantBroken(f"step {plan.number} wants several tokens for one request: a row has but one last token")
@@ -137,6 +145,7 @@ class Executor:
             self._spoil(self.guard, chain, plan)
         for start in plan.starts:
             self._rows.start(start)
+            self.masks.start(start)
             if needs_state(start.sampling):
                 access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
@@ -152,16 +161,32 @@ class Executor:
         else:
             flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], lora)
             self._submit_prompt_logprobs(chain, plan, flow, outputs)
-        if packed.shape.num_samples:
-            outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
-            accesses = self._sample_accesses(packed, sample_plan, captured=bucket is not None)
-            chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs), "sample", accesses)
-        assert chain.last is not None
-        fence = self._lane.record()
-        self._staging.used_until(fence)
-        self._results.used_until(fence)
         chunks = plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
-        return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, chain.last, fence, loads)
+        masks = self.masks.for_step(chunks, self._device.type == "cuda")
+
+        def sample() -> tuple[Ticket, Fence]:
+            if packed.shape.num_samples:
+                outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
+                accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
+                chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs, masks), "sample", accesses)
+            fence = self._lane.record()
+            self._results.used_until(fence)
+            self.masks.used_until(fence)
+            return chain.newest(), fence
+
+        last, fence = sample() if masks is None else (chain.newest(), self._lane.record())
+        self._staging.used_until(fence)
+        late = None if masks is None else LateSample(masks, sample)
+        return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, last, fence, loads, late)
+
+    def sample(self, step: RunningStep) -> RunningStep:
+        """The step launched last, with its sampling on the lane. Blocks only where a grammar has a say, until its masks are there: those
+        that need a token of the step before are computed from when `masks.advance` was told it."""
+        if step.late is None:
+            return step
+        endings = step.late.masks.wait_filled(self._lane)
+        last, fence = step.late.submit()
+        return replace(step, last=last, fence=fence, late=None, endings=endings)
 
     # --------------------------------------------------------------------------------------------------------- forward
 
@@ -181,9 +206,10 @@ class Executor:
         ends = packed.shape.cuts()
         return Access(_SAMPLER, packed.ints[ends[5] : ends[6]], _LAST, Mode.READ)
 
-    def _sample_accesses(self, packed: Packed, plan: SamplePlan, captured: bool) -> list[Access]:
+    def _sample_accesses(self, plan: SamplePlan, masks: StepMasks | None, captured: bool) -> list[Access]:
         state = Access(_SAMPLER, plan.rows, _ROW_STATE if plan.penalties else _LAST, Mode.WRITE)
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)] if captured else []
+        read += [] if masks is None else [masks.access]
         return [state, self._results.access(Mode.WRITE), *read]
 
     def _run_eagerly(
@@ -236,13 +262,17 @@ class Executor:
             used += plan.params.size
         return plan, used
 
-    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs) -> None:
+    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs, masks: StepMasks | None) -> None:
         assert flow.logits is not None and outputs.sampled is not None
         inputs = flow.bound_inputs()
         params = None
         if plan.params is not None:
             params = ints[params_at : params_at + plan.params.size].view(plan.params.shape)
-        output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params)
+        allowed = None
+        if masks is not None:
+            words = move(torch.empty(len(masks.host), dtype=torch.int32, device=self._device), masks.host)
+            allowed = Allowed(self._uploads.send(masks.at), words.view(len(masks.at), -1))
+        output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params, allowed)
         move(outputs.sampled, output.packed())
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:

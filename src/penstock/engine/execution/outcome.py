@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.contract import Access, Chunk, Fence, Load, Sampled, StepFailure, StepResult, TokenScores
+from penstock.engine.execution.masks import GrammarEnd, StepMasks
 from penstock.engine.execution.sampler import packed_width
 from penstock.lanes.lane import Lane, Ticket
 from penstock.models.lora import LoraRuns
@@ -40,6 +42,13 @@ class Outputs:
         return room if width == 1 else room.view(num_rows, width)
 
 
+class LateSample(NamedTuple):
+    """Sampling that waits for masks: `submit` puts it on the lane, once they are there, and gives its last op and the fence behind it."""
+
+    masks: StepMasks
+    submit: Callable[[], tuple[Ticket, Fence]]
+
+
 @dataclass(frozen=True, slots=True)
 class RunningStep:
     """A step on the compute lane."""
@@ -51,6 +60,8 @@ class RunningStep:
     last: Ticket
     fence: Fence
     loads: Sequence[Load] = ()  # what it waits for on the device
+    late: LateSample | None = None  # its sampling, where that is not on the lane yet
+    endings: Sequence[GrammarEnd] = ()  # requests whose grammars allow no further token: known when it was sampled
 
     def wait_result(self) -> StepResult:
         """Block until the step is over. A failure is logged and part of the result, not raised."""

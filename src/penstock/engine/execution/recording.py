@@ -34,6 +34,7 @@ from penstock.contract import (
     Chunk,
     Echo,
     FenceId,
+    Grammar,
     Sampled,
     SamplingParams,
     Start,
@@ -52,7 +53,7 @@ VERSION = 1
 _RECORDS: Mapping[str, Any] = {
     record.__name__: record
     for record in (
-        *(StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, FenceId),
+        *(StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
         *(StepResult, Sampled, TokenLogprob, TokenScores, StepFailure),
     )
 }
@@ -119,7 +120,9 @@ def replay(recording: Recording, executor: Executor) -> Iterator[StepResult]:
 
 def _run(plan: StepPlan, executor: Executor) -> StepResult:
     # Earlier users of its slots were copies of the recorded run. Here nothing but steps uses them, in their order.
-    return executor.launch(dataclasses.replace(plan, after=())).wait_result()
+    result = executor.sample(executor.launch(dataclasses.replace(plan, after=()))).wait_result()
+    executor.masks.advance((one.request_id, one.tokens) for one in result.sampled)
+    return result
 
 
 def _encode(value: Any) -> Any:

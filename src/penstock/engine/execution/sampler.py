@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +70,19 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+class Allowed(NamedTuple):
+    """What grammars allow, on the device."""
+
+    at: Tensor  # int64 [C]: which of the sampled rows are constrained
+    words: Tensor  # int32 [C, vocab / 32, rounded up]: a bit per token
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """`logits` with minus infinity for what is not allowed; other rows are as they were."""
+        bits = (self.words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+        forbidden = bits.flatten(1)[:, : logits.shape[-1]] == 0
+        return logits.index_copy(0, self.at, logits[self.at].masked_fill(forbidden, -torch.inf))
+
+
 class Sampler:
     """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
 
@@ -104,13 +118,14 @@ class Sampler:
         if not self._lane.is_current():
             raise InvariantBroken(f"the sampler's state is touched by what is no work of lane {self._lane.name}")
 
-    def sample(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor | None) -> SampleOutput:
+    def sample(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor | None, allowed: Allowed | None = None) -> SampleOutput:
         """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice in `last_tokens`."""
         self._require_lane()
+        open_logits = logits if allowed is None else allowed.masked(logits)
         if params is None:
-            tokens = logits.argmax(dim=-1)
+            tokens = open_logits.argmax(dim=-1)
         else:
-            tokens = self._choose(logits.float(), rows, plan, params)
+            tokens = self._choose(open_logits.float(), rows, plan, params)
         self.last_tokens.index_copy_(0, rows.long(), tokens.to(torch.int32))
         if plan.penalties:
             self._counts.index_put_((rows.long(), tokens), torch.ones_like(rows), accumulate=True)
@@ -155,7 +170,7 @@ class Sampler:
 
 
 def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top: int) -> None:
-    """Of the model's own distribution, before penalties, temperature and filters."""
+    """Of the model's own distribution, before masks, penalties, temperature and filters."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.long()[:, None])
     output.logprobs = chosen[:, 0]

@@ -112,6 +112,14 @@ class Scheduler:
         track = self._tracks.get(request_id)
         return None if track is None else self._end(track, self._events.of_end(track, FinishReason.CANCELLED))
 
+    def stop(self, request_id: str, error: str | None) -> TokenEvent | None:
+        """Its grammar allows no further token: the answer is complete, or `error` says why it cannot be. None if it has ended already."""
+        track = self._tracks.get(request_id)
+        if track is None:
+            return None
+        finish = FinishReason.STOP if error is None else FinishReason.ERROR
+        return self._end(track, self._events.of_end(track, finish)._replace(error=error))
+
     def has_work(self) -> bool:
         """Whether a further plan or commit can still do something."""
         return bool(self._tracks)

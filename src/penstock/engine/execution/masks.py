@@ -1,0 +1,172 @@
+"""Which tokens grammars allow next, as bits, for the sampling of each step. Owns a matcher per constrained request and the thread that runs
+them while the forward pass runs. Decides nothing about a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.contract import Access, Chunk, Fence, Grammar, Mode, Start
+from penstock.engine.execution.grammars import Matcher
+from penstock.engine.execution.staging import StagingRing
+from penstock.lanes.lane import Lane
+
+
+class GrammarEnd(NamedTuple):
+    """A request whose grammar allows no further token."""
+
+    request_id: str
+    error: str | None  # None: its answer is complete
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """One constrained request, in one of its lives."""
+
+    request_id: str
+    num_prompt: int
+    num_known: int  # generated tokens that it has been told; those of the matcher once its jobs are done
+    matcher: Matcher | None = None  # made and used by the thread alone
+    waiting: tuple[StepMasks, int, int] | None = None  # a step that needs a mask behind so many tokens, and the mask's place there
+
+
+@dataclass(slots=True, eq=False)
+class StepMasks:
+    """The masks of one step, in a buffer of the staging ring: rows are filled by the thread, each once, and read by the step's sampling."""
+
+    host: Tensor  # int32 [C * words]
+    rows: NDArray[np.int32]  # [C, words], the same bytes
+    at: Sequence[int]  # which of the step's samples they are for
+    access: Access
+    jobs: list[Future[list[GrammarEnd]]] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)  # rows that no job fills yet
+
+    def wait_filled(self, lane: Lane) -> list[GrammarEnd]:
+        """Block until every mask is there; says which requests are over. A row whose token never came belongs to a request that has ended
+        or begins anew: what is sampled for it is not used."""
+        endings = [ending for job in self.jobs for ending in job.result()]
+        lane.touch((self.access._replace(mode=Mode.WRITE),), label="masks")  # by the thread, which is done with it
+        for row in self.missing:
+            self.rows[row] = -1
+        return endings
+
+
+class Masks:
+    """Called from the engine thread; what a job does, it does on the thread's own. Jobs run in order."""
+
+    def __init__(self, matcher_of: Callable[[Grammar], Matcher], num_words: int, max_batch: int, lane: Lane) -> None:
+        self._matcher_of = matcher_of
+        self._num_words = num_words
+        self._max_batch = max_batch
+        self._lane = lane
+        self._ring: StagingRing | None = None  # made for the first that needs it
+        self._answers: dict[str, _Answer] = {}
+        self._by_row: dict[int, _Answer] = {}
+        self._thread = ThreadPoolExecutor(1, "masks")
+
+    def start(self, start: Start) -> None:
+        """A request takes a row: its matcher is made anew, from what it has generated before."""
+        if (last := self._by_row.pop(start.row, None)) is not None and self._answers.get(last.request_id) is last:
+            del self._answers[last.request_id]  # it has ended without a word
+        if (grammar := start.sampling.grammar) is None:
+            return
+        answer = _Answer(start.request_id, start.num_prompt, len(start.output))
+        self._answers[start.request_id] = self._by_row[start.row] = answer
+
+        def make() -> None:
+            answer.matcher = self._matcher_of(grammar).copy()
+            answer.matcher.consume(start.output)
+
+        self._thread.submit(make)
+
+    def for_step(self, chunks: Sequence[Chunk], pinned: bool) -> StepMasks | None:
+        """`chunks`: those that are sampled, in order. None: none of them is constrained."""
+        if not self._answers:
+            return None
+        found = [
+            (at, answer, chunk) for at, chunk in enumerate(chunks) if (answer := self._answers.get(chunk.request_id)) and chunk.num_logits
+        ]
+        if not found:
+            return None
+        if self._ring is None:
+            self._ring = StagingRing(self._max_batch * self._num_words, self._lane, "staged masks", pinned)
+        host, array = self._ring.next()
+        used = len(found) * self._num_words
+        masks = StepMasks(host[:used], array[:used].reshape(-1, self._num_words), [at for at, _, _ in found], self._ring.access(Mode.READ))
+        ready: list[tuple[_Answer, int]] = []
+        for row, (_, answer, chunk) in enumerate(found):
+            num_wanted = chunk.kv_len - answer.num_prompt
+            if num_wanted == answer.num_known:
+                ready.append((answer, row))
+            else:  # its last token is being sampled
+                answer.waiting = (masks, row, num_wanted)
+                masks.missing.add(row)
+        if ready:
+            masks.jobs.append(self._thread.submit(lambda: [end for answer, row in ready for end in _fill(answer, masks.rows[row])]))
+        return masks
+
+    def used_until(self, fence: Fence) -> None:
+        """The masks of the step launched last are read until `fence` passes."""
+        if self._ring is not None:
+            self._ring.used_until(fence)
+
+    def advance(self, news: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Tokens have been chosen for these requests. Masks that waited for them are computed now."""
+        if not self._answers:
+            return
+        told = [(answer, tokens) for request_id, tokens in news if tokens and (answer := self._answers.get(request_id))]
+        by_step: dict[StepMasks | None, list[tuple[_Answer, Sequence[int], int]]] = {}
+        for answer, tokens in told:
+            answer.num_known += len(tokens)
+            masks, row, num_wanted = answer.waiting or (None, -1, -1)
+            if num_wanted != answer.num_known:
+                masks = None
+            else:
+                answer.waiting = None
+            by_step.setdefault(masks, []).append((answer, tokens, row))
+        for masks, some in by_step.items():
+            job = self._thread.submit(_advance, some, None if masks is None else masks.rows)
+            if masks is not None:
+                masks.jobs.append(job)
+                masks.missing -= {row for _, _, row in some}
+
+    def end(self, request_id: str) -> None:
+        """It is over; a mask that it waits for is not needed. Idempotent."""
+        self._answers.pop(request_id, None)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None) -> list[GrammarEnd]:
+    endings: list[GrammarEnd] = []
+    for answer, tokens, row in news:
+        if answer.matcher is not None:
+            answer.matcher.consume(tokens)
+        if rows is not None:
+            endings += _fill(answer, rows[row])
+    return endings
+
+
+def _fill(answer: _Answer, words: NDArray[np.int32]) -> list[GrammarEnd]:
+    """The mask of what may come next; where nothing may, any token will do, since nobody uses it."""
+    matcher = answer.matcher
+    if matcher is None:
+        words[:] = -1
+        return [GrammarEnd(answer.request_id, "its schema or grammar could not be compiled again")]
+    if not matcher.is_over:
+        matcher.fill(words)
+    if not matcher.is_over and words.any():
+        return []
+    words[:] = -1
+    error = matcher.error
+    if error is None and not matcher.is_accepting:
+        error = "no token of this model can go on with it"
+    return [GrammarEnd(answer.request_id, None if error is None else f"the answer cannot meet its schema or grammar: {error}")]

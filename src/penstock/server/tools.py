@@ -1,0 +1,243 @@
+"""Tools as clients send them: their fields, what the model is told of them, the grammar of a forced call, and how answers are read. Owns no
+format of an answer: those are in `tool_parsers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from uuid import uuid4
+
+import msgspec
+
+from penstock.contract import Grammar
+from penstock.errors import InvalidRequest
+from penstock.server.structured import ANY_OBJECT, Asked
+from penstock.server.tool_parsers import MARKERS, READERS, Arguments, MessageParser, Sink, TextReader, Thinking
+
+if TYPE_CHECKING:
+    from penstock.config import ServerConfig
+    from penstock.models.tokenizer import TextCodec
+
+MOST_TOOLS = 128  # OpenAI's limit
+MOST_CALLS = 16  # in one answer that has to call
+
+Fields = dict[str, Any]
+FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # forced calls always fit their schema; for others it says nothing here
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+    def as_dict(self) -> dict[str, Any]:
+        """What chat templates take."""
+        given = {name: value for name in ("name", "description", "parameters") if (value := getattr(self.function, name)) is not None}
+        return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **given}}
+
+
+Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call in an assistant's message, as we or others gave it out."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of those who put streams together
+
+    def as_dict(self) -> dict[str, Any]:
+        """Templates write arguments as JSON themselves; what is no JSON is passed on as it is."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class ToolRequest(NamedTuple):
+    """The fields of one request."""
+
+    tools: Sequence[Tool]
+    choice: Literal["none", "auto", "required"] | NamedTool
+    parallel: bool
+
+    @property
+    def shown(self) -> Sequence[Tool]:
+        """Those that the model is told of."""
+        return () if self.choice == "none" else self.tools
+
+    def check(self, given: ToolChoice | None) -> None:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("two tools have the same name", "tools")
+        if not self.tools and given not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice is only allowed where there are tools", "tool_choice")
+        if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
+            raise InvalidRequest(f"tool_choice names {self.choice.function.name!r}, and no tool has that name", "tool_choice")
+
+    def asked(self) -> Asked | None:
+        """The grammar of a call that has to be."""
+        if isinstance(self.choice, NamedTool):
+            name = self.choice.function.name
+            schema = next((tool.function.parameters for tool in self.tools if tool.function.name == name), None)
+            return Asked("tools", _schema(schema or ANY_OBJECT))
+        return Asked("tools", _schema(_one_of(self.tools, MOST_CALLS if self.parallel else 1))) if self.choice == "required" else None
+
+
+def asking(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolRequest:
+    return ToolRequest(tools or (), choice or ("auto" if tools else "none"), parallel is not False)
+
+
+def _schema(schema: Mapping[str, Any]) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+
+
+def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
+    """A list of calls. The schemas of arguments lie in the definitions, and what they refer to moves with them."""
+    items, definitions = [], {}
+    for number, tool in enumerate(tools):
+        own = f"tool{number}"
+        definitions[own] = _moved(tool.function.parameters or ANY_OBJECT, f"#/$defs/{own}")
+        fields = {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/{own}"}}
+        items.append({"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})
+    return {"type": "array", "items": {"anyOf": items}, "minItems": 1, "maxItems": most, "$defs": definitions}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """`schema` where its root is not the root: `#/...` begins at `to`."""
+    if isinstance(schema, Mapping):
+        moved = {name: _moved(value, to) for name, value in schema.items()}
+        if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+            moved["$ref"] = to + ref[1:]
+        return moved
+    return [_moved(one, to) for one in schema] if isinstance(schema, list) else schema
+
+
+# ------------------------------------------------------------------------------------------------------------- the prompt
+
+_ABOUT = """You may call functions to help with the user's request. Their signatures are between <tools> and </tools>:
+<tools>
+{tools}
+</tools>
+To call a function, answer with a JSON object of its name and arguments between <tool_call> and </tool_call>:
+<tool_call>
+{{"name": "function-name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+def told(messages: Sequence[Fields], tools: Sequence[Tool], tokenizer: TextCodec) -> tuple[list[Fields], list[Fields] | None]:
+    """Messages and tools as the model's template takes them. One that knows no tools is told of them in the system message, in the words
+    of the Hermes format, and of calls and their results as text."""
+    as_dicts = [tool.as_dict() for tool in tools]
+    template = tokenizer.chat_template
+    if template is not None and template.takes_tools:
+        return list(messages), as_dicts or None
+    plain = [_plain(message) for message in messages]
+    if as_dicts:
+        about = _ABOUT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in as_dicts))
+        if plain[0]["role"] == "system":
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{about}"}
+        else:
+            plain.insert(0, {"role": "system", "content": about})
+    return plain, None
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return message
+    calls = "\n".join(f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in message["tool_calls"])
+    return {"role": message["role"], "content": f"{message['content']}\n{calls}".strip()}
+
+
+# ------------------------------------------------------------------------------------------------------------- the answer
+
+
+class AnswerFormat(NamedTuple):
+    """How the answers to one request are read."""
+
+    reader: str  # one of READERS
+    forced: str | None  # the one function that all of the text is the arguments of
+    thinks: bool  # reasoning may come first
+    begun: bool  # and the prompt has opened it
+    most_calls: int | None
+
+    def parser(self) -> MessageParser:
+        sink = Sink(self.most_calls)
+        reader: TextReader = Arguments(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
+        return MessageParser(sink, Thinking(sink, reader, self.begun) if self.thinks else reader)
+
+    def call_id(self) -> str:
+        """MistralCalls's templates take ids of nine characters only."""
+        return uuid4().hex[:9] if self.reader == "mistral" else f"call_{uuid4().hex[:24]}"
+
+
+def format_of(
+    asking: ToolRequest, is_formed: bool, config: ServerConfig, tokenizer: TextCodec, prompt: Sequence[int]
+) -> AnswerFormat | None:
+    """None: all of the answer is content. `is_formed`: a grammar says what it is, from its first token on."""
+    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    forced = asking.choice.function.name if isinstance(asking.choice, NamedTool) else None
+    reader = "json" if asking.choice == "required" else parser_name(config.tool_call_parser, template) if asking.shown else "none"
+    thinks = not is_formed and (config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and Thinking.end in template))
+    if reader == "none" and forced is None and not thinks:
+        return None
+    begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(Thinking.begin)
+    return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1)
+
+
+def parser_name(chosen: str, template: str) -> str:
+    """The format that a template tells its model to write; of one that says nothing, the format that `told` asks for."""
+    if chosen != "auto":
+        return chosen
+    marks = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>"))
+    found = next((name for name, mark in marks if mark in template), None)
+    return found or ("llama3" if '"parameters"' in template else "hermes")
+
+
+class MarkedTokens(NamedTuple):
+    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them."""
+
+    token_bytes: Callable[..., bytes]
+    errors: str
+    hidden: Callable[[int], bool]
+    shown: frozenset[int]
+
+    def is_special(self, id: int) -> bool:
+        return id not in self.shown and self.hidden(id)
+
+
+def showing(tokenizer: TextCodec, reading: AnswerFormat | None) -> Any:
+    """What the text of an answer is made with."""
+    if reading is None:
+        return tokenizer
+    marks = (*MARKERS[reading.reader], *((Thinking.begin, Thinking.end) if reading.thinks else ()))
+    ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
+    return MarkedTokens(tokenizer.token_bytes, tokenizer.errors, tokenizer.is_special, frozenset(some[0] for some in ids if len(some) == 1))

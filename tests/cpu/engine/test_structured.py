@@ -1,0 +1,250 @@
+"""Answers that have to be what a grammar says: whatever the weights want, and whatever happens to the request meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.contract import FinishReason, Grammar, SamplingParams
+from penstock.engine.engine import Engine
+from penstock.engine.execution.recording import Recorder, read, replay
+from penstock.errors import InvalidRequest
+from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import Collected, generate, run_all, submit, tiny_config
+from support.schemas import fits, random_schema
+
+pytest.importorskip("llguidance", reason="structured output is an extra")
+
+PROMPT = list(b"Say it as JSON: ")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    engine, sanitizer = build_sanitized(tiny_config(blocks=1024, max_batch=32))
+    yield engine
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+def text_of(engine: Engine, answer: Collected) -> str:
+    return engine.tokenizer.decode(answer.tokens)
+
+
+def schema_of(schema: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def constrained(engine: Engine, grammar: Grammar, **sampling: Any) -> Collected:
+    return submit(engine, PROMPT, **{"grammar": grammar, "ignore_eos": False, "temperature": 1.0, "max_tokens": 400, **sampling})
+
+
+def test_every_answer_fits_its_schema_whatever_random_weights_want(engine: Engine) -> None:
+    rng = random.Random(16)
+    schemas = [random_schema(rng) for _ in range(100)]
+    answers = [constrained(engine, schema_of(schema), seed=seed) for seed, schema in enumerate(schemas)]
+    run_all(engine)
+    over = [(answer, schema) for answer, schema in zip(answers, schemas, strict=True) if answer.finish is not FinishReason.LENGTH]
+    assert len(over) > 80
+    for answer, schema in over:
+        assert answer.finish is FinishReason.STOP, answer.error
+        assert fits(json.loads(text_of(engine, answer)), schema), (text_of(engine, answer), schema)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (Grammar("regex", "[a-c]{3}-[0-9]{1,4}x"), "[a-c]{3}-[0-9]{1,4}x"),
+        (Grammar("choice", json.dumps(["yes", "no", 'per"haps'])), 'yes|no|per"haps'),
+        (Grammar("lark", 'start: "<" word ">"\nword: /[a-z]{1,5}/'), "<[a-z]{1,5}>"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_regular_expressions_choices_and_grammars_are_kept_to(engine: Engine, grammar: Grammar, pattern: str, temperature: float) -> None:
+    answer = constrained(engine, grammar, temperature=temperature, seed=3)
+    run_all(engine)
+    assert answer.finish is FinishReason.STOP
+    assert re.fullmatch(pattern, text_of(engine, answer)), text_of(engine, answer)
+
+
+def test_neighbours_without_a_grammar_get_what_they_get_alone(engine: Engine) -> None:
+    alone = generate(engine, PROMPT, temperature=1.0, seed=5, max_tokens=40).tokens
+    beside = submit(engine, PROMPT, temperature=1.0, seed=5, max_tokens=40)
+    others = [constrained(engine, Grammar("regex", "[a-f]{50}"), seed=seed) for seed in range(4)]
+    run_all(engine)
+    assert beside.tokens == alone
+    assert all(re.fullmatch("[a-f]{50}", text_of(engine, other)) for other in others)
+
+
+def test_a_constrained_request_takes_part_in_every_step(engine: Engine) -> None:
+    steps = engine.stats().steps
+    submit(engine, PROMPT, max_tokens=50)
+    constrained(engine, Grammar("regex", "[a-f]{200}"), max_tokens=50)
+    run_all(engine)
+    assert engine.stats().steps - steps <= 52  # the prompts, and one step for each token of both
+
+
+def test_its_seed_decides_a_constrained_answer(engine: Engine) -> None:
+    grammar = schema_of({"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 3})
+    answers = [constrained(engine, grammar, seed=seed) for seed in (1, 1, 2)]
+    run_all(engine)
+    one, same, other = (answer.tokens for answer in answers)
+    assert one == same != other
+
+
+def test_penalties_and_filters_choose_among_what_is_allowed(engine: Engine) -> None:
+    settings: list[dict[str, Any]] = [{"frequency_penalty": 2.0, "repetition_penalty": 1.5}, {"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}]
+    answers = [constrained(engine, Grammar("regex", "[a-f]{30}"), seed=1, **some) for some in settings]
+    run_all(engine)
+    assert all(re.fullmatch("[a-f]{30}", text_of(engine, answer)) for answer in answers)
+
+
+def test_logprobs_are_those_of_the_model_before_the_mask(engine: Engine) -> None:
+    answer = constrained(engine, Grammar("choice", '["q"]'), logprobs=2, temperature=0.0)
+    free = submit(engine, PROMPT, logprobs=2, max_tokens=1)
+    run_all(engine)
+    assert text_of(engine, answer) == "q"
+    (entry,), (wanted,) = answer.logprobs, free.logprobs
+    assert entry.top == wanted.top and entry.rank > 1 and entry.logprob < wanted.logprob
+
+
+def test_a_retracted_request_goes_on_within_its_grammar() -> None:
+    engine, sanitizer = build_sanitized(tiny_config(blocks=24, max_batch=8, overcommit=4.0))
+    grammar = Grammar("regex", "([a-f]{7}[0-9]){10}")
+    answers = [constrained(engine, grammar, seed=seed, max_tokens=100) for seed in range(6)]
+    run_all(engine)
+    assert engine.stats().retractions > 0
+    assert all(answer.finish is FinishReason.STOP and re.fullmatch(grammar.text, text_of(engine, answer)) for answer in answers)
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+def test_a_cancelled_constrained_request_leaves_nothing(engine: Engine) -> None:
+    answers = [constrained(engine, Grammar("regex", "[a-f]*"), max_tokens=300, seed=seed) for seed in range(4)]
+    for _ in range(5):
+        engine.step()
+    for answer in answers:
+        engine.cancel(answer.request_id)
+    run_all(engine)
+    assert all(answer.finish is FinishReason.CANCELLED for answer in answers)
+    generate(engine, PROMPT)  # its row is taken again
+    for grammar in (Grammar("regex", "ok"), None):
+        answer = submit(engine, PROMPT, grammar=grammar, ignore_eos=grammar is None, max_tokens=4)
+        run_all(engine)
+        assert (text_of(engine, answer) == "ok") is (grammar is not None)
+
+
+def test_an_answer_that_is_complete_from_the_start_is_empty(engine: Engine) -> None:
+    answer = constrained(engine, Grammar("regex", ""))
+    run_all(engine)
+    assert (answer.tokens, answer.finish) == ([], FinishReason.STOP)
+
+
+HOSTILE = {
+    "contradiction": schema_of({"type": "integer", "minimum": 5, "maximum": 3}),
+    "never": schema_of({"type": "object", "properties": {"x": False}, "required": ["x"]}),
+    "endless": schema_of({"$ref": "#"}),
+    "far away": schema_of({"$ref": "https://example.com/a.json"}),
+    "unknown keyword": schema_of({"not": {"type": "string"}}),
+    "no schema": schema_of([1]),
+    "exponential": schema_of(
+        {"allOf": [{"anyOf": [{"required": [f"a{i}"], "properties": {f"a{i}": {}}}, {"required": [f"b{i}"]}]} for i in range(16)]}
+    ),
+    "deep": Grammar("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000),
+    "no JSON": Grammar("json_schema", "{"),
+    "bad expression": Grammar("regex", "(a"),
+    "looks back": Grammar("regex", r"(a)\1"),
+    "bad grammar": Grammar("lark", "start: nothing"),
+    "no choice": Grammar("choice", "[]"),
+    "no list": Grammar("choice", '"a"'),
+    "no strings": Grammar("choice", "[1]"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_met_is_refused_before_it_is_taken(engine: Engine, name: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        constrained(engine, HOSTILE[name])
+    assert refused.value.param == "structured_outputs" and len(str(refused.value)) < 2000
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "(((a{100}){100}){100}){100}"),
+        Grammar("regex", "(a|b)*a(a|b){300}c"),
+        schema_of({"$defs": {"t": {"type": "object", "properties": {"n": {"$ref": "#/$defs/t"}}, "required": ["n"]}}, "$ref": "#/$defs/t"}),
+        schema_of({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
+        Grammar("lark", 'start: s\ns: s s | s s s | "a" | ""'),
+        schema_of({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}),
+    ],
+    ids=["huge", "exponential", "recursive", "a billion", "ambiguous", "wide"],
+)
+def test_what_is_hard_to_meet_ends_with_an_answer_an_error_or_a_refusal(engine: Engine, grammar: Grammar) -> None:
+    try:
+        answer = constrained(engine, grammar, max_tokens=40)
+    except InvalidRequest:
+        assert not engine.has_work()
+        return
+    beside = submit(engine, PROMPT, max_tokens=10)
+    run_all(engine)
+    assert answer.finish in (FinishReason.LENGTH, FinishReason.STOP) or (answer.finish is FinishReason.ERROR and answer.error)
+    assert beside.finish is FinishReason.LENGTH and len(beside.tokens) == 10
+
+
+def test_a_grammar_is_bounded_in_size_and_needs_the_end_of_text() -> None:
+    with pytest.raises(InvalidRequest, match="at most 65536 characters"):
+        SamplingParams(max_tokens=1, grammar=Grammar("regex", "a" * 65_537))
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        SamplingParams(max_tokens=1, grammar=Grammar("regex", "a"), ignore_eos=True)
+
+
+def test_one_grammar_is_compiled_once_for_all_that_use_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, compiled = engine.grammars._vocabulary, []
+    inner = vocabulary.matcher
+    monkeypatch.setattr(vocabulary, "matcher", lambda grammar: compiled.append(grammar) or inner(grammar))
+    grammar = Grammar("regex", "once[0-9]{5}")
+    answers = [constrained(engine, grammar, seed=seed) for seed in range(8)]
+    run_all(engine)
+    assert compiled == [grammar] and all(text_of(engine, answer).startswith("once") for answer in answers)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_keeps_nobody_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate, inner = threading.Event(), threading.Event(), engine.grammars._vocabulary.matcher
+
+    def slow(grammar: Grammar) -> Any:
+        begun.set()
+        assert gate.wait(60)
+        return inner(grammar)
+
+    monkeypatch.setattr(engine.grammars._vocabulary, "matcher", slow)
+    future = engine.grammars.begin(Grammar("regex", "slow"))
+    try:
+        assert begun.wait(60)
+        with pytest.raises(InvalidRequest, match="too complex"):
+            engine.grammars.wait_compiled(Grammar("regex", "slow"), timeout_s=0.0)
+        assert len(generate(engine, PROMPT).tokens) == 8
+    finally:
+        gate.set()
+    assert future.result(60) is engine.grammars.wait_compiled(Grammar("regex", "slow"))  # it is there when it is asked for again
+
+
+def test_a_recorded_run_with_a_grammar_can_be_run_again(tmp_path: Path) -> None:
+    engine, _ = build_sanitized(tiny_config(prefix_cache=False))
+    path = tmp_path / "run.jsonl"
+    with path.open("w") as file:
+        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+        answer = constrained(engine, Grammar("regex", "([a-f][0-9]){6}"), seed=4)
+        run_all(engine)
+    again, _ = build_sanitized(tiny_config(prefix_cache=False))
+    results = list(replay(read(path), again._parts.executor))
+    assert [token for result in results for one in result.sampled for token in one.tokens][: len(answer.tokens)] == answer.tokens
+    engine.close(timeout_s=20.0)
+    again.close(timeout_s=20.0)

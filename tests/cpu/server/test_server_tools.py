@@ -1,0 +1,204 @@
+"""Tools over HTTP: what the model is told, what the client gets, whole and streamed, with the `openai` client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served import MODEL, serving
+from tiered_server import MODEL as REAL_MODEL
+from tiered_server import Tiered, tiered
+
+from penstock.models.chat import ChatTemplate
+from support.scripted_engine import EOS, ScriptedEngine
+
+ASK = [{"role": "user", "content": "How warm is it in Zürich?"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Zürich", "Bern"]}, "unit": {"$ref": "#/$defs/unit"}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "How warm it is", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
+KNOWS_TOOLS = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def saying(text: str, template: str | None = None) -> ScriptedEngine:
+    engine = ScriptedEngine(lambda prompt, sampling: [*text.encode(), EOS])
+    if template is not None:
+        engine.tokenizer._chat = ChatTemplate(template, {})
+    return engine
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+
+
+def gathered(stream: Any) -> tuple[str, list[tuple[str, str]], str]:
+    """What a client puts together from chunks: text, calls by name, the reason."""
+    text, calls, finish = "", {}, ""
+    for chunk in stream:
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            known = calls.setdefault(call.index, ["", "", ""])
+            assert (call.id is None) == (call.function.name is None) == bool(known[0])  # id and name once, at first
+            known[0], known[1] = known[0] or call.id or "", known[1] or call.function.name or ""
+            known[2] += call.function.arguments or ""
+        finish = choice.finish_reason or finish
+    assert len({known[0] for known in calls.values()}) == len(calls)
+    return text, [(name, arguments) for _, name, arguments in calls.values()], finish
+
+
+def test_what_the_model_calls_is_in_the_message_and_in_the_stream() -> None:
+    with serving(saying(CALL)) as served:
+        create = served.client().chat.completions.create
+        (choice,) = create(model=MODEL, messages=ASK, tools=TOOLS).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
+        assert calls_of(choice.message) == [("weather", {"city": "Bern"}), ("now", {})]
+        assert all(call.id.startswith("call_") and call.type == "function" for call in choice.message.tool_calls)
+        text, calls, finish = gathered(create(model=MODEL, messages=ASK, tools=TOOLS, stream=True))
+        assert (text, calls, finish) == ("Let me see.", [("weather", '{"city": "Bern"}'), ("now", "{}")], "tool_calls")
+        only = create(model=MODEL, messages=ASK, tools=TOOLS, parallel_tool_calls=False).choices[0].message
+        assert calls_of(only) == [("weather", {"city": "Bern"})]
+
+
+def test_without_tools_or_with_none_a_call_is_text() -> None:
+    with serving(saying(CALL)) as served:
+        for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+            (choice,) = served.client().chat.completions.create(model=MODEL, messages=ASK, **fields).choices
+            assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
+        prompts = {bytes(prompt) for prompt, _, _ in served.engine.submitted}
+        assert len(prompts) == 1 and b"weather" not in prompts.pop()
+
+
+def test_an_answer_that_calls_nothing_is_content() -> None:
+    with serving(saying("It is < 5 degrees.")) as served:
+        (choice,) = served.client().chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS).choices
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("It is < 5 degrees.", None, "stop")
+
+
+def conversation(first: Any) -> list[Any]:
+    """As a client sends it back: our own message, and the result."""
+    return [*ASK, first.model_dump(), {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "21 C"}]
+
+
+def test_calls_and_results_come_back_to_a_template_that_knows_tools_as_it_wants_them() -> None:
+    with serving(saying(CALL, KNOWS_TOOLS)) as served:
+        create = served.client().chat.completions.create
+        first = create(model=MODEL, messages=ASK, tools=TOOLS).choices[0].message
+        create(model=MODEL, messages=conversation(first), tools=TOOLS)
+        prompt = bytes(served.engine.submitted[-1][0]).decode()
+    assert prompt.startswith("<tools>[{") and '"name": "weather"' in prompt and "Zürich" in prompt
+    assert '<tool_call>weather{"city": "Bern"}</tool_call><tool_call>now{}</tool_call>[tool]21 C' in prompt
+
+
+def test_a_template_that_knows_no_tools_is_told_of_them_in_the_system_message() -> None:
+    with serving(saying(CALL)) as served:
+        create = served.client().chat.completions.create
+        first = create(model=MODEL, messages=ASK, tools=TOOLS).choices[0].message
+        told = [{"role": "system", "content": "Be brief."}, *conversation(first)]
+        create(model=MODEL, messages=told, tools=TOOLS)
+        plain, system = (bytes(prompt).decode() for prompt, _, _ in served.engine.submitted)
+    assert plain.startswith("system: You may call functions") and plain.index("</tools>") < plain.index("user: How warm")
+    assert system.startswith("system: Be brief.\n\nYou may call functions") and system.count("<tools>\n") == 1
+    assert 'assistant: Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>' in system
+    assert "user: <tool_response>\n21 C\n</tool_response>" in system
+
+
+def test_the_parser_is_chosen_by_the_template_and_by_the_flag() -> None:
+    mistral = '[TOOL_CALLS][{"name": "now", "arguments": {}}]'
+    with serving(saying(mistral, KNOWS_TOOLS.replace("<tool_call>", "[TOOL_CALLS]"))) as served:
+        (call,) = served.client().chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS).choices[0].message.tool_calls
+        assert call.function.name == "now" and len(call.id) == 9 and call.id.isalnum()
+    for flag, num_calls in (("json", 1), ("none", 0), ("hermes", 0)):
+        with serving(saying('{"name": "now", "arguments": {}}'), tool_call_parser=flag) as served:
+            message = served.client().chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS).choices[0].message
+            assert len(message.tool_calls or ()) == num_calls
+
+
+def test_reasoning_is_a_field_of_its_own_where_the_template_has_it() -> None:
+    text, template = "<think>\nhm\n</think>\n\nHi", "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+    with serving(saying(text, template)) as served:
+        message = served.client().chat.completions.create(model=MODEL, messages=ASK).choices[0].message
+        assert (message.content, message.reasoning_content) == ("Hi", "hm")
+        chunks = [chunk.choices[0].delta for chunk in served.client().chat.completions.create(model=MODEL, messages=ASK, stream=True)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in chunks) == "hm"
+        assert "".join(delta.content or "" for delta in chunks) == "Hi"
+        again = [*ASK, message.model_dump(), *ASK]
+        assert served.client().chat.completions.create(model=MODEL, messages=again).choices[0].message.content == "Hi"
+    with serving(saying("hm</think>Hi", template + "<think>")) as served:
+        message = served.client().chat.completions.create(model=MODEL, messages=ASK).choices[0].message
+        assert (message.content, message.reasoning_content) == ("Hi", "hm")
+    for engine, flag in ((saying(text, template), "none"), (saying(text), "auto")):
+        with serving(engine, reasoning_parser=flag) as served:
+            assert served.client().chat.completions.create(model=MODEL, messages=ASK).choices[0].message.content == text
+
+
+# ------------------------------------------------------------------------------------------------------------ forced calls
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Tiered]:
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    with tiered(host_blocks=0, blocks=1024) as running:
+        yield running
+
+
+def force(server: Tiered, choice: Any, **fields: Any) -> Any:
+    options = {"tools": TOOLS[:1], "tool_choice": choice, "max_tokens": 600, "temperature": 1, "seed": 3, **fields}
+    return server._client.chat.completions.create(model=REAL_MODEL, messages=ASK, **options)
+
+
+def check_weather(arguments: dict[str, Any]) -> None:
+    assert set(arguments) == {"city", "unit"} and arguments["city"] in ("Zürich", "Bern") and arguments["unit"] in ("C", "F")
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def test_a_named_tool_is_called_with_arguments_that_fit_its_schema(server: Tiered) -> None:
+    for choice in force(server, NAMED, n=3).choices:
+        ((name, arguments),) = calls_of(choice.message)
+        assert name == "weather" and choice.finish_reason == "tool_calls" and choice.message.content is None
+        check_weather(arguments)
+
+
+def test_required_calls_one_of_the_tools_or_several(server: Tiered) -> None:
+    for choice in force(server, "required", n=4).choices:
+        calls = calls_of(choice.message)
+        assert calls or choice.finish_reason == "length"
+        for name, arguments in calls if choice.finish_reason == "tool_calls" else ():
+            assert name == "weather"
+            check_weather(arguments)
+    (one,) = calls_of(force(server, "required", parallel_tool_calls=False).choices[0].message)
+    check_weather(one[1])
+
+
+def test_forced_calls_are_streamed_as_they_come(server: Tiered) -> None:
+    chunks = list(force(server, NAMED, stream=True))
+    text, ((name, arguments),), finish = gathered(chunks)
+    assert (text, name, finish) == ("", "weather", "tool_calls")
+    check_weather(json.loads(arguments))
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.tool_calls) for chunk in chunks) > 5
+    assert calls_of(force(server, NAMED).choices[0].message) == [("weather", json.loads(arguments))]
+
+
+def test_a_schema_that_cannot_be_met_is_refused_where_the_call_is_forced(server: Tiered) -> None:
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": False}, "required": ["x"]}}}]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        reply = server.http.post(
+            "/v1/chat/completions", json={"model": REAL_MODEL, "messages": ASK, "tools": bad, "tool_choice": choice, "max_tokens": 9}
+        )
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools"

@@ -1,0 +1,151 @@
+"""Parsers of calls and reasoning: what each format means, and that no cut of the text changes it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.server.tool_parsers import READERS, Arguments, MessageParser, Sink, Thinking
+
+
+class Message(NamedTuple):
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+
+def parse(kind: str, pieces: list[str], thinks: bool = False, begun: bool = False, most: int | None = None) -> Message:
+    sink = Sink(most)
+    reader = Arguments(sink, "forced") if kind == "forced" else READERS[kind](sink)
+    parser = MessageParser(sink, Thinking(sink, reader, begun) if thinks else reader)
+    content, reasoning, calls = "", "", []
+    for number, piece in enumerate([*pieces, ""]):
+        parts = parser.push(piece, last=number == len(pieces))
+        content, reasoning = content + parts.content, reasoning + parts.reasoning
+        for call in parts.calls:
+            if call.name is not None:
+                assert call.number == len(calls)  # a name comes once, and calls in order
+                calls.append((call.name, call.arguments))
+            else:
+                assert call.number == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
+    return Message(content, reasoning, calls)
+
+
+SAID: dict[str, tuple[str, str, Message]] = {
+    "two calls": (
+        "hermes",
+        'Sure.\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call"}}\n</tool_call>\n'
+        '<tool_call>{"name":"g","arguments":{}}</tool_call>',
+        Message("Sure.", "", [("f", '{"a": "}</tool_call"}'), ("g", "{}")]),
+    ),
+    "arguments before the name": (
+        "hermes",
+        '<tool_call>{"arguments": {"b": [1, {"c": null}]}, "name": "g"}</tool_call>',
+        Message("", "", [("g", '{"b": [1, {"c": null}]}')]),
+    ),
+    "arguments as text": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        Message("", "", [("f", '{"a": 1}')]),
+    ),
+    "no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>', Message("", "", [("f", "{}")])),
+    "something like a marker": ("hermes", "a <tool_ca b <  c\n", Message("a <tool_ca b <  c\n", "", [])),
+    "no call between markers": ("hermes", "<tool_call>what</tool_call> tail", Message("what tail", "", [])),
+    "another object between markers": ("hermes", '<tool_call>{"x": 1}</tool_call>', Message('{"x": 1}', "", [])),
+    "cut off in the arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', Message("", "", [("f", '{"a": 1')])),
+    "cut off in the name": ("hermes", '<tool_call>{"name": "f', Message('{"name": "f', "", [])),
+    "cut off in the marker": ("hermes", "a <tool_c", Message("a <tool_c", "", [])),
+    "llama behind its tag": ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', Message("", "", [("f", '{"a": 1}')])),
+    "llama without": (
+        "llama3",
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        Message("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    "llama says something": ("llama3", 'Hello {"name": 1} <|pyt x', Message('Hello {"name": 1} <|pyt x', "", [])),
+    "llama says something first": ("llama3", 'Well <|python_tag|>{"name":"f","parameters":{}}', Message("Well ", "", [("f", "{}")])),
+    "mistral's list": (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]',
+        Message("", "", [("f", '{"a": [1]}'), ("g", "{}")]),
+    ),
+    "mistral's newer form": (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": "}"}',
+        Message("", "", [("f", '{"a": 1}'), ("g", '{"b": "}"}')]),
+    ),
+    "mistral without ARGS": ("mistral", '[TOOL_CALLS]f{"a": 1}', Message("", "", [("f", '{"a": 1}')])),
+    "mistral says something": ("mistral", "hi [TOOL] [x]", Message("hi [TOOL] [x]", "", [])),
+    "a list": (
+        "json",
+        '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        Message("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    "a list of something else": ("json", "[1, 2]", Message("[1, 2]", "", [])),
+    "text": ("json", "just text", Message("just text", "", [])),
+    "a forced call": ("forced", '{"a": "x"}', Message("", "", [("forced", '{"a": "x"}')])),
+    "none": ("none", '<tool_call>{"name": "f"}</tool_call>', Message('<tool_call>{"name": "f"}</tool_call>', "", [])),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_every_format_means_what_its_models_mean(name: str) -> None:
+    kind, text, message = SAID[name]
+    assert parse(kind, [text]) == message == parse(kind, list(text))
+
+
+THOUGHT = {
+    "reasoning first": ("<think>\nhm < x </thin> \n</think>\n\nHi", False, Message("Hi", "hm < x </thin>", [])),
+    "opened by the prompt": ("hm\n</think>Hi", True, Message("Hi", "hm", [])),
+    "none": ("Hi <think>", False, Message("Hi <think>", "", [])),
+    "never ended": ("<think>hm  ", False, Message("", "hm", [])),
+    "and a call": (
+        'hm</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        True,
+        Message("", "hm", [("f", "{}")]),
+    ),
+    "only the start of a mark": ("<thi", False, Message("<thi", "", [])),
+}
+
+
+@pytest.mark.parametrize("name", THOUGHT)
+def test_reasoning_goes_before_the_rest(name: str) -> None:
+    text, begun, message = THOUGHT[name]
+    assert parse("hermes", [text], True, begun) == message == parse("hermes", list(text), True, begun)
+
+
+WORDS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<", "[T"]
+WORDS += ["f", " ", "\n", ";", ",", "[", "]", '"', "\\", "{", "}", ":", '"name"']
+WORDS += ['{"name": "f", "arguments": {"a": 1}}', '{"name": "g"', ', "arguments": {"b": "}\\""}}']
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    kind=st.sampled_from(["hermes", "llama3", "mistral", "json", "none"]),
+    words=st.lists(st.sampled_from(WORDS), max_size=14),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+    thinks=st.booleans(),
+    begun=st.booleans(),
+)
+def test_no_cut_of_a_text_changes_what_it_means(kind: str, words: list[str], cuts: list[int], thinks: bool, begun: bool) -> None:
+    text = "".join(words)
+    ends = sorted({min(cut, len(text)) for cut in cuts})
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    assert parse(kind, pieces, thinks, thinks and begun) == parse(kind, [text], thinks, thinks and begun)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet='ab <>/{}[]":,\n|_tolcahink', max_size=60))
+def test_text_without_a_call_is_content_to_the_last_character(text: str) -> None:
+    for kind in ("hermes", "llama3", "json", "none"):
+        message = parse(kind, [text])
+        if not message.calls and "<tool_call>" not in text and "<|python_tag|>" not in text:
+            assert message.content.strip() == text.strip() or (kind == "json" and not text.strip(" \n[],;"))
+
+
+def test_calls_beyond_the_most_are_dropped() -> None:
+    text = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]'
+    assert parse("json", list(text), most=1).calls == [("f", '{"a": 1}')]
