@@ -127,14 +127,14 @@ def check_ahead(config: Config) -> None:
         size = f"the weights of {facts.name} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
     layout = layout_for(config, facts.config, device)
-    gib = config.kv.device_gib if config.kv.device_gib is not None or device.type == "cuda" else CPU_KV_GIB
-    blocks = config.kv.device_blocks or (None if gib is None else int(gib * GIB) // layout.block_bytes)
-    if blocks is None:  # what the weights leave free, which is not known yet
-        blocks = (free - needed) // layout.block_bytes
-    elif blocks * layout.block_bytes > free - needed:
-        size = f"{blocks} KV blocks take {blocks * layout.block_bytes / GIB:.1f} GiB and the weights {needed / GIB:.1f}"
+    kv, given = config.kv, config.kv.device_blocks
+    if kv.device_gib is not None:
+        given = int(kv.device_gib * GIB) // layout.block_bytes
+    if given is not None and given * layout.block_bytes > free - needed:
+        size = f"{given} KV blocks take {given * layout.block_bytes / GIB:.1f} GiB and the weights {needed / GIB:.1f}"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib")
-    _max_model_len(config, facts.config, blocks)
+    room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # where nothing is said, at most
+    _max_model_len(config, facts.config, room // layout.block_bytes if given is None else given)
 
 
 def _sanitizer(config: Config) -> Sanitizer | None:

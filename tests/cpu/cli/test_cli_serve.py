@@ -30,7 +30,13 @@ from support.scripted_engine import ScriptedEngine
 def loaded(monkeypatch):
     """Engines that the command has loaded."""
     engines = []
-    monkeypatch.setattr(serve, "load_engine", lambda config: engines.append(load_engine(config)) or engines[0])
+
+    def load(config):
+        engines.append(None)  # also where it fails
+        engines[-1] = load_engine(config)
+        return engines[-1]
+
+    monkeypatch.setattr(serve, "load_engine", load)
     return engines
 
 

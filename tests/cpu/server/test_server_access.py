@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import MODEL, Served, completion, read_until, serving, until
 
 from penstock.config import ServerConfig
+from penstock.engine.adapters import AdapterStore
 from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError
+from penstock.models.adapters import AdapterFiles
+from penstock.models.lora import AdapterWeights
 from penstock.server.metrics import Exposition
 from penstock.server.request_figures import RequestFigures
-from support.scripted_engine import ScriptedEngine
+from penstock.server.run import HttpServer
+from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -261,6 +266,18 @@ def test_several_names_are_one_model() -> None:
         assert refused.status_code == 404 and "'gpt-4o'" in refused.text
         assert served.http.post("/tokenize", json={"model": "gpt-4o", "prompt": "x"}).status_code == 200
         assert sample(served, "penstock_build_info", model="gpt-4o") == 1
+
+
+def test_an_adapter_cannot_have_a_name_of_the_model(tmp_path: Path) -> None:
+    store = AdapterStore("scripted", lambda directory: AdapterFiles("", AdapterWeights(())), root=tmp_path)
+    store.load("mine", tmp_path)
+    with serving(ScriptedEngine(adapters=store), served_names=("gpt-4o",)) as served:
+        reply = served.http.post("/v1/load_lora_adapter", json={"lora_name": "gpt-4o", "lora_path": "x"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "lora_name") and "the model itself" in reply.text
+        assert served.http.get("/v1/models/mine").json()["parent"] == "gpt-4o"
+    engine = ScriptedEngine(adapters=store)
+    with pytest.raises(ConfigError, match="an adapter has that name"):
+        HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, served_names=("mine",)))
 
 
 @pytest.mark.parametrize("names", [("",), ("a b",), ("x" * 129,), ("a", "a"), ("\n",)])

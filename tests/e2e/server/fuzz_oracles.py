@@ -367,4 +367,7 @@ _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     "/health": _plain(lambda case, reply: reply == {"status": "ready"}),
     "/live": _plain(lambda case, reply: reply == {"status": "live"}),
     "/metrics": _exposition,
+    "/version": _plain(lambda case, reply: set(reply) == {"version"}),
+    "/openapi.json": _plain(lambda case, reply: "/v1/completions" in reply["paths"]),
+    "/": lambda case, answer: need(answer.body.startswith(b"<!doctype html>"), "the landing page is HTML"),
 }
