@@ -8,12 +8,15 @@ import random
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.contract import FinishReason, Grammar, SamplingParams
+from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
+from penstock.engine.execution.masks import StepMasks
 from penstock.engine.execution.recording import Recorder, read, replay
 from penstock.errors import InvalidRequest
 from penstock.testing.sanitized import build_sanitized, check_silent
@@ -248,3 +251,23 @@ def test_a_recorded_run_with_a_grammar_can_be_run_again(tmp_path: Path) -> None:
     assert [token for result in results for one in result.sampled for token in one.tokens][: len(answer.tokens)] == answer.tokens
     engine.close(timeout_s=20.0)
     again.close(timeout_s=20.0)
+
+
+def test_the_wait_for_masks_is_timed_and_nobody_else_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only a wait for masks moves."""
+    now = [0.0]
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    inner = StepMasks.wait_filled
+
+    def slow(self: StepMasks, lane: Any) -> Any:
+        now[0] += 1.0
+        return inner(self, lane)
+
+    monkeypatch.setattr(StepMasks, "wait_filled", slow)
+    before = engine.stats().blocked_s["mask"]
+    generate(engine, PROMPT)
+    assert engine.stats().blocked_s["mask"] == before
+    answer = constrained(engine, Grammar("regex", "[ab]{6}"))
+    run_all(engine)
+    assert len(text_of(engine, answer)) == 6
+    assert 6 <= engine.stats().blocked_s["mask"] - before <= 7  # once for each of its tokens, and once to learn that it is over

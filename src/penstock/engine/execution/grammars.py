@@ -5,8 +5,10 @@ The package is an extra: without it nothing here fails before somebody asks for 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -66,10 +68,20 @@ class Matcher:
     def error(self) -> str | None:
         return str(self._matcher.get_error()).split("\n<state>")[0] if self._matcher.is_error() else None
 
-    def fill(self, words: NDArray[np.int32]) -> None:
-        """A bit for each token that may come next. Gives up the interpreter meanwhile."""
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        words.view(np.uint8)[self._vocab // 8] &= 0xFF ^ (1 << self._vocab % 8)  # an end that the model does not have
+    @staticmethod
+    def fill(matchers: Sequence[tuple[Matcher, int]], words: NDArray[np.int32]) -> None:
+        """A bit for each token that may come next, of each matcher in its row of `words`. All of them in one call, since it gives up the
+        interpreter, and to get it back may take longer than a mask."""
+        if matchers:
+            _pool().unsafe_compute_mask_ptr([(one._matcher, row) for one, row in matchers], words.ctypes.data, words[0].nbytes, len(words))
+            vocab = matchers[0][0]._vocab
+            words.view(np.uint8)[[row for _, row in matchers], vocab // 8] &= 0xFF ^ (1 << vocab % 8)  # an end that the model does not have
+
+
+@functools.cache
+def _pool() -> Any:
+    """The library's threads that compute masks of one step side by side."""
+    return importlib.import_module("llguidance").LLExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)))
 
 
 class Grammars:
@@ -120,9 +132,9 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Matcher:
         try:
             made = self._vocabulary.matcher(grammar)
-            words = np.zeros(self.num_words, np.int32)
+            words = np.zeros((1, self.num_words), np.int32)
             if made.error is None:
-                made.fill(words)  # the first mask of all is the dearest: it is paid for here
+                Matcher.fill([(made, 0)], words)  # the first mask of all is the dearest: it is paid for here
             if made.error is not None or not (words.any() or made.is_accepting):
                 raise InvalidRequest(f"the {_NAMES[grammar.kind]} cannot be met: {made.error or 'no token can begin it'}", _PARAM)
             with self._lock:

@@ -108,7 +108,7 @@ class Masks:
                 answer.waiting = (masks, row, num_wanted)
                 masks.missing.add(row)
         if ready:
-            masks.jobs.append(self._thread.submit(lambda: [end for answer, row in ready for end in _fill(answer, masks.rows[row])]))
+            masks.jobs.append(self._thread.submit(_fill, ready, masks.rows))
         return masks
 
     def used_until(self, fence: Fence) -> None:
@@ -146,27 +146,28 @@ class Masks:
 
 
 def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None) -> list[GrammarEnd]:
-    endings: list[GrammarEnd] = []
-    for answer, tokens, row in news:
+    for answer, tokens, _ in news:
         if answer.matcher is not None:
             answer.matcher.consume(tokens)
-        if rows is not None:
-            endings += _fill(answer, rows[row])
-    return endings
+    return [] if rows is None else _fill([(answer, row) for answer, _, row in news], rows)
 
 
-def _fill(answer: _Answer, words: NDArray[np.int32]) -> list[GrammarEnd]:
-    """The mask of what may come next; where nothing may, any token will do, since nobody uses it."""
-    matcher = answer.matcher
+def _fill(answers: Sequence[tuple[_Answer, int]], rows: NDArray[np.int32]) -> list[GrammarEnd]:
+    """The masks of what may come next; where nothing may, any token will do, since nobody uses it."""
+    going_on = [(matcher, row) for answer, row in answers if (matcher := answer.matcher) is not None and not matcher.is_over]
+    Matcher.fill(going_on, rows)
+    open_rows = {row for matcher, row in going_on if not matcher.is_over and rows[row].any()}
+    ended = [(answer, row) for answer, row in answers if row not in open_rows]
+    for _, row in ended:
+        rows[row] = -1
+    return [GrammarEnd(answer.request_id, _why_not(answer.matcher)) for answer, _ in ended]
+
+
+def _why_not(matcher: Matcher | None) -> str | None:
+    """None: the answer is complete."""
     if matcher is None:
-        words[:] = -1
-        return [GrammarEnd(answer.request_id, "its schema or grammar could not be compiled again")]
-    if not matcher.is_over:
-        matcher.fill(words)
-    if not matcher.is_over and words.any():
-        return []
-    words[:] = -1
+        return "its schema or grammar could not be compiled again"
     error = matcher.error
-    if error is None and not matcher.is_accepting:
-        error = "no token of this model can go on with it"
-    return [GrammarEnd(answer.request_id, None if error is None else f"the answer cannot meet its schema or grammar: {error}")]
+    if error is None and matcher.is_accepting:
+        return None
+    return f"the answer cannot meet its schema or grammar: {error or 'no token of this model can go on with it'}"
