@@ -1,7 +1,8 @@
 """The embedded model on this CPU in each form of weights, beside llama.cpp on the same file: rounds in turn. Owns the comparison.
 
 `python benchmarks/cpu_weights.py [--llama-cpp FOLDER]`, where FOLDER has npm's `node-llama-cpp` installed. Every side is a process of its
-own, idle while another is measured; the median over rounds is taken, since a shared machine disturbs single ones.
+own, idle while another is measured; the median over rounds is taken, since a shared machine disturbs single ones. Where it is busy
+throughout, `--threads 1` and the CPU time of a token (or a prompt) are what can be compared: waiting for a core is not in it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Side:
         )
         self.ready = {**self._answer(), "start_s": time.perf_counter() - start}
 
-    def ask(self, kind: str, count: int) -> float:
-        """Milliseconds: of a step that decodes `count` requests, or of a prompt of `count` tokens."""
+    def ask(self, kind: str, count: int) -> tuple[float, float]:
+        """Milliseconds of a step that decodes `count` requests, or of a prompt of `count` tokens; and its CPU time, that of short prompts
+        shared out among the steps."""
         assert self._process.stdin is not None
         print(kind, count, file=self._process.stdin, flush=True)
-        return float(self._answer()["ms"])
+        answer = self._answer()
+        return float(answer["ms"]), float(answer["cpu_ms"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -68,7 +71,10 @@ def serve_side(weights: Any) -> None:
     print(json.dumps({"ready_s": time.perf_counter() - start, "rss_mib": int(rss.split()[1]) / 1024}), flush=True)
     for run, line in enumerate(sys.stdin):
         kind, count = line.split()
-        print(json.dumps({"ms": _measure(driver, kind, int(count), run) * 1000}), flush=True)
+        start_cpu = time.process_time()
+        wall_s = _measure(driver, kind, int(count), run)
+        cpu_s = (time.process_time() - start_cpu) / (DECODED if kind == "decode" else 1)
+        print(json.dumps({"ms": wall_s * 1000, "cpu_ms": cpu_s * 1000}), flush=True)
     engine.close(timeout_s=20.0)
 
 
@@ -90,7 +96,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     if args.llama_cpp is not None:
         script = Path(__file__).with_name("llama_cpp_side.mjs")
         sides.append(Side("llama.cpp", ["node", str(script), args.llama_cpp, str(embedded_file()), str(args.threads)], args.threads))
-    times: dict[str, dict[str, list[float]]] = {f"{kind} {count}": {side.name: [] for side in sides} for kind, count in CASES}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {f"{kind} {count}": {side.name: [] for side in sides} for kind, count in CASES}
     for number in range(args.rounds + 1):
         for kind, count in CASES:
             for side in sides:
@@ -102,11 +108,16 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "threads": args.threads,
         "rounds": args.rounds,
         "ready": {side.name: side.ready for side in sides},
-        "ms": {case: {name: {"median": median(ms), "best": min(ms)} for name, ms in of.items()} for case, of in times.items()},
+        "ms": {case: {name: _figures(taken) for name, taken in of.items()} for case, of in times.items()},
     }
     for side in sides:
         side.close()
     return result
+
+
+def _figures(taken: list[tuple[float, float]]) -> dict[str, float]:
+    wall, cpu = zip(*taken, strict=True)
+    return {"median": median(wall), "best": min(wall), "cpu": median(cpu)}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -115,7 +126,7 @@ def show(result: dict[str, Any]) -> None:
     for case, sides in result["ms"].items():
         kind, count = case.split()
         rates = (
-            f"{name} {ms['median']:.1f} ms, best {ms['best']:.1f}, {int(count) / ms['median'] * 1000:.0f} tok/s"
+            f"{name} {ms['median']:.1f} ms (best {ms['best']:.1f}, CPU {ms['cpu']:.1f}), {int(count) / ms['median'] * 1000:.0f} tok/s"
             for name, ms in sides.items()
         )
         print(f"{kind} {count:>3}: " + "; ".join(rates))

@@ -7,6 +7,7 @@ import { pathToFileURL } from "node:url";
 const [folder, modelPath, threads] = process.argv.slice(2);
 const entry = path.join(path.resolve(folder), "node_modules/node-llama-cpp/dist/index.js");
 const { getLlama } = await import(pathToFileURL(entry).href);
+const DECODED = 32; // tokens of each request, as in cpu_weights.py
 const started = performance.now();
 const llama = await getLlama({ gpu: false, build: "never", maxThreads: Number(threads), logLevel: "error" });
 const model = await llama.loadModel({ modelPath });
@@ -32,7 +33,7 @@ async function measure(kind, count) {
         await sequences[0].evaluateWithoutGeneratingNewTokens(random(count));
         return performance.now() - start;
     }
-    const all = await Promise.all(sequences.slice(0, count).map((sequence) => decode(sequence, 32)));
+    const all = await Promise.all(sequences.slice(0, count).map((sequence) => decode(sequence, DECODED)));
     const begun = Math.max(...all.map((at) => at[0]));
     const ends = all[0].filter((at) => at >= begun);
     return median(ends.slice(1).map((at, i) => at - ends[i]));
@@ -41,6 +42,9 @@ async function measure(kind, count) {
 console.log(JSON.stringify({ ready_s: (performance.now() - started) / 1000, rss_mib: process.memoryUsage().rss / 2 ** 20 }));
 for await (const line of readline.createInterface({ input: process.stdin })) {
     const [kind, count] = line.split(" ");
-    console.log(JSON.stringify({ ms: await measure(kind, Number(count)) }));
+    const before = process.cpuUsage();
+    const ms = await measure(kind, Number(count));
+    const { user, system } = process.cpuUsage(before);
+    console.log(JSON.stringify({ ms, cpu_ms: (user + system) / 1000 / (kind === "decode" ? DECODED : 1) }));
 }
 process.exit(0);

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config import ModelSource, WeightsName
+from penstock.commands import doctor
+from penstock.config import Config, ModelSource, WeightsName
+from penstock.models.form_choice import fastest_forms
 from penstock.models.forms import Matrix
 from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import LoadedModel, load_model
+from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 
@@ -69,3 +71,21 @@ def test_the_file_is_read_straight_into_its_form(tmp_path: Path, monkeypatch: py
     held = [tensor for layer in model.layers for matrix in layer if isinstance(matrix, Matrix) for tensor in matrix.tensors]  # type: ignore[attr-defined]
     assert {tensor.dtype for tensor in held} == {torch.int8, torch.bfloat16}
     assert model.digest == loaded("int8").model.digest != loaded("float32").model.digest
+
+
+def test_the_first_start_measures_and_the_next_reads_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    stages: list[str] = []
+
+    def start() -> LoadedModel:
+        stages.clear()
+        heard = lambda stage, done, total: stages.append(stage)  # noqa: E731
+        return load_model(ModelSource(), torch.device("cpu"), torch.float32, TorchLayerOps(), heard)
+
+    first = start()
+    assert any("measuring" in stage for stage in stages)
+    again = start()
+    assert not any("measuring" in stage for stage in stages)
+    assert first.model.digest == again.model.digest
+    assert doctor._forms(Config(), inspect_model("smollm2-135m"), "float32", "cpu")[1] == fastest_forms(first.model.config, silent)

@@ -170,9 +170,7 @@ def _sizes(config: Config, facts: ModelFacts) -> Iterator[Check]:
 
 def _forms(config: Config, facts: ModelFacts, dtype: str, device: str) -> tuple[str, Forms | None]:
     """How a start would hold the matrices, in words; None: in `dtype` alone."""
-    if device != "cpu" or dtype != "float32":
-        return dtype, None
-    name = wanted(config.source.weights)
+    name = wanted(config.source.weights, device, getattr(torch, dtype))
     if name != "auto" or not facts.quantized:
         forms = pinned_forms(name)
         return str(forms or dtype), forms

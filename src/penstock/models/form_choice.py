@@ -61,8 +61,12 @@ def pinned_forms(weights: WeightsName) -> Forms | None:
     return {"int8": Forms(torch.bfloat16, FEW_ROWS), "bfloat16": Forms(torch.bfloat16)}.get(weights)
 
 
-def wanted(weights: WeightsName) -> WeightsName:
-    """`weights`, or what the environment says instead of auto."""
+def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName:
+    """What `--weights` comes to: the environment may say what auto means. Other devices and dtypes hold matrices in the dtype alone."""
+    if device != "cpu" or dtype != torch.float32:
+        if weights != "auto":
+            raise ConfigError(f"--weights {weights} needs --device cpu and --dtype float32: elsewhere --dtype says how weights are held")
+        return "float32"
     named = os.environ.get(PINNED) or "auto"
     for name in WEIGHT_FORMS:
         if named == name:

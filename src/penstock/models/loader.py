@@ -17,7 +17,7 @@ import torch
 
 from penstock.config import ModelSource, WeightsName
 from penstock.contract import SamplingParams
-from penstock.errors import ConfigError, InvalidRequest, ModelError
+from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
 from penstock.models.form_choice import fastest_forms, pinned_forms, wanted
 from penstock.models.gguf_convert import CONVERTER_VERSION, Content, check_gguf, gguf_config, is_quantized, load_converted, read_gguf
@@ -68,7 +68,7 @@ def load_model(
         if source.load_format == "dummy":
             return _load_dummy(source, device, dtype, ops, progress, max_model_len)
         name, path = _resolve(source.model)
-        weights_name = _weights_name(source, device, dtype)
+        weights_name = wanted(source.weights, device.type, dtype)
         if path.is_file() and weights_name != "float32":
             quantized = _load_gguf(name, path, weights_name, ops, progress, max_model_len)
             if quantized is not None:
@@ -90,15 +90,6 @@ def load_model(
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
             raise
         raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
-
-
-def _weights_name(source: ModelSource, device: torch.device, dtype: torch.dtype) -> WeightsName:
-    """What `--weights` comes to here. Other devices and dtypes have matrices in one form, that of the dtype."""
-    if device.type == "cpu" and dtype == torch.float32:
-        return wanted(source.weights)
-    if source.weights != "auto":
-        raise ConfigError(f"--weights {source.weights} needs --device cpu and --dtype float32: elsewhere --dtype says how weights are held")
-    return "float32"
 
 
 def _load_gguf(
@@ -224,10 +215,10 @@ def _load_dummy(
 ) -> LoadedModel:
     name, config, tokenizer = _dummy_parts(source.model)
     config = config.settled(max_model_len)
-    if (wanted := source.positions or 0) > MAX_POSITION:
-        raise ModelError(f"--max-model-len {wanted}: dummy weights have at most {MAX_POSITION} positions")
-    config = dataclasses.replace(config, max_position=max(config.max_position, wanted))
-    forms = pinned_forms(_weights_name(source, device, dtype))
+    if (positions := source.positions or 0) > MAX_POSITION:
+        raise ModelError(f"--max-model-len {positions}: dummy weights have at most {MAX_POSITION} positions")
+    config = dataclasses.replace(config, max_position=max(config.max_position, positions))
+    forms = pinned_forms(wanted(source.weights, device.type, dtype))
     digest = dummy_digest(config, source.seed, device, dtype, forms)
     weights = dummy_weights(config, source.seed, device, dtype, progress, forms)
     return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)

@@ -21,9 +21,11 @@ from penstock.models.loader import load_model
 from penstock.models.model import Model
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN, layout
+from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
 
 INT8 = Forms(torch.bfloat16, 8)
 TINY = BUILT_IN["tiny-llama"]
+CPU = ("cpu", torch.float32)
 
 
 def some(*shape: int, seed: int = 0) -> Tensor:
@@ -112,6 +114,31 @@ def test_bytes_are_counted_as_they_are_held() -> None:
     assert sum(t.nbytes for t in tensors) == INT8.num_bytes(shapes, model.config.tied_embeddings)
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("rotary_dim", [0, TINY_LLAMA.head_dim // 2])
+def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(tmp_path: Path, weights: WeightsName, rotary_dim: int) -> None:
+    """Heads that llama.cpp's converter interleaves, stacked parts and rows in another order included; nothing is written."""
+    config = TINY_LLAMA if not rotary_dim else dataclasses.replace(TINY_LLAMA, architecture="phi3", rotary_dim=rotary_dim)
+    from_gguf = opened(write_tiny_gguf(tmp_path / "tiny.gguf", config), weights)
+    from_directory = opened(write_tiny_model(tmp_path / "directory", config), weights)
+    for one, other in zip(from_gguf.layers, from_directory.layers, strict=True):  # type: ignore[attr-defined]
+        for name in ("qkv", "out", "gate_up", "down"):
+            pairs = zip(getattr(one, name).tensors, getattr(other, name).tensors, strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), name
+
+
+def opened(path: Path, weights: WeightsName) -> Model:
+    return load_model(ModelSource(str(path), weights=weights), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+
+
+def test_auto_leaves_weights_alone_that_no_file_has_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    assert opened(path, "auto").digest == opened(path, "float32").digest
+    assert not (tmp_path / "cache" / "forms").exists(), "there was nothing to choose"
+
+
 # ------------------------------------------------------------------------------------------------------------------------ identity of KV
 
 
@@ -186,12 +213,13 @@ def test_a_cache_folder_that_cannot_be_written_costs_only_the_measurement(tmp_pa
 
 def test_the_environment_says_what_auto_means_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_WEIGHTS", "bfloat16")
-    assert wanted("auto") == "bfloat16" and wanted("int8") == "int8"
+    assert wanted("auto", *CPU) == "bfloat16" and wanted("int8", *CPU) == "int8"
+    assert wanted("auto", "cuda", torch.bfloat16) == "float32", "there the dtype alone counts"
     monkeypatch.delenv("PENSTOCK_WEIGHTS")
-    assert wanted("auto") == "auto"
+    assert wanted("auto", *CPU) == "auto"
     monkeypatch.setenv("PENSTOCK_WEIGHTS", "int3")
     with pytest.raises(ConfigError, match=r"\$PENSTOCK_WEIGHTS must be one of"):
-        wanted("auto")
+        wanted("auto", *CPU)
 
 
 def test_a_form_is_refused_where_the_dtype_already_says_it() -> None:
