@@ -28,6 +28,7 @@ from penstock.commands.arguments import (
     sampling_flags,
     sampling_of,
     ssd_dir_flag,
+    weights_flag,
     without_secrets,
 )
 from penstock.commands.bench_arguments import add_bench
@@ -229,6 +230,7 @@ def _add_doctor(commands: Any) -> None:
     model_flag(parser)
     device_flag(parser)
     dtype_flag(parser)
+    weights_flag(parser)
     kv_gib_flag(parser)
     max_model_len_flag(parser)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the checks there")
@@ -236,7 +238,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    source = ModelSource(args.model, device=args.device, dtype=args.dtype)
+    source = ModelSource(args.model, device=args.device, dtype=args.dtype, weights=args.weights)
     config = Config(source, KvConfig(device_gib=args.device_kv_gib), EngineConfig(args.max_model_len))
     from penstock.commands.doctor import doctor
 

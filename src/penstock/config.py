@@ -11,6 +11,8 @@ from penstock.errors import ConfigError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+WeightsName = Literal["auto", "float32", "bfloat16", "int8"]
+WEIGHT_FORMS: tuple[WeightsName, ...] = ("auto", "float32", "bfloat16", "int8")
 LoadFormat = Literal["auto", "dummy"]
 GenerationConfigName = Literal["auto", "none"]
 SanitizeMode = Literal["off", "report", "strict"]
@@ -58,6 +60,7 @@ class ModelSource:
     seed: int = 0  # of dummy weights
     positions: int | None = None  # of dummy weights, where more tokens are wanted than the model's own config allows
     generation_config: GenerationConfigName = "auto"  # whether generation_config.json states defaults of requests that leave fields out
+    weights: WeightsName = "auto"  # form of matrices on the CPU; auto: of quantized files the one measured as fastest, else float32
 
     def __post_init__(self) -> None:
         _need(self.load_format in ("auto", "dummy"), f"--load-format must be auto or dummy, got {self.load_format!r}")
@@ -66,6 +69,7 @@ class ModelSource:
         own = f"{self.positions} positions: only dummy weights can have others than the model's own"
         _need(self.positions is None or self.load_format == "dummy", own)
         _need(self.dtype in ("auto", "float32", "bfloat16"), f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        _need(self.weights in WEIGHT_FORMS, f"--weights must be one of {', '.join(WEIGHT_FORMS)}, got {self.weights!r}")
 
 
 @dataclass(frozen=True, slots=True)

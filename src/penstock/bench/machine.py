@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 from importlib import metadata, util
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +13,7 @@ import torch
 from penstock import __version__
 from penstock.config import GIB, Config
 from penstock.lanes import cuda
+from penstock.models.form_choice import cpu_name
 
 
 def describe_machine() -> dict[str, Any]:
@@ -33,15 +33,6 @@ def describe_machine() -> dict[str, Any]:
         "triton": installed_version("triton"),
         "penstock": __version__,
     }
-
-
-def cpu_name() -> str:
-    """/proc/cpuinfo knows the name that people use; elsewhere the platform's own word."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
 def installed_version(package: str) -> str | None:

@@ -16,6 +16,7 @@ from penstock.config import (
     ADMISSIONS,
     EVICTIONS,
     SCHEDULINGS,
+    WEIGHT_FORMS,
     Config,
     EngineConfig,
     GenerationConfigName,
@@ -84,6 +85,7 @@ def _model_flags(group: Any) -> None:
     )
     device_flag(group)
     dtype_flag(group)
+    weights_flag(group)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of dummy weights, and of requests that bring no seed of their own")
 
 
@@ -188,6 +190,11 @@ def dtype_flag(group: Any) -> None:
     group.add_argument("--dtype", choices=choices, default=ModelSource().dtype, help="auto: float32 on the CPU, bfloat16 on CUDA")
 
 
+def weights_flag(group: Any) -> None:
+    text = "form of matrices on the CPU; auto: of a quantized GGUF file what this CPU runs fastest, measured once, else float32"
+    group.add_argument("--weights", choices=WEIGHT_FORMS, default=ModelSource().weights, help=text)
+
+
 def kv_gib_flag(group: Any) -> None:
     group.add_argument("--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)")
 
@@ -234,7 +241,7 @@ def config_of(args: argparse.Namespace) -> Config:
     generation_config: GenerationConfigName = getattr(args, "generation_config", "none")  # other commands have defaults of their own
     model = ModelSource().model if args.model is None else args.model
     return Config(
-        source=ModelSource(model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config),
+        source=ModelSource(model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config, args.weights),
         kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
         engine=EngineConfig(
             args.max_model_len,

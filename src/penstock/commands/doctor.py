@@ -17,14 +17,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.bench.machine import cpu_name, describe_machine, device_of, installed_version
+from penstock.bench.machine import describe_machine, device_of, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 from penstock.errors import ModelError
 from penstock.kv.memory.layout import ITEM_BYTES, BlockLayout
 from penstock.lanes.cuda import describe_gpus
+from penstock.models.form_choice import ROWS, cpu_name, kept_measurement, pinned_forms, wanted
+from penstock.models.forms import Forms
 from penstock.models.loader import ModelFacts, inspect_model
 from penstock.models.model import ModelConfig
 from penstock.models.registry import BUILT_IN, EMBEDDED
+from penstock.models.registry import layout as weights_of
 
 LOW_MEMORY_GIB = 2.0  # the embedded model and its KV take about that much
 OLDEST_PYTHON = (3, 11)
@@ -149,9 +152,13 @@ def _sizes(config: Config, facts: ModelFacts) -> Iterator[Check]:
 
     device = device_of(config)
     layout = layout_for(config, facts.config, torch.device(device))
-    weight_bytes, room = facts.num_parameters * ITEM_BYTES[layout.dtype], _free_bytes(device)
+    held, forms = _forms(config, facts, layout.dtype, device)
+    shapes = [(weight.name, weight.shape) for weight in weights_of(facts.config)]
+    plain_bytes = facts.num_parameters * ITEM_BYTES[layout.dtype]
+    weight_bytes = plain_bytes if forms is None else forms.num_bytes(shapes, facts.config.tied_embeddings)
+    room = _free_bytes(device)
     files = f", files {facts.file_bytes / GIB:.2f} GiB" if facts.file_bytes else "; it has none of its own"
-    detail = f"{facts.num_parameters / 1e6:.1f} million parameters, {weight_bytes / GIB:.2f} GiB in {layout.dtype}{files}"
+    detail = f"{facts.num_parameters / 1e6:.1f} million parameters, {weight_bytes / GIB:.2f} GiB in {held}{files}"
     if weight_bytes > room:
         yield Check(
             "weights", Status.FAIL, f"{detail}; {room / GIB:.1f} GiB are free", "use a smaller model, or another --device or --dtype"
@@ -159,6 +166,19 @@ def _sizes(config: Config, facts: ModelFacts) -> Iterator[Check]:
     else:
         yield Check("weights", Status.OK, detail, "" if facts.file_bytes else "it runs with --load-format dummy")
     yield _kv(config, facts.config, layout, max(0.0, room - weight_bytes) / GIB)
+
+
+def _forms(config: Config, facts: ModelFacts, dtype: str, device: str) -> tuple[str, Forms | None]:
+    """How a start would hold the matrices, in words; None: in `dtype` alone."""
+    name = wanted(config.source.weights, device, getattr(torch, dtype))
+    if name != "auto" or not facts.quantized:
+        forms = pinned_forms(name)
+        return str(forms or dtype), forms
+    found = kept_measurement(facts.config)
+    if found is None:
+        return f"{dtype} or less: the first start measures what this CPU runs fastest", None
+    times = "; ".join(f"{rows} rows " + " / ".join(f"{ms:.1f}" for ms in found.ms[str(rows)].values()) for rows in ROWS)
+    return f"{found.forms or dtype} (measured, ms of {' / '.join(found.ms['1'])}: {times})", found.forms
 
 
 def _kv(config: Config, dims: ModelConfig, layout: BlockLayout, left_gib: float) -> Check:

@@ -9,19 +9,20 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.models.forms import Matrix
 from penstock.models.layers import rope_table, row_order
-from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates
+from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates, Weight
 
 
 class DecoderLayer(NamedTuple):
     """Weights of one layer, under the names of `Architecture.layer`; matrices are [out, in]. What an architecture does not have is None."""
 
     attn_norm: Tensor
-    qkv: Tensor  # q rows, then k rows, then v rows
-    out: Tensor
+    qkv: Weight  # q rows, then k rows, then v rows
+    out: Weight
     ffn_norm: Tensor
-    gate_up: Tensor  # gate rows, then up rows
-    down: Tensor
+    gate_up: Weight  # gate rows, then up rows
+    down: Weight
     q_norm: Tensor | None = None  # [head_dim], shared by all query heads
     k_norm: Tensor | None = None  # [head_dim], shared by all KV heads
     qkv_bias: Tensor | None = None
@@ -33,14 +34,15 @@ class DecoderLayer(NamedTuple):
 class Decoder:
     """Implements `Model`. `weights` has the names and shapes of `Architecture.layout`."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: LayerOps, digest: bytes) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps, digest: bytes) -> None:
         self.config = config
         self.digest = digest
         self.ops = ops
-        self.embedding = weights["embed"]
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.embedding: Weight = weights["embed"]
+        self.norm: Tensor = weights["norm"]
+        self.dtype, self.device = self.norm.dtype, self.norm.device
         self.rope = rope_table(config).to(self.device)
-        layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_layers)]
+        layers: list[dict[str, Weight]] = [{} for _ in range(config.num_layers)]
         for name, tensor in weights.items():
             if name.startswith("layers."):
                 _, index, field = name.split(".")
@@ -48,13 +50,12 @@ class Decoder:
         order = row_order(config)
         if order is not None:
             for tensor in (layer[name] for layer in layers for name in ("qkv", "qkv_bias") if name in layer):
-                tensor.copy_(tensor[order.to(self.device)])
+                _reorder(tensor, order.to(self.device))
         self.layers = [DecoderLayer(**layer) for layer in layers]  # a weight that no field takes is an error
-        self.norm = weights["norm"]
         self.output = self.embedding if config.tied_embeddings else weights["head"]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding)
+        return self.embedding.rows(tokens) if isinstance(self.embedding, Matrix) else F.embedding(tokens, self.embedding)
 
     def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
         w, eps = self.layers[index], self.config.norm_eps
@@ -69,7 +70,7 @@ class Decoder:
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
-        return self.ops.linear(x, self.output)
+        return self.output.logits(x) if isinstance(self.output, Matrix) else self.ops.linear(x, self.output)
 
     def _linear(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
         layer = self.layers[index]
@@ -89,3 +90,10 @@ class Decoder:
         if lora is None and layer.gate_up_bias is None:
             return self.ops.gated(x, layer.gate_up)
         return self.ops.silu_mul(self._linear(index, "gate_up", x, lora))
+
+
+def _reorder(rows: Weight, order: Tensor) -> None:
+    if isinstance(rows, Matrix):
+        rows.reorder(order)
+    else:
+        rows.copy_(rows[order])

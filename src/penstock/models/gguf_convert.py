@@ -15,16 +15,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import torch
+
 from penstock.errors import ModelError
 from penstock.models.architecture import TensorSpec
+from penstock.models.forms import Forms
 from penstock.models.gguf_file import GgufEncoding, GgufFile, GgufTensor
-from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest
-from penstock.models.model import ModelConfig
+from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
+from penstock.models.model import ModelConfig, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
 from penstock.models.rotary import FACTOR_TENSORS
 from penstock.models.tokenizer_files import tokenizer_files
-from penstock.models.weights import check_tensors, listed, read_json, tensor_digest
+from penstock.models.weights import DTYPES, check_tensors, empty_formed, listed, put_rows, read_json, tensor_digest
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,29 @@ def load_converted(path: Path, load: Load[Loaded], progress: Progress) -> Loaded
         if loaded is None:
             loaded = _make(GgufFile(file), file.digest, target, load, progress)
     return loaded
+
+
+def read_gguf(source: GgufFile, config: ModelConfig, forms: Forms, progress: Progress) -> dict[str, Weight]:
+    """The model's weights in `forms`, each decoded a piece at a time and rounded to where it stays: nothing is written."""
+    named, interleaved = check_gguf(source, config), architecture_of(config).interleaved_in_gguf
+    total, done = sum(weight.numel for weight in layout(config)), 0
+    weights = {}
+    for weight in layout(config):
+        out = weights[weight.name] = empty_formed(weight, config, forms)
+        for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+            tensor = named[part.name]
+            encoding = source.encoding(tensor)
+            pieces = source.decoded(tensor, config.head_dim if part.name.endswith(interleaved) else None)
+            for rows, piece in zip(piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes), pieces, strict=True):
+                put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=DTYPES[encoding.dtype]))
+        done += weight.numel
+        progress("loading weights", done, total)
+    return weights
+
+
+def is_quantized(source: GgufFile) -> bool:
+    """Whether any tensor is stored in less than 16 bits."""
+    return not all(source.encoding(tensor).plain for tensor in source.tensors.values())
 
 
 def _load_cached(target: Path, source: bytes, load: Load[Loaded]) -> Loaded | None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.models.forms import Matrix
 from penstock.models.model import ModelConfig
 from penstock.models.rotary import plain_frequencies
 
@@ -15,14 +16,16 @@ from penstock.models.rotary import plain_frequencies
 class TorchLayerOps:
     """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is applied."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Matrix):
+            return weight.product(x) if bias is None else weight.product(x).add_(bias)
         # For a few rows MKL takes up to twice as long with the weight transposed in the call as with the operands exchanged.
         if len(x) >= 4 and x.dtype == torch.float32 and x.device.type == "cpu" and weight.is_contiguous():
             product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
             return product.t()
         return F.linear(x, weight, bias)
 
-    def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_shares(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return self.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,7 +43,7 @@ class TorchLayerOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+    def gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return self.silu_mul(self.linear(x, weight))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 
-from penstock.config import ModelSource
+from penstock.config import ModelSource, WeightsName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
-from penstock.models.gguf_convert import Content, check_gguf, gguf_config, load_converted
+from penstock.models.form_choice import fastest_forms, pinned_forms, wanted
+from penstock.models.gguf_convert import CONVERTER_VERSION, Content, check_gguf, gguf_config, is_quantized, load_converted, read_gguf
 from penstock.models.gguf_file import GgufFile
-from penstock.models.hashed_file import WeightFile
+from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, layout, parse_config
@@ -66,13 +68,19 @@ def load_model(
         if source.load_format == "dummy":
             return _load_dummy(source, device, dtype, ops, progress, max_model_len)
         name, path = _resolve(source.model)
+        weights_name = wanted(source.weights, device.type, dtype)
+        if path.is_file() and weights_name != "float32":
+            quantized = _load_gguf(name, path, weights_name, ops, progress, max_model_len)
+            if quantized is not None:
+                return quantized
+        forms = pinned_forms(weights_name)  # auto: float32, since nothing was lost in these files yet
 
         def load(directory: Path) -> tuple[LoadedModel, Content]:
             config = read_config(directory).settled(max_model_len)
             tokenizer = load_tokenizer(directory, config)
             config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
-            weights = load_directory(directory, config, device, dtype, progress)
-            digest = weights_digest(config, dtype, weights.content.values())
+            weights = load_directory(directory, config, device, dtype, progress, forms)
+            digest = weights_digest(config, dtype, weights.content.values(), forms)
             model = architecture_of(config).model(config, weights.tensors, ops, digest)
             sampling = read_sampling(directory) if source.generation_config == "auto" else {}
             return LoadedModel(model, tokenizer, name, sampling), weights.content
@@ -84,6 +92,30 @@ def load_model(
         raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
 
 
+def _load_gguf(
+    name: str, path: Path, weights_name: WeightsName, ops: LayerOps, progress: Progress, max_model_len: int | None
+) -> LoadedModel | None:
+    """The GGUF file straight into the forms that `weights_name` asks for. None: it runs in float32, for which a copy is kept."""
+    with HashedFile(path, progress) as file:
+        source = GgufFile(file)
+        config = parse_config(gguf_config(source), str(path)).settled(max_model_len)
+        check_gguf(source, config)
+        if weights_name == "auto":
+            forms = fastest_forms(config, progress) if is_quantized(source) else None
+        else:
+            forms = pinned_forms(weights_name)
+        if forms is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            for file_name, data in tokenizer_files(source.metadata, str(path)).items():
+                (Path(folder) / file_name).write_bytes(data)
+            tokenizer = load_tokenizer(Path(folder), config)
+        config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
+        weights = read_gguf(source, config, forms, progress)
+        digest = weights_digest(config, torch.float32, [b"gguf", str(CONVERTER_VERSION).encode(), file.digest], forms)
+    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What is known of a model before any of its tensors is read."""
@@ -93,6 +125,7 @@ class ModelFacts:
     num_parameters: int
     file_bytes: int  # 0: there are no files
     has_chat_template: bool
+    quantized: bool = False  # whether its files hold tensors of less than 16 bits
 
 
 def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
@@ -115,7 +148,8 @@ def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
         config = parse_config(gguf_config(source), str(path))
         check_gguf(source, config)
         settings = json.loads(tokenizer_files(source.metadata, str(path))["tokenizer_config.json"])
-        return _facts(name, config, file.num_bytes, "chat_template" in settings, max_model_len)
+        facts = _facts(name, config, file.num_bytes, "chat_template" in settings, max_model_len)
+        return dataclasses.replace(facts, quantized=is_quantized(source))
 
 
 def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:
@@ -181,11 +215,12 @@ def _load_dummy(
 ) -> LoadedModel:
     name, config, tokenizer = _dummy_parts(source.model)
     config = config.settled(max_model_len)
-    if (wanted := source.positions or 0) > MAX_POSITION:
-        raise ModelError(f"--max-model-len {wanted}: dummy weights have at most {MAX_POSITION} positions")
-    config = dataclasses.replace(config, max_position=max(config.max_position, wanted))
-    digest = dummy_digest(config, source.seed, device, dtype)
-    weights = dummy_weights(config, source.seed, device, dtype, progress)
+    if (positions := source.positions or 0) > MAX_POSITION:
+        raise ModelError(f"--max-model-len {positions}: dummy weights have at most {MAX_POSITION} positions")
+    config = dataclasses.replace(config, max_position=max(config.max_position, positions))
+    forms = pinned_forms(wanted(source.weights, device.type, dtype))
+    digest = dummy_digest(config, source.seed, device, dtype, forms)
+    weights = dummy_weights(config, source.seed, device, dtype, progress, forms)
     return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.models.rotary import RopeScaling
+
+Weight = Any  # what `LayerOps.linear` of a device multiplies with: a Tensor, or on the CPU a `forms.Matrix`
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,13 @@ class Updates(Protocol):
 class LayerOps(Protocol):
     """The pieces of a layer that are not attention, one implementation per device."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """[T, in] by [out, in], plus [out] where there is a bias -> [T, out]. How `weight` lies in memory is the loader's choice for the
         device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
         """As `linear` for `add_rms_norm` alone: [T, out], or float32 [shares, T, out] whose sum that is."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -102,7 +104,7 @@ class LayerOps(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * ffn] -> [T, ffn]: silu of the first half times the second."""
 
-    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+    def gated(self, x: Tensor, weight: Weight) -> Tensor:
         """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
 
 

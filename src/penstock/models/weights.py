@@ -21,8 +21,9 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.architecture import TensorSpec, WeightSpec
+from penstock.models.forms import Forms, Matrix, empty_matrix
 from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, piece_rows, read_pieces
-from penstock.models.model import ModelConfig
+from penstock.models.model import ModelConfig, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, layout
 
@@ -30,19 +31,22 @@ INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that weights may be stored in
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that weights may be stored in
 _NAMED = 6  # tensors listed in an error before the rest is only counted
 
 
 class LoadedWeights(NamedTuple):
     """Weights on the device, and what they were read from."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Weight]
     content: dict[str, bytes]  # digest of each tensor's name, dtype, shape and bytes, under its name in the file, in the model's order
 
 
-def load_directory(directory: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress) -> LoadedWeights:
-    """The model's tensors on `device` in `dtype`. Every byte is read once, hashed, and copied from there to where it stays."""
+def load_directory(
+    directory: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress, forms: Forms | None = None
+) -> LoadedWeights:
+    """The model's tensors on `device` in `dtype`, matrices in `forms` where they are given. Every byte is read once,
+    hashed, and copied from there to where it stays."""
     with ExitStack() as stack:
         files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
         stored = stored_tensors(files)
@@ -52,7 +56,7 @@ def load_directory(directory: Path, config: ModelConfig, device: torch.device, d
         total, done = sum(weight.numel for weight in layout(config)), 0
         loaded = LoadedWeights({}, {})
         for weight in layout(config):
-            out = empty_weight(weight, device, dtype)
+            out = empty_weight(weight, device, dtype) if forms is None else empty_formed(weight, config, forms)
             for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
                 digests = list(_fill(room, stored[part.name], reading))
                 loaded.content[part.name] = tensor_digest(part, stored[part.name].dtype, digests)
@@ -84,13 +88,21 @@ def _pieces(source: StoredTensor) -> Iterator[tuple[slice, FilePiece]]:
         yield rows, FilePiece(source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
 
 
-def _fill(room: Tensor, source: StoredTensor, reading: Iterator[tuple[memoryview, bytes]]) -> Iterator[bytes]:
+def _fill(room: Weight, source: StoredTensor, reading: Iterator[tuple[memoryview, bytes]]) -> Iterator[bytes]:
     """Copy the next pieces of `reading`, which are those of `source`, to `room`; yields their digests."""
-    room = room if room.dim() > 1 else room.unsqueeze(0)
     for rows, _ in _pieces(source):
         data, digest = next(reading)
-        room[rows].copy_(torch.frombuffer(data, dtype=_DTYPES[source.dtype]).view(-1, room.shape[1]))
+        put_rows(room, rows, torch.frombuffer(data, dtype=DTYPES[source.dtype]))
         yield digest
+
+
+def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
+    """Round a stretch of a tensor's rows to where they stay; a vector is a matrix of one row."""
+    if isinstance(room, Matrix):
+        room.fill(rows, values.reshape(-1, room.shape[1]).float())
+    else:
+        room = room if room.dim() > 1 else room.unsqueeze(0)
+        room[rows].copy_(values.reshape(-1, room.shape[1]))
 
 
 def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -99,6 +111,13 @@ def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -
     if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) == 2 and weight.name != "embed":
         return torch.empty(weight.shape[::-1], dtype=dtype).t()
     return torch.empty(weight.shape, dtype=dtype, device=device)
+
+
+def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weight:
+    """Room on the CPU for one tensor of a model whose matrices are in `forms`."""
+    if len(weight.shape) == 1:
+        return torch.empty(weight.shape, dtype=torch.float32)
+    return empty_matrix(weight.name, weight.shape, config.tied_embeddings, forms)
 
 
 # --------------------------------------------------------------------------------------------------------- which files, and what is in them
@@ -206,7 +225,7 @@ def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: Mode
         "missing tensors": [name for name in expected if name not in found],
         "unexpected tensors": [name for name in found if name not in expected and not redundant(name, config)],
         "misshapen tensors": [f"{name} is {shape}, expected {wanted}" for name, shape, wanted in shapes if shape != wanted],
-        f"dtypes other than {', '.join(_DTYPES)}": [f"{name} is {found[name][1]}" for name in present if found[name][1] not in _DTYPES],
+        f"dtypes other than {', '.join(DTYPES)}": [f"{name} is {found[name][1]}" for name in present if found[name][1] not in DTYPES],
     }
     if any(problems.values()):
         stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
@@ -222,19 +241,23 @@ def listed(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------- random weights, and identity
 
 
-def dummy_weights(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
+def dummy_weights(
+    config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, progress: Progress, forms: Forms | None = None
+) -> dict[str, Weight]:
     """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in ** -0.5, so that every
     projection keeps its input's scale and logits differ. The same seed, dtype and kind of device give the same weights."""
     generator = torch.Generator(device=device).manual_seed(seed % 2**63)
     total, done = sum(weight.numel for weight in layout(config)), 0
-    weights = {}
+    weights: dict[str, Weight] = {}
     for weight in layout(config):
         tensor = empty_weight(weight, device, dtype)
         if tensor.dim() == 1:
             tensor.fill_(0.0 if weight.name.endswith("_bias") else 1.0)
         else:
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
-        weights[weight.name] = tensor
+        weights[weight.name] = tensor if forms is None else empty_formed(weight, config, forms)
+        if forms is not None:
+            put_rows(weights[weight.name], slice(None), tensor)
         done += weight.numel
         progress("making random weights", done, total)
     return weights
@@ -245,14 +268,15 @@ def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> byte
     return _framed(b"penstock-tensor", [part.name.encode(), dtype.encode(), str(list(part.shape)).encode(), b"".join(pieces)])
 
 
-def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes]) -> bytes:
-    """Identity of the function that the weights compute: their `content`, the dtype they run in and the numbers of the config. Those that
-    are as they are by default are left out, so that a new one changes no model that does without it."""
+def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes], forms: Forms | None = None) -> bytes:
+    """Identity of the function that the weights compute: their `content`, the dtype and forms they run in and the numbers of the config.
+    Those that are as they are by default are left out, so that a new one changes no model that does without it."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
     for without_effect in ("eos_ids", "context"):  # when to stop, and how long a sequence may be, change no KV
         numbers.pop(without_effect, None)
-    return _framed(b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), str(dtype).encode(), *content])
+    runs_in = str(dtype) if forms is None else f"{dtype} {forms.scope}"
+    return _framed(b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), runs_in.encode(), *content])
 
 
 def _framed(kind: bytes, parts: Iterable[bytes]) -> bytes:
@@ -264,5 +288,5 @@ def _framed(kind: bytes, parts: Iterable[bytes]) -> bytes:
     return state.digest()
 
 
-def dummy_digest(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype) -> bytes:
-    return weights_digest(config, dtype, [b"dummy", str(seed).encode(), device.type.encode()])
+def dummy_digest(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, forms: Forms | None = None) -> bytes:
+    return weights_digest(config, dtype, [b"dummy", str(seed).encode(), device.type.encode()], forms)

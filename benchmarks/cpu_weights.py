@@ -1,0 +1,155 @@
+"""The embedded model on this CPU in each form of weights, beside llama.cpp on the same file: rounds in turn. Owns the comparison.
+
+`python benchmarks/cpu_weights.py [--llama-cpp FOLDER]`, where FOLDER has npm's `node-llama-cpp` installed. Every side is a process of its
+own, idle while another is measured; the median over rounds is taken, since a shared machine disturbs single ones. Where it is busy
+throughout, `--threads 1` and the CPU time of a token (or a prompt) are what can be compared: waiting for a core is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from penstock.bench.decode import steady_times
+from penstock.bench.machine import describe_machine
+from penstock.bench.run import Driver, random_prompts
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
+from penstock.engine.build import build
+from penstock.models.loader import embedded_file
+
+CASES = (("decode", 1), ("decode", 4), ("decode", 8), ("prefill", 512))
+DECODED = 32  # tokens of each request
+
+
+class Side:
+    """A process that measures what it is asked to."""
+
+    def __init__(self, name: str, command: list[str], threads: int) -> None:
+        self.name = name
+        start = time.perf_counter()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
+        )
+        self.ready = {**self._answer(), "start_s": time.perf_counter() - start}
+
+    def ask(self, kind: str, count: int) -> tuple[float, float]:
+        """Milliseconds of a step that decodes `count` requests, or of a prompt of `count` tokens; and its CPU time, that of short prompts
+        shared out among the steps."""
+        assert self._process.stdin is not None
+        print(kind, count, file=self._process.stdin, flush=True)
+        answer = self._answer()
+        return float(answer["ms"]), float(answer["cpu_ms"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def serve_side(weights: Any) -> None:
+    """The process of one form."""
+    start = time.perf_counter()
+    source = ModelSource(device="cpu", weights=weights)
+    engine = build(Config(source, KvConfig(device_blocks=512, prefix_cache=False), EngineConfig(1024), OffloadConfig(False)))
+    driver = Driver(engine)
+    rss = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    print(json.dumps({"ready_s": time.perf_counter() - start, "rss_mib": int(rss.split()[1]) / 1024}), flush=True)
+    for run, line in enumerate(sys.stdin):
+        kind, count = line.split()
+        start_cpu = time.process_time()
+        wall_s = _measure(driver, kind, int(count), run)
+        cpu_s = (time.process_time() - start_cpu) / (DECODED if kind == "decode" else 1)
+        print(json.dumps({"ms": wall_s * 1000, "cpu_ms": cpu_s * 1000}), flush=True)
+    engine.close(timeout_s=20.0)
+
+
+def _measure(driver: Driver, kind: str, count: int, run: int) -> float:
+    vocab = driver.engine.tokenizer.vocab_size
+    if kind == "prefill":
+        driver.submit(random_prompts(1, count, vocab, (run,))[0], 1)
+        start = time.perf_counter()
+        driver.run_all()
+        return time.perf_counter() - start
+    for prompt in random_prompts(count, 16, vocab, (run,)):
+        driver.submit(prompt, DECODED)
+    return float(median(steady_times(driver.run_all(), count)))
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    own = [sys.executable, __file__, "--side"]
+    sides = [Side(name, [*own, name], args.threads) for name in args.weights.split(",")]
+    if args.llama_cpp is not None:
+        script = Path(__file__).with_name("llama_cpp_side.mjs")
+        sides.append(Side("llama.cpp", ["node", str(script), args.llama_cpp, str(embedded_file()), str(args.threads)], args.threads))
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {f"{kind} {count}": {side.name: [] for side in sides} for kind, count in CASES}
+    for number in range(args.rounds + 1):
+        for kind, count in CASES:
+            for side in sides:
+                taken = side.ask(kind, count)
+                if number:  # the first warms up
+                    times[f"{kind} {count}"][side.name].append(taken)
+    result = {
+        "machine": describe_machine(),
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "ready": {side.name: side.ready for side in sides},
+        "ms": {case: {name: _figures(taken) for name, taken in of.items()} for case, of in times.items()},
+    }
+    for side in sides:
+        side.close()
+    return result
+
+
+def _figures(taken: list[tuple[float, float]]) -> dict[str, float]:
+    wall, cpu = zip(*taken, strict=True)
+    return {"median": median(wall), "best": min(wall), "cpu": median(cpu)}
+
+
+def show(result: dict[str, Any]) -> None:
+    for name, ready in result["ready"].items():
+        print(f"{name:10}  ready after {ready['start_s']:.1f} s (load {ready['ready_s']:.1f} s), {ready['rss_mib']:.0f} MiB resident")
+    for case, sides in result["ms"].items():
+        kind, count = case.split()
+        rates = (
+            f"{name} {ms['median']:.1f} ms (best {ms['best']:.1f}, CPU {ms['cpu']:.1f}), {int(count) / ms['median'] * 1000:.0f} tok/s"
+            for name, ms in sides.items()
+        )
+        print(f"{kind} {count:>3}: " + "; ".join(rates))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--weights", default="float32,auto", help="forms to compare")
+    parser.add_argument("--llama-cpp", metavar="FOLDER", help="where node_modules/node-llama-cpp is")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.side is not None:
+        serve_side(args.side)
+        return 0
+    result = compare(args)
+    show(result)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

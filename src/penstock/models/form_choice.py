@@ -1,0 +1,158 @@
+"""Which forms this CPU multiplies fastest, measured once and kept in the cache folder. Owns the measurement and its file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.config import WEIGHT_FORMS, WeightsName
+from penstock.errors import ConfigError
+from penstock.models.forms import Forms, Matrix, empty_matrix
+from penstock.models.gguf_convert import cache_dir
+from penstock.models.model import ModelConfig
+from penstock.models.progress import Progress
+
+log = logging.getLogger(__name__)
+
+PINNED = "PENSTOCK_WEIGHTS"  # what `--weights auto` means, where it is set
+FEW_ROWS = 8  # with `--weights int8`, which measures nothing
+ROWS = (1, 2, 4, 8, 16, 32, 128)  # that are measured; the last stands for all larger ones
+_ROUNDS = 5
+_CANDIDATES = {"int8": Forms(torch.bfloat16, max(ROWS)), "bfloat16": Forms(torch.bfloat16), "float32": Forms(torch.float32)}
+_SAMPLE_VALUES = 16 << 20  # weights measured: more than caches hold in any form, and a second or two of products
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Milliseconds of the same products in each form, by number of rows; and what they were measured on."""
+
+    cpu: str
+    torch: str
+    threads: int
+    shape: tuple[int, int, int]  # width, rows of q, k and v together, width inside the gated part
+    ms: Mapping[str, Mapping[str, float]]  # rows -> form -> best of some rounds
+
+    @property
+    def forms(self) -> Forms | None:
+        """The fastest. None: float32 alone."""
+        most = self.ms[str(ROWS[-1])]
+        wide = "bfloat16" if most["bfloat16"] < most["float32"] else "float32"
+        few = 0
+        for rows in ROWS[:-1]:
+            if self.ms[str(rows)]["int8"] >= self.ms[str(rows)][wide]:
+                break
+            few = rows
+        return None if few == 0 and wide == "float32" else Forms(getattr(torch, wide), few)
+
+
+def pinned_forms(weights: WeightsName) -> Forms | None:
+    """What a name stands for that measures nothing. None: float32."""
+    return {"int8": Forms(torch.bfloat16, FEW_ROWS), "bfloat16": Forms(torch.bfloat16)}.get(weights)
+
+
+def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName:
+    """What `--weights` comes to: the environment may say what auto means. Other devices and dtypes hold matrices in the dtype alone."""
+    if device != "cpu" or dtype != torch.float32:
+        if weights != "auto":
+            raise ConfigError(f"--weights {weights} needs --device cpu and --dtype float32: elsewhere --dtype says how weights are held")
+        return "float32"
+    named = os.environ.get(PINNED) or "auto"
+    for name in WEIGHT_FORMS:
+        if named == name:
+            return weights if weights != "auto" else name
+    raise ConfigError(f"${PINNED} must be one of {', '.join(WEIGHT_FORMS)}, got {named!r}")
+
+
+def fastest_forms(config: ModelConfig, progress: Progress) -> Forms | None:
+    """By the measurement that is kept for this CPU, torch, number of threads and shape, or by one made now."""
+    found = kept_measurement(config)
+    if found is None:
+        found = measure(config, progress)
+        _keep(found, _file(config))
+    return found.forms
+
+
+def kept_measurement(config: ModelConfig) -> Measurement | None:
+    """None: there is none for this machine and this shape, or it cannot be read."""
+    try:
+        raw = json.loads(_file(config).read_bytes())
+        found = Measurement(raw["cpu"], raw["torch"], raw["threads"], tuple(raw["shape"]), raw["ms"])
+        if (found.cpu, found.torch, found.threads, found.shape) != _place(config):
+            return None
+        _ = found.forms  # raises where a figure is missing
+        return found
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def measure(config: ModelConfig, progress: Progress, clock: Callable[[], float] = time.perf_counter) -> Measurement:
+    """Products of the model's shapes in every form, in turns, so that what else the machine does meets all alike; the best of each."""
+    samples = {name: _sample(config, forms) for name, forms in _CANDIDATES.items()}
+    ms: dict[str, dict[str, float]] = {}
+    for done, rows in enumerate(ROWS):
+        inputs = {width: torch.ones(rows, width) for width in {matrix.shape[1] for matrix in samples["int8"]}}
+        times: dict[str, list[float]] = {name: [] for name in samples}
+        for _ in range(_ROUNDS + 1):
+            for name, matrices in samples.items():
+                start = clock()
+                for matrix in matrices:
+                    matrix.product(inputs[matrix.shape[1]])
+                times[name].append(clock() - start)
+        ms[str(rows)] = {name: round(min(found[1:]) * 1000, 3) for name, found in times.items()}  # the first warms up
+        progress("measuring this CPU (once)", done + 1, len(ROWS))
+    return Measurement(*_place(config), ms)
+
+
+def _sample(config: ModelConfig, forms: Forms) -> list[Matrix]:
+    """Matrices of some layers; of one layer's first rows where it is large."""
+    width, qkv, ffn = _place(config)[3]
+    shapes = ((qkv, width), (width, config.num_heads * config.head_dim), (2 * ffn, width), (width, ffn))
+    layer = sum(rows * columns for rows, columns in shapes)
+    share = min(1.0, _SAMPLE_VALUES / layer)
+    matrices = []
+    for _ in range(max(1, min(config.num_layers, _SAMPLE_VALUES // layer))):
+        for rows, columns in shapes:
+            matrix = empty_matrix("sample", (max(1, int(rows * share)), columns), False, forms)
+            matrix.fill(slice(None), torch.ones(matrix.shape))
+            matrices.append(matrix)
+    return matrices
+
+
+def _place(config: ModelConfig) -> tuple[str, str, int, tuple[int, int, int]]:
+    return cpu_name(), str(torch.__version__), torch.get_num_threads(), (config.hidden, config.qkv_width, config.ffn)
+
+
+def _file(config: ModelConfig) -> Path:
+    key = hashlib.blake2b(repr((_place(config), ROWS)).encode(), digest_size=16).hexdigest()
+    return cache_dir() / "forms" / f"{key}.json"
+
+
+def _keep(found: Measurement, file: Path) -> None:
+    """A folder that cannot be written costs a measurement at every start, and nothing else."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix="tmp-", delete=False) as temporary:
+            json.dump(asdict(found), temporary, indent=1)
+        os.replace(temporary.name, file)
+    except OSError as error:
+        log.warning("what was measured of this CPU cannot be kept in %s, and is measured again at the next start: %s", file.parent, error)
+
+
+def cpu_name() -> str:
+    """/proc/cpuinfo knows the name that people use; elsewhere the platform's own word."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()

@@ -1,0 +1,60 @@
+"""An engine whose weights are in 8 bits: prefixes come back as they were computed, and only to the form that computed them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import Config, WeightsName
+from penstock.contract import KvSource
+from penstock.engine.engine import Engine
+from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import generate, settle_all, tiny_config
+
+PROMPT = list(range(3, 100))  # six full blocks, and one token that is always computed
+
+
+def config_of(weights: WeightsName, **offload: Any) -> Config:
+    config = tiny_config("tiny-llama", host_blocks=64)
+    source = dataclasses.replace(config.source, weights=weights)
+    return dataclasses.replace(config, source=source, offload=dataclasses.replace(config.offload, **offload))
+
+
+def answer(engine: Engine) -> tuple[KvSource | None, list[int]]:
+    found = generate(engine, PROMPT, max_tokens=24)
+    settle_all(engine)
+    return found.source, list(found.tokens)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_prefix_that_is_used_again_leads_to_the_same_tokens(weights: WeightsName) -> None:
+    """The first answer prefills 97 rows at once; the second computes one row, as a decode step would, over the first one's KV."""
+    engine, sanitizer = build_sanitized(config_of(weights))
+    cold, again = answer(engine), answer(engine)
+    assert cold[0] == KvSource(computed=97) and again[0] == KvSource(device=96, computed=1)
+    assert cold[1] == again[1]
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+def test_blocks_on_disk_serve_the_form_that_computed_them_and_no_other(tmp_path: Path) -> None:
+    def restarted(weights: WeightsName) -> int:
+        engine, sanitizer = build_sanitized(config_of(weights, ssd_dir=str(tmp_path), ssd_gib=0.05, load_always=True))
+        engine.cache.cold_tiers["ssd"]._exchanges.store.wait_scanned(20.0)
+        source, _ = answer(engine)
+        persisting = engine.cache.persist()
+        assert persisting is not None
+        while not persisting.settled:
+            engine.step()
+        settle_all(engine)
+        engine.close(timeout_s=20.0)
+        check_silent(sanitizer)
+        assert source is not None
+        return source.ssd
+
+    assert restarted("int8") == 0
+    assert restarted("int8") == 96
+    assert restarted("float32") == 0 and restarted("bfloat16") == 0

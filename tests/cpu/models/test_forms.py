@@ -1,0 +1,229 @@
+"""Matrices in 8 bits and in bfloat16: the values they hold, how exact their products are, and how a form is chosen and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config import ModelSource, WeightsName
+from penstock.errors import ConfigError
+from penstock.models import form_choice
+from penstock.models.form_choice import ROWS, Measurement, fastest_forms, kept_measurement, measure, wanted
+from penstock.models.forms import Forms, Matrix, empty_matrix, has_exact_products
+from penstock.models.layers import TorchLayerOps
+from penstock.models.llama import SMOLLM2_135M
+from penstock.models.loader import load_model
+from penstock.models.model import Model
+from penstock.models.progress import silent
+from penstock.models.registry import BUILT_IN, layout
+from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
+
+INT8 = Forms(torch.bfloat16, 8)
+TINY = BUILT_IN["tiny-llama"]
+CPU = ("cpu", torch.float32)
+
+
+def some(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(values: Tensor, name: str = "layers.0.qkv", forms: Forms = INT8, tied: bool = False) -> Matrix:
+    matrix = empty_matrix(name, tuple(values.shape), tied, forms)
+    matrix.fill(slice(None), values)
+    return matrix
+
+
+def load(weights: WeightsName, **source: object) -> Model:
+    chosen = ModelSource("tiny-llama", "dummy", weights=weights, **source)  # type: ignore[arg-type]
+    return load_model(chosen, torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_a_row_in_8_bits_is_within_one_step_of_its_values_and_both_forms_hold_the_same() -> None:
+    values = some(48, 64)
+    values[5] = 0.0
+    matrix = made(values)
+    assert matrix.packed is not None and matrix.scale is not None and matrix.wide is not None
+    held = matrix.packed.float() * matrix.scale.float()[:, None]
+    # Half a step, and at the largest value another half of a scale that was rounded down to bfloat16.
+    assert bool(((held - values).abs() <= 0.76 * matrix.scale.float()[:, None]).all())
+    assert torch.equal(matrix.wide, held.bfloat16())
+
+
+def test_parts_are_filled_into_the_rows_of_their_matrix() -> None:
+    values = some(10, 32)
+    whole, stacked = made(values), empty_matrix("layers.0.qkv", (10, 32), False, INT8)
+    for part, piece in zip(stacked.split([6, 1, 3]), values.split([6, 1, 3]), strict=True):
+        part.fill(slice(0, 1), piece[:1])
+        part.fill(slice(1, None), piece[1:])
+    assert all(torch.equal(a, b) for a, b in zip(whole.tensors, stacked.tensors, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 40])
+def test_products_of_few_and_of_many_rows_are_those_of_the_same_values(rows: int) -> None:
+    values, x = some(96, 64), some(rows, 64, seed=1)
+    matrix = made(values)
+    assert matrix.packed is not None and matrix.scale is not None
+    exact = x @ (matrix.packed.float() * matrix.scale.float()[:, None]).t()
+    assert relative(matrix.product(x), exact) < 4e-3, "more than rounding to bfloat16"
+    assert matrix.product(x).dtype == torch.float32
+
+
+@pytest.mark.skipif(not has_exact_products(), reason="this CPU has no VNNI: logits are products like any other")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_are_exact_products_of_8_bit_weights(rows: int) -> None:
+    x = some(rows, 576, seed=2)
+    x[:, 7] = 300.0  # an outlier, which a single 8-bit number per activation would drown the others in
+    matrix = made(some(500, 576), "embed", tied=True)
+    assert matrix.packed is not None and matrix.scale is not None and matrix.wide is None
+    exact = (x.double() @ (matrix.packed.double() * matrix.scale.double()[:, None]).t()).float()
+    assert relative(matrix.logits(x), exact) < 4e-4, "bfloat16 would be off by 2e-3"
+    assert torch.equal(matrix.logits(torch.zeros(1, 576)), torch.zeros(1, 500))
+
+
+def test_an_embedding_is_looked_up_in_the_form_that_it_has() -> None:
+    values, tokens = some(20, 32), torch.tensor([3, 19, 3], dtype=torch.int32)
+    tied, untied = made(values, "embed", tied=True), made(values, "embed")
+    assert torch.equal(untied.rows(tokens), values.bfloat16().float()[tokens])
+    assert relative(tied.rows(tokens), values[tokens]) < 0.01
+
+
+def test_a_bias_and_an_adapter_add_to_products_of_any_form() -> None:
+    x, bias = some(2, 64), some(96, seed=3)
+    matrix = made(some(96, 64))
+    ops = TorchLayerOps()
+    with_bias = ops.linear(x, matrix, bias)
+    assert torch.equal(with_bias, matrix.product(x) + bias)
+    with_bias[:, 4:8].addmm_(some(2, 3), some(3, 4))  # as an adapter does, in place
+
+
+def test_bytes_are_counted_as_they_are_held() -> None:
+    model = load("int8")
+    shapes = [(w.name, w.shape) for w in layout(TINY)]
+    held = [model.embedding, model.norm, *(t for layer in model.layers for t in layer if t is not None)]  # type: ignore[attr-defined]
+    held += [] if model.config.tied_embeddings else [model.output]  # type: ignore[attr-defined]
+    tensors = [t for one in held for t in (one.tensors if isinstance(one, Matrix) else [one])]
+    assert sum(t.nbytes for t in tensors) == INT8.num_bytes(shapes, model.config.tied_embeddings)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("rotary_dim", [0, TINY_LLAMA.head_dim // 2])
+def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(tmp_path: Path, weights: WeightsName, rotary_dim: int) -> None:
+    """Heads that llama.cpp's converter interleaves, stacked parts and rows in another order included; nothing is written."""
+    config = TINY_LLAMA if not rotary_dim else dataclasses.replace(TINY_LLAMA, architecture="phi3", rotary_dim=rotary_dim)
+    from_gguf = opened(write_tiny_gguf(tmp_path / "tiny.gguf", config), weights)
+    from_directory = opened(write_tiny_model(tmp_path / "directory", config), weights)
+    for one, other in zip(from_gguf.layers, from_directory.layers, strict=True):  # type: ignore[attr-defined]
+        for name in ("qkv", "out", "gate_up", "down"):
+            pairs = zip(getattr(one, name).tensors, getattr(other, name).tensors, strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), name
+
+
+def opened(path: Path, weights: WeightsName) -> Model:
+    return load_model(ModelSource(str(path), weights=weights), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+
+
+def test_auto_leaves_weights_alone_that_no_file_has_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    assert opened(path, "auto").digest == opened(path, "float32").digest
+    assert not (tmp_path / "cache" / "forms").exists(), "there was nothing to choose"
+
+
+# ------------------------------------------------------------------------------------------------------------------------ identity of KV
+
+
+def test_every_form_has_keys_of_its_own_and_the_number_of_rows_none() -> None:
+    digests = {name: load(name).digest for name in ("float32", "bfloat16", "int8")}  # type: ignore[arg-type]
+    assert len(set(digests.values())) == 3
+    assert load("auto").digest == digests["float32"], "of weights that were not quantized nothing is lost unasked"
+    assert Forms(torch.bfloat16, 4).scope == INT8.scope != Forms(torch.bfloat16).scope
+
+
+# ------------------------------------------------------------------------------------------------------------------------- the choice
+
+
+def measured(int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0) -> Measurement:
+    ms = {str(rows): {"int8": int8.get(rows, 9.0), "bfloat16": bfloat16, "float32": float32} for rows in ROWS}
+    return Measurement("a CPU", "2.13", 2, (8, 8, 8), ms)
+
+
+def test_each_number_of_rows_gets_the_form_that_was_fastest() -> None:
+    assert measured({1: 1.0, 2: 1.0, 4: 1.9}).forms == Forms(torch.bfloat16, 4)
+    assert measured({1: 1.0, 2: 3.0, 4: 1.0}).forms == Forms(torch.bfloat16, 1), "one that loses in between ends there"
+    assert measured({}).forms == Forms(torch.bfloat16)
+    assert measured({1: 1.0}, bfloat16=5.0).forms == Forms(torch.float32, 1), "a CPU without units for bfloat16"
+    assert measured({}, bfloat16=5.0).forms is None
+
+
+def test_a_measurement_takes_the_best_of_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes by what is multiplied: 1 s for a product in 8 bits, 2 s in bfloat16, 3 s in float32; sometimes much more."""
+    at, calls = [0.0], [0]
+
+    def product(self: Matrix, x: Tensor) -> Tensor:
+        calls[0] += 1
+        at[0] += (1 if self.packed is not None else 2 if self.wide.dtype == torch.bfloat16 else 3) + (100 if calls[0] % 40 == 0 else 0)  # type: ignore[union-attr]
+        return x
+
+    monkeypatch.setattr(Matrix, "product", product)
+    found = measure(TINY, silent, clock=lambda: at[0])
+    per_form = [found.ms["1"][name] for name in ("int8", "bfloat16", "float32")]
+    assert per_form[1] == 2 * per_form[0] and per_form[2] == 3 * per_form[0]
+    assert found.forms == Forms(torch.bfloat16, ROWS[-2])
+
+
+def test_a_cpu_is_measured_once_and_again_where_the_file_is_no_longer_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    times = []
+
+    def count(*_: object) -> Measurement:
+        times.append(1)
+        return dataclasses.replace(
+            measured({1: 1.0}), **dict(zip(("cpu", "torch", "threads", "shape"), form_choice._place(TINY), strict=True))
+        )
+
+    monkeypatch.setattr(form_choice, "measure", count)
+    assert kept_measurement(TINY) is None
+    assert fastest_forms(TINY, silent) == fastest_forms(TINY, silent) == Forms(torch.bfloat16, 1)
+    assert len(times) == 1
+    (file,) = (tmp_path / "forms").iterdir()
+    raw = json.loads(file.read_text())
+    for damaged in ("{", "[]", json.dumps({**raw, "ms": {}}), json.dumps({**raw, "cpu": "another"}), json.dumps({**raw, "threads": 99})):
+        file.write_text(damaged)
+        assert kept_measurement(TINY) is None, damaged
+    assert fastest_forms(TINY, silent) is not None and len(times) == 2
+    assert kept_measurement(SMOLLM2_135M) is None, "another shape"
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_only_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(form_choice, "measure", lambda *_: measured({1: 1.0}))
+    assert fastest_forms(TINY, silent) == Forms(torch.bfloat16, 1)
+
+
+def test_the_environment_says_what_auto_means_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_WEIGHTS", "bfloat16")
+    assert wanted("auto", *CPU) == "bfloat16" and wanted("int8", *CPU) == "int8"
+    assert wanted("auto", "cuda", torch.bfloat16) == "float32", "there the dtype alone counts"
+    monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    assert wanted("auto", *CPU) == "auto"
+    monkeypatch.setenv("PENSTOCK_WEIGHTS", "int3")
+    with pytest.raises(ConfigError, match=r"\$PENSTOCK_WEIGHTS must be one of"):
+        wanted("auto", *CPU)
+
+
+def test_a_form_is_refused_where_the_dtype_already_says_it() -> None:
+    with pytest.raises(ConfigError, match="--weights int8 needs --device cpu and --dtype float32"):
+        load_model(ModelSource("tiny-llama", "dummy", weights="int8"), torch.device("cpu"), torch.bfloat16, TorchLayerOps(), silent)
+    with pytest.raises(ConfigError, match="--weights must be one of"):
+        ModelSource(weights="int3")  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""What 8 bits and bfloat16 cost the embedded model, on real text against float32: bounds that fail the build, and no copy on disk."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.commands import doctor
+from penstock.config import Config, ModelSource, WeightsName
+from penstock.models.form_choice import fastest_forms
+from penstock.models.forms import Matrix
+from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import LoadedModel, inspect_model, load_model
+from penstock.models.progress import silent
+from penstock.testing.contiguous_kv import ContiguousKv, forward
+
+TEXT = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()[:6000]
+TOKENS = 384
+# Largest mean error of a row of logits, relative to its norm; least share of equal greedy tokens; largest difference of perplexity.
+# Seen on this text: see docs/models.md.
+BOUNDS: dict[WeightsName, tuple[float, float, float]] = {"bfloat16": (0.012, 0.94, 0.01), "int8": (0.04, 0.90, 0.02)}
+
+
+@functools.cache
+def loaded(weights: WeightsName) -> LoadedModel:
+    return load_model(ModelSource(weights=weights), torch.device("cpu"), torch.float32, TorchLayerOps(), silent)
+
+
+@functools.cache
+def tokens() -> list[int]:
+    return loaded("float32").tokenizer.encode(TEXT)[:TOKENS]
+
+
+@functools.cache
+def logits(weights: WeightsName, rows: int) -> Tensor:
+    """Of every token of the text, so many rows at a time."""
+    model = loaded(weights).model
+    kv = ContiguousKv(model.config, model.rope)
+    return torch.cat([forward(model, kv, tokens()[at : at + rows]) for at in range(0, TOKENS, rows)])
+
+
+@pytest.mark.parametrize("rows", [8, 192])
+@pytest.mark.parametrize("weights", list(BOUNDS))
+def test_the_error_of_a_form_is_bounded(weights: WeightsName, rows: int) -> None:
+    found, reference = logits(weights, rows), logits("float32", 192)
+    error = ((found - reference).norm(dim=1) / reference.norm(dim=1)).mean().item()
+    agreeing = (found.argmax(1) == reference.argmax(1)).float().mean().item()
+    truth = torch.tensor(tokens()[1:])
+    perplexity, expected = (F.cross_entropy(x[:-1], truth).exp().item() for x in (found, reference))
+    difference = abs(perplexity / expected - 1)
+    print(f"{weights}, {rows} rows: error {error:.4f}, greedy {agreeing:.3f}, perplexity {perplexity:.3f} for {expected:.3f}")
+    most, least, most_difference = BOUNDS[weights]
+    assert error < most and agreeing >= least and difference < most_difference, (error, agreeing, difference)
+
+
+def test_few_and_many_rows_compute_the_same_function() -> None:
+    """Nearer to each other than either is to float32: both read the values of 8 bits."""
+    few, many, reference = logits("int8", 8), logits("int8", 192), logits("float32", 192)
+    assert (few - many).norm() < 0.6 * (few - reference).norm()
+
+
+def test_the_file_is_read_straight_into_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    model = load_model(ModelSource(weights="int8"), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+    assert list(tmp_path.iterdir()) == []
+    held = [tensor for layer in model.layers for matrix in layer if isinstance(matrix, Matrix) for tensor in matrix.tensors]  # type: ignore[attr-defined]
+    assert {tensor.dtype for tensor in held} == {torch.int8, torch.bfloat16}
+    assert model.digest == loaded("int8").model.digest != loaded("float32").model.digest
+
+
+def test_the_first_start_measures_and_the_next_reads_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    stages: list[str] = []
+
+    def start() -> LoadedModel:
+        stages.clear()
+        heard = lambda stage, done, total: stages.append(stage)  # noqa: E731
+        return load_model(ModelSource(), torch.device("cpu"), torch.float32, TorchLayerOps(), heard)
+
+    first = start()
+    assert any("measuring" in stage for stage in stages)
+    again = start()
+    assert not any("measuring" in stage for stage in stages)
+    assert first.model.digest == again.model.digest
+    assert doctor._forms(Config(), inspect_model("smollm2-135m"), "float32", "cpu")[1] == fastest_forms(first.model.config, silent)
