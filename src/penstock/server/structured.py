@@ -71,6 +71,8 @@ class Structured(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
         if self.structured_outputs is not None and not found:
             raise InvalidRequest("structured_outputs needs one of json, regex, choice, grammar and json_object", "structured_outputs")
+        if found and len(found[0].grammar.text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field)
         return found[0] if found else None
 
     def _all(self) -> list[tuple[str, Grammar | None]]:

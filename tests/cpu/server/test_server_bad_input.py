@@ -159,7 +159,7 @@ BAD_CHATS = {
     "a huge regular expression": (chat(guided_regex="a" * 65_537), "guided_regex", "length <= 65536"),
     "a schema of the wrong type": (chat(guided_json=1), "guided_json", "`int`"),
     "a grammar of the wrong type": (chat(guided_grammar=[]), "guided_grammar", "`array`"),
-    "a huge schema": (chat(guided_json={"enum": ["a" * 70_000]}), "structured_outputs", "at most 65536"),
+    "a huge schema": (chat(guided_json={"enum": ["a" * 70_000]}), "guided_json", "at most 65536"),
     "rivals without logprobs": (chat(top_logprobs=2), "top_logprobs", "logprobs is true"),
     "too many rivals": (chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
     "two lengths": (chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "differ"),

@@ -117,6 +117,8 @@ def kinds(kind: mi.Type) -> set[str]:
             return {"array"}
         case mi.StructType() | mi.DictType():
             return {"object"}
+        case mi.AnyType():
+            return set(BY_KIND)
         case mi.UnionType():
             return set().union(*map(kinds, kind.types))
     raise NotImplementedError(f"the fuzzer does not know the type {kind}: say here what fits it")
@@ -135,6 +137,8 @@ def fits(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(edges) | st.integers(low, min(high, low + 40))
         case mi.FloatType():
             return st.sampled_from([0, 1, -1, 2, -2, 100, *BY_KIND["float"]]) | st.floats(-3, 3)
+        case mi.StrType(pattern=str()):
+            return st.sampled_from(["f", "a-b_c.1", "x" * 64])  # names of functions: no other field has a pattern
         case mi.StrType():
             low, high = kind.min_length or 0, kind.max_length or 400
             texts = [text for text in BY_KIND["str"] if low <= len(text) <= high]
@@ -145,6 +149,10 @@ def fits(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.lists(fits(kind.item_type), min_size=kind.min_length or 0, max_size=max(3, kind.min_length or 0))
         case mi.StructType():
             return _struct(kind)
+        case mi.DictType() if isinstance(kind.value_type, mi.AnyType):  # schemas
+            return st.sampled_from(
+                [{}, {"type": "object"}, {"enum": [1, "a"]}, {"type": "strange"}, {"$ref": "#"}, {"properties": {"a": {}}}]
+            )
         case mi.DictType():
             return st.dictionaries(fits(kind.key_type), fits(kind.value_type), max_size=3)
         case mi.AnyType():

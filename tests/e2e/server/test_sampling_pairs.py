@@ -66,6 +66,7 @@ CHAT = {
 # Not about sampling, or another name of one that is.
 UNUSED = {"stream_options", "user", "max_completion_tokens", "response_format", "priority", "session_id", "prompt_cache_key", "cache_hint"}
 UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # they replace what is sampled from
+UNUSED |= {"tools", "tool_choice", "parallel_tool_calls"}
 
 
 @pytest.fixture(scope="module")
