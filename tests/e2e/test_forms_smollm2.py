@@ -23,7 +23,7 @@ TEXT = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()[:6000]
 TOKENS = 384
 # Largest mean error of a row of logits, relative to its norm; least share of equal greedy tokens; largest difference of perplexity.
 # Seen on this text: see docs/models.md.
-BOUNDS: dict[WeightsName, tuple[float, float, float]] = {"bfloat16": (0.012, 0.94, 0.01), "int8": (0.04, 0.90, 0.02)}
+BOUNDS: dict[WeightsName, tuple[float, float, float]] = {"bfloat16": (0.012, 0.92, 0.01), "int8": (0.04, 0.88, 0.02)}
 
 
 @functools.cache
