@@ -78,6 +78,8 @@ def penalised(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], 
         logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
     for token in set(output):
         logits[token] -= fields.get("frequency_penalty", 0.0) * output.count(token) + fields.get("presence_penalty", 0.0)
+    for token, bias in fields.get("logit_bias", {}).items():
+        logits[int(token)] += bias
     return logits
 
 
