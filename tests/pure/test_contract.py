@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.contract import (
+    MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
@@ -18,6 +19,7 @@ from penstock.contract import (
     MAX_STOPS,
     TOKEN_IN_FLIGHT,
     Chunk,
+    Grammar,
     Prefix,
     PromptLogprobs,
     Request,
@@ -57,6 +59,8 @@ GOOD: list[tuple[str, Any]] = [
     ("ignore_eos", True),
     ("logit_bias", ((0, -100.0), (7, 100.0))),
     ("logit_bias", tuple((token, 0.0) for token in range(MAX_LOGIT_BIAS))),
+    ("grammar", None),
+    ("grammar", Grammar("regex", "a" * MAX_GRAMMAR_CHARS)),
 ]
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", -1),
@@ -118,7 +122,16 @@ def test_a_value_beyond_the_edge_is_the_callers_fault_and_names_its_field(name: 
 def test_every_field_with_a_range_is_in_both_tables() -> None:
     names = {f.name for f in dataclasses.fields(SamplingParams)}
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"ignore_eos"}
+    assert {name for name, _ in BAD} == names - {"ignore_eos", "grammar"}
+
+
+def test_a_grammar_has_a_longest_text_and_says_itself_when_an_answer_is_over() -> None:
+    with pytest.raises(InvalidRequest, match="at most 65536 characters") as refused:
+        params("grammar", Grammar("regex", "a" * (MAX_GRAMMAR_CHARS + 1)))
+    assert refused.value.param == "structured_outputs"
+    with pytest.raises(InvalidRequest, match="ignore_eos") as refused:
+        SamplingParams(max_tokens=1, ignore_eos=True, grammar=Grammar("regex", "a"))
+    assert refused.value.param == "ignore_eos"
 
 
 def test_the_message_says_what_is_allowed_and_what_came() -> None:

@@ -43,7 +43,7 @@ def test_a_prefix_that_is_used_again_leads_to_the_same_tokens(weights: WeightsNa
 def test_blocks_on_disk_serve_the_form_that_computed_them_and_no_other(tmp_path: Path) -> None:
     def restarted(weights: WeightsName) -> int:
         engine, sanitizer = build_sanitized(config_of(weights, ssd_dir=str(tmp_path), ssd_gib=0.05, load_always=True))
-        engine.cache.cold_tiers["ssd"]._exchanges.store.wait_scanned(20.0)
+        engine.cache.cold_tiers["ssd"]._calls.store.wait_scanned(20.0)
         source, _ = answer(engine)
         persisting = engine.cache.persist()
         assert persisting is not None

@@ -59,6 +59,7 @@ RELATED: dict[str, set[str]] = {
     "messages": {"prompt", "session_id"},
     "prompt": {"max_tokens", "session_id"},
     "n": {"n"},
+    "tools": {"prompt"},  # the model is told of them in its prompt, which may be too long then
 }
 
 

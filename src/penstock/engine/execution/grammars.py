@@ -126,8 +126,8 @@ class Grammars:
         return InvalidRequest(f"the schema or grammar is too complex: it was not compiled within {timeout_s:g} s", _PARAM)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Waits for what is under way, whose work is bounded. Idempotent."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> Matcher:
         try:

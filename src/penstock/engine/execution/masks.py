@@ -141,8 +141,8 @@ class Masks:
         self._answers.pop(request_id, None)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Waits for what is under way, whose work is bounded. Idempotent."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None) -> list[GrammarEnd]:

@@ -22,6 +22,7 @@ from penstock.contract import (
     Chunk,
     Echo,
     FenceId,
+    Grammar,
     Request,
     Sampled,
     SamplingParams,
@@ -40,7 +41,10 @@ from penstock.errors import InvariantBroken, TransferFailed, UserError
 NUM_WALKS = 30
 HEAD = '{"recording": 1, "sizes": {}}\n'
 PLAIN = (type(None), bool, int, float, str)
-RECORDS = (StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, FenceId, StepResult, Sampled, TokenLogprob, TokenScores, StepFailure)
+RECORDS = (
+    *(StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
+    *(StepResult, Sampled, TokenLogprob, TokenScores, StepFailure),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +82,7 @@ def living(value: Any, where: str) -> Iterator[str]:
 
 def declared_living(kind: Any, where: str) -> Iterator[str]:
     """The same of what its fields are declared to be."""
-    if kind in PLAIN or kind is Ellipsis or typing.get_origin(kind) is np.ndarray:
+    if kind in PLAIN or kind is Ellipsis or typing.get_origin(kind) in (np.ndarray, typing.Literal):
         return
     if typing.get_origin(kind) in (tuple, frozenset, types.UnionType, typing.Union):
         for one in typing.get_args(kind):
