@@ -271,3 +271,30 @@ def test_the_wait_for_masks_is_timed_and_nobody_else_waits(engine: Engine, monke
     run_all(engine)
     assert len(text_of(engine, answer)) == 6
     assert 6 <= engine.stats().blocked_s["mask"] - before <= 7  # once for each of its tokens, and once to learn that it is over
+
+
+def test_no_thread_outlives_an_engine_that_closes_while_a_grammar_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sanitizer = build_sanitized(tiny_config(blocks=24))
+    begun, may_end = threading.Event(), threading.Event()
+    compiler = engine.grammars._vocabulary
+
+    def held(grammar: Grammar) -> Any:
+        begun.set()
+        assert may_end.wait(20.0)
+        raise InvalidRequest("not today")
+
+    monkeypatch.setattr(compiler, "matcher", held)
+    before = set(threading.enumerate())
+    engine.grammars.begin(Grammar("regex", "a"))
+    assert begun.wait(20.0)
+    mine = set(threading.enumerate()) - before
+    shutdown = engine.grammars._threads.shutdown
+
+    def release_then_end(**how: Any) -> None:
+        threading.Timer(0.05, may_end.set).start()  # what is under way ends on its own, a little later
+        shutdown(**how)
+
+    monkeypatch.setattr(engine.grammars._threads, "shutdown", release_then_end)
+    engine.close(timeout_s=20.0)
+    assert mine and not any(thread.is_alive() for thread in mine)
+    check_silent(sanitizer)
