@@ -472,7 +472,7 @@ def test_layers_with_and_without_a_window_stand_side_by_side() -> None:
 @pytest.mark.parametrize("window", [100, 512, 1000])
 def test_windows_over_long_contexts_agree_in_half_precision(window: int) -> None:
     config = windowed(window, 0, num_heads=8, num_kv_heads=2, head_dim=128)
-    spans = (*(Span(num, 1) for num in (5000, 777, 99, 100, 511, 512)), Span(0, 1500), Span(1400, 700))
+    spans = (*(Span(num, 1) for num in (4000, 777, 99, 100, 511, 512)), Span(0, 1500), Span(1400, 700))
     assert_agrees(make_step(spans, config, dtype=HALF, seed=window))
 
 

@@ -96,6 +96,7 @@ def ragged_step(
     """A step of `spans`, which must be ordered with single tokens first. Requests share the first `shared_blocks` blocks as far as their
     prefixes reach. Behind every table stands an entry that belongs to nobody and points at NaN."""
     spans = tuple(spans)
+    assert max(span.kv_len for span in spans) <= config.max_position, "the rotary table has no such position"
     device = torch.device(device)
     lengths = [-(-span.kv_len // block_tokens) for span in spans]
     shared = [min(shared_blocks, span.prefix_len // block_tokens) for span in spans]
