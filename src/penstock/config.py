@@ -80,10 +80,14 @@ class KvConfig:
     device_gib: float | None = None  # GiB of device memory for KV; None: 1 on CPU, what is left after weights on CUDA
     device_blocks: int | None = None  # the same in blocks; at most one of the two
     prefix_cache: bool = True  # reuse blocks across requests
+    resident_tokens: int | None = None  # of a sequence that are on the device at most; None: all, where they fit, else half of its memory
 
     def __post_init__(self) -> None:
         _need(self.block_tokens in (8, 16, 32, 64, 128), f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}")
         _need(self.device_gib is None or self.device_blocks is None, "give --device-kv-gib or --device-kv-blocks, not both")
+        fewest = 8 * self.block_tokens
+        some = self.resident_tokens is None or self.resident_tokens >= fewest
+        _need(some, f"--kv-resident-tokens {self.resident_tokens}: what is computed and what is being saved take at least {fewest} tokens")
         _need(self.device_gib is None or 0 < self.device_gib < math.inf, f"--device-kv-gib must be positive, got {self.device_gib}")
         _need(self.device_blocks is None or self.device_blocks >= 2, f"--device-kv-blocks must be at least 2, got {self.device_blocks}")
 

@@ -423,15 +423,21 @@ class Chunk(NamedTuple):
     row: int  # fixed while the request runs; device state of the request lives under it
     start: int
     tokens: tuple[int, ...]  # len(tokens) == num_tokens; TOKEN_IN_FLIGHT only where it is the one token of a decode
-    slots: NDArray[np.int32]  # exactly ceil((start + num_tokens) / block_tokens) slots, in token order
+    slots: NDArray[np.int32]  # of its first ceil((start + num_tokens) / block_tokens) blocks, without those paged out, in token order
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
     num_logits: int  # of its last tokens so many have their logits computed, and a token sampled from each
     adapter: Adapter | None = None  # whose weights it is computed with; looked up by its digest where the step is launched
     echo: Echo | None = None  # None: no logprobs of its prompt are wanted
+    paged: NDArray[np.int32] | None = None  # slots of host memory that have the blocks before `slots`; None: there are none
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_paged(self) -> int:
+        """Blocks."""
+        return 0 if self.paged is None else len(self.paged)
 
     @property
     def kv_len(self) -> int:
@@ -552,10 +558,19 @@ class Table(Protocol):
     """A request's slots in token order. Ends exactly once, by `KvLedger.release`."""
 
     @property
-    def num_slots(self) -> int: ...
+    def num_slots(self) -> int:
+        """Blocks that it has, those that were paged out included."""
+
+    @property
+    def num_paged(self) -> int:
+        """How many of its first blocks are in host memory and not on the device."""
+
+    @property
+    def paged_slots(self) -> NDArray[np.int32]:
+        """Where they are there."""
 
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
-        """View of exactly ceil(num_tokens / block_tokens) slots."""
+        """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without those that were paged out."""
 
     def take_after(self) -> tuple[Fence, ...]:
         """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""
@@ -568,6 +583,7 @@ class Match(NamedTuple):
     num_idle: int  # of those, blocks that nobody holds: taking them uses up evictable room
     pending: bool  # the first missing key is being computed by a running request or promoted for one right now
     num_colder: int = 0  # blocks behind those that are worth promoting from colder tiers
+    num_paged: int = 0  # of a deep request, whose matched blocks are either all on the device or all here: in host memory, where they stay
 
 
 class Want(Protocol):
@@ -590,6 +606,10 @@ class KvLedger(Protocol):
         """Slots that requests can use in all."""
 
     @property
+    def num_pageable(self) -> int:
+        """Blocks that deep requests may have in host memory, all together."""
+
+    @property
     def num_available(self) -> int:
         """Slots that can be drawn now: free or evictable."""
 
@@ -604,6 +624,9 @@ class KvLedger(Protocol):
     def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: Want | None = None) -> Match:
         """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it. With a `want` of the same
         keys only what has changed since it was made is looked up."""
+
+    def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
+        """The same for a request that keeps at most so many blocks on the device."""
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: Want | None = None) -> Want | None:
         """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`. None: nothing is
@@ -646,6 +669,13 @@ class KvLedger(Protocol):
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> Table:
         """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are announced as pending."""
+
+    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> Table | None:
+        """A table whose first blocks may be paged out. It starts with what matched; None where that has gone meanwhile."""
+
+    def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:
+        """Give back the slots of up to `num_blocks` of the table's first blocks on the device, as far as host memory has them; returns how
+        many. `fence` lies behind all steps launched."""
 
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and say False."""

@@ -98,6 +98,13 @@ def _memory_flags(group: Any) -> None:
         action="store_true",
         help="reuse no KV across requests; with offload: none on the device, all from colder tiers",
     )
+    group.add_argument(
+        "--kv-resident-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of one sequence that are on the device at most, the rest in host memory "
+        "(default: all where they fit, else half of the device)",
+    )
 
 
 def _offload_flags(group: Any) -> None:
@@ -242,7 +249,7 @@ def config_of(args: argparse.Namespace) -> Config:
     model = ModelSource().model if args.model is None else args.model
     return Config(
         source=ModelSource(model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config, args.weights),
-        kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache),
+        kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache, args.kv_resident_tokens),
         engine=EngineConfig(
             args.max_model_len,
             args.max_batch,

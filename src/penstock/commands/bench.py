@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from penstock.bench.agents import AgentsBench
 from penstock.bench.agents_replay import ServerAddress
-from penstock.bench.report import BenchReport, measured_on, require_matplotlib, table, write_json
+from penstock.bench.deep import DeepBench
+from penstock.bench.report import BenchReport, Results, measured_on, require_matplotlib, table, write_json
 from penstock.bench.run import Bench, scratch_ssd
 from penstock.bench.soak import SoakBench
 from penstock.bench.transfer import TransferBench, dimensions_of
@@ -42,6 +43,22 @@ def run_restart(config: Config, bench: RestartBench) -> BenchReport:
     with scratch_ssd(config, needed=True) as config, ProgressBar() as bar:
         model, results = bench.measure(config, bar)
     return BenchReport(bench, model, config, results)
+
+
+def run_deep(config: Config, bench: DeepBench) -> BenchReport:
+    """Where it is said how much is on the device, once more with as much as fits."""
+    if config.kv.resident_tokens is None:
+        return run_bench(config, bench)
+    fits = (config.kv.device_blocks or 0) * config.kv.block_tokens
+    lengths = tuple(length for length in bench.lengths if not fits or bench.tokens_of(length) <= fits)
+    reports = [run_bench(config, bench)]
+    if lengths:
+        limit = bench.tokens_of(max(lengths))
+        full = replace(config, kv=replace(config.kv, resident_tokens=None), engine=replace(config.engine, max_model_len=limit))
+        reports.append(run_bench(full, replace(bench, lengths=lengths)))
+    results = [report.results for report in reports]
+    rows = Results([row for one in results for row in one.rows], [why for one in results for why in one.skipped])
+    return BenchReport(bench, reports[0].model, config, rows)
 
 
 def run_transfer(config: Config, bench: TransferBench) -> BenchReport:

@@ -45,6 +45,7 @@ def add_bench(commands: Any) -> None:
     _add_transfer(kinds)
     _add_trace(kinds)
     _add_restore(kinds)
+    _add_deep(kinds)
     _add_soak(kinds)
 
 
@@ -233,6 +234,32 @@ def _restore(args: argparse.Namespace) -> int:
     from penstock.bench.decode import RestoreBench
 
     return _measured(args, config, RestoreBench(args.batch, args.gib, args.tokens, args.repeat, args.seed))
+
+
+def _add_deep(kinds: Any) -> None:
+    about = (
+        "Long sequences with all of their KV on the device, and with --kv-resident-tokens there and the rest in host memory: prefill, "
+        "time per token, and the first token of a second turn, beside the rate of the link. One request at a time."
+    )
+    parser = kinds.add_parser("deep", help="sequences larger than device memory", description=about, parents=[engine_flags()])
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--lengths", type=counts, default="32768,131072,524288", metavar="N,N", help="tokens of the prompts")
+    group.add_argument("--tokens", type=positive, default=8, metavar="N", help="tokens that each answer has")
+    _report_flags(group)
+    parser.set_defaults(run=_deep)
+
+
+def _deep(args: argparse.Namespace) -> int:
+    from penstock.bench.deep import DeepBench
+    from penstock.commands.bench import run_deep, show
+
+    bench = DeepBench(args.lengths, args.tokens, args.seed)
+    if args.max_model_len is None and args.load_format == "dummy":
+        args.max_model_len = bench.tokens_of(max(args.lengths))  # random weights know no longest context
+    config = config_of(args)
+    if not config.offload.enabled:
+        raise ConfigError("bench deep needs --kv-offload: what is not on the device is in host memory")
+    return show(lambda: run_deep(config, bench), args.json, args.plot)
 
 
 def _add_soak(kinds: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from penstock.engine.execution.batch import Shape
 from penstock.engine.execution.executor import Executor, StepLimits
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
+from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampler import Noise, Sampler, gumbel_noise
 from penstock.engine.execution.staging import Uploads
@@ -44,6 +46,9 @@ _CUDA_CHUNK_MS = 150.0  # more than 8192 tokens of a short prompt take: the rate
 # Tokens of a chunk at least: with fewer, launching a step and reading all weights takes a good part of it.
 _CUDA_MIN_CHUNK = 512
 _CPU_MIN_CHUNK = 64
+# KV that is fetched from host memory at a time: a size for which fused attention is planned, and few enough launches.
+_CUDA_PIECE_TOKENS = 16384
+_CPU_PIECE_TOKENS = 4096
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 
 
@@ -75,23 +80,32 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     dims = model.config
     layout = layout_for(config, dims, device)
     num_blocks = _num_blocks(config, layout, model)
-    max_model_len = _max_model_len(config, dims, num_blocks)
+    _max_model_len(config, dims, num_blocks)  # raises before memory is taken for what could not be used
     storage = open_cache(config, layout, _scope(model, layout), device, num_blocks, sanitizer)
     cache, arena = storage.cache, storage.arena
+    max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable)
     budget = _budget(config, device, max_model_len)
+    if storage.host_arena is not None and not any(dims.windows):
+        budget = _with_deep(budget, config, num_blocks)
     limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
-        max_table=blocks_for(max_model_len, config.kv.block_tokens),
+        max_table=min(num_blocks, blocks_for(max_model_len, config.kv.block_tokens)),
         block_tokens=config.kv.block_tokens,
         padding_slot=arena.padding_slot,
         arena=arena.name,
+        max_paged=cache.num_pageable if _may_page(config, max_model_len, num_blocks) else 0,
     )
     attention = _attention(arena, model)
     lane = make_lane("compute", device, sanitizer)
+    lanes = [lane]
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters, grammars)
     executor.guard = storage.guard
+    if limits.max_paged and storage.host_arena is not None:
+        lanes.append(make_lane("page", device, sanitizer))
+        piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
+        executor.paged = PagedReads(storage.host_arena, attention, lanes[-1], min(piece_tokens, max_model_len))
     if device.type == "cuda":
         cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
         executor.capture_all(progress)
@@ -103,7 +117,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         adapters=adapters,
         cache=cache,
         arena=arena,
-        lanes=(lane,),
+        lanes=tuple(lanes),
         vocab=dims.vocab,
         max_model_len=max_model_len,
         max_open=budget.max_batch * _WAITING_PER_ROW,
@@ -223,21 +237,43 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
     )
 
 
+def _may_page(config: Config, max_model_len: int, num_blocks: int) -> bool:
+    """Whether a sequence may be longer than what it may have on the device."""
+    resident = config.kv.resident_tokens
+    return max_model_len > (num_blocks * config.kv.block_tokens if resident is None else resident)
+
+
+def _with_deep(budget: Budget, config: Config, num_blocks: int) -> Budget:
+    """Sequences that do not fit have half of the device, or what they were given: others find room beside them."""
+    resident = config.kv.resident_tokens
+    if resident is None:
+        return replace(budget, deep_blocks=num_blocks, resident_blocks=max(1, num_blocks // 2))
+    num = min(num_blocks, resident // config.kv.block_tokens)
+    return replace(budget, deep_blocks=num, resident_blocks=num)
+
+
 def _prefill_chunk(config: Config, device: torch.device) -> int:
     return config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
 
 
-def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int) -> int:
+def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None) -> int:
+    """`num_pageable`: blocks of host memory that a sequence which does not fit may be paged out to; None: nobody knows yet."""
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
     if wanted is None:
         return min(dims.default_len, fits)
     if wanted > dims.max_position:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {dims.max_position} positions of the model")
-    if wanted > fits:
-        raise ConfigError(
-            f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} tokens; raise --device-kv-gib"
-        )
+    if wanted <= fits:
+        return wanted
+    size = f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} tokens"
+    if not config.offload.enabled or not config.kv.prefix_cache:
+        raise ConfigError(f"{size}; raise --device-kv-gib, or let it be paged out with --kv-offload and a prefix cache")
+    if any(dims.windows):
+        raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")
+    if num_pageable is not None and blocks_for(wanted, config.kv.block_tokens) > num_pageable:
+        held = num_pageable * config.kv.block_tokens
+        raise ConfigError(f"{size}, nor can it be paged out: host memory takes {held} tokens of it; raise --kv-offload-host-gib")
     return wanted
 
 

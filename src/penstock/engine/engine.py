@@ -154,6 +154,11 @@ class Engine:
         self._inbox.put(lambda: self._outbox.publish([self._parts.scheduler.cancel(request_id)]))
 
     @property
+    def resident_tokens(self) -> int:
+        """Of a sequence that are on the device at most: all, where they fit."""
+        return self._parts.scheduler.deep_blocks * self._parts.cache.block_tokens
+
+    @property
     def cache(self) -> KvCache:
         """The door to its KV; the engine thread's."""
         return self._parts.cache
@@ -444,7 +449,7 @@ class Engine:
         if any(not 0 <= token < self._parts.vocab for token, _ in sampling.logit_bias):
             raise InvalidRequest(f"token ids of logit_bias must lie between 0 and {self._parts.vocab - 1}", "logit_bias")
         cache = self._parts.cache
-        if blocks_for(total, cache.block_tokens) > cache.num_blocks:
+        if blocks_for(total, cache.block_tokens) > max(cache.num_blocks, cache.num_pageable):
             raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")
         return tokens, known
 

@@ -61,6 +61,7 @@ class Opened:
     cache: KvCache
     arena: DeviceArena
     guard: ArenaGuard | None  # where bytes are checked
+    host_arena: HostArena | None = None  # where blocks may be paged out to
 
 
 def open_cache(
@@ -82,7 +83,7 @@ def open_cache(
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     cold = [open_cold(store, host_arena, queue, observer) for store in stores]
     saves = Saves(pool, host, cold, saver, layout, _limits(config, device))
-    return Opened(KvCache(pool, scope, config.kv.prefix_cache, Loads(saves, loader)), arena, guard)
+    return Opened(KvCache(pool, scope, config.kv.prefix_cache, Loads(saves, loader)), arena, guard, host_arena)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:

@@ -35,6 +35,7 @@ __all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Set
 
 _CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
 _GRACE_S = 1.0  # for lanes that have nothing to do any more to end
+_HOST_SPARE_SHARE = 8  # one in so many host slots is never promised to deep requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ class KvCache:
     @property
     def num_blocks(self) -> int:
         return self._pool.num_slots
+
+    @property
+    def num_pageable(self) -> int:
+        """Blocks that deep requests may have in host memory, all together: some of it stays for what others leave there."""
+        return self._host.num_slots - self._host.num_slots // _HOST_SPARE_SHARE if self._prefix_cache else 0
 
     @property
     def num_available(self) -> int:
@@ -209,6 +215,14 @@ class KvCache:
             self._host.grow(lease)
             num_colder = self.loads.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
+
+    def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
+        """For a request that keeps at most so many blocks on the device: its first blocks where they are in host memory, or on the device
+        where that has more of them."""
+        num, num_paged = len(slots := self._pool.find(keys)), self._host.num_leading(keys)
+        if num > num_paged and num <= most_resident:
+            return Match(num, self._pool.num_idle_of(slots), False)
+        return Match(0, 0, False, num_paged=num_paged)
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None) -> PoolWant | None:
         """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`."""
@@ -322,6 +336,45 @@ class KvCache:
         self._tables.add(table)
         return table
 
+    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
+        """A table whose first blocks may be paged out. It starts with what matched; None where that has gone meanwhile."""
+        pin = self._host.pin_run(prefix.keys[: match.num_paged], owner) if match.num_paged else None
+        if pin is not None and len(pin.run) < match.num_paged:
+            self._host.unpin([pin], None)
+            return None
+        if pin is None:
+            table = self.open(owner, prefix, match.num_blocks)
+        else:
+            table = BlockTable(self._pool.hold(owner, (), match.num_paged), self.block_tokens, prefix, match.num_paged)
+            table.add_paged(pin)
+            if table.is_announcing:
+                self._announcing.add(table)
+            self._num_hits += match.num_paged
+            self._num_misses += len(prefix.keys) - match.num_paged
+            self._tables.add(table)
+        table.is_deep = True
+        return table
+
+    def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:
+        """Give back the slots of up to `num_blocks` of the table's first blocks on the device, those that host memory has, and that no
+        transfer uses; returns how many. What it lacks is on its way there when this returns. `fence` covers all that was launched."""
+        own = self._own(table)
+        first = own.num_paged
+        end = min(first + num_blocks, own.num_keyed, min((pin.first for pin in own.hold.run_pins), default=own.num_keyed))
+        keys = own.sealed_keys[first:end]
+        pin = self._host.pin_run(keys, own.owner) if keys else None
+        num = 0 if pin is None else len(pin.run)
+        if pin is not None:
+            own.add_paged(pin)
+            own.hold.drop_first(num, fence)
+        if num < len(keys):  # its copy has failed, or was not made: once more
+            absent = self._host.absent(keys[num:])
+            missing = next((place for place, is_absent in enumerate(absent) if not is_absent), len(absent))
+            if missing:
+                self.saves.offer(own.hold, first + num, keys[num : num + missing], fence, due=True)
+                self.saves.submit()  # there may be no step before it is needed
+        return num
+
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and say False."""
         own = self._own(table)
@@ -375,7 +428,7 @@ class KvCache:
         first = own.num_keyed
         keys = own.next_keys(tokens, num_full)
         self._give_keys(own, first, keys)
-        self.saves.offer(own.hold, first, keys, fence)
+        self.saves.offer(own.hold, first, keys, fence, own.is_deep)
 
     def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
         """End the table, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
@@ -383,8 +436,9 @@ class KvCache:
         lease: Lease | None = None
         num_tokens = max(num_tokens, own.num_keyed * own.block_tokens)  # a full match is there to its end, though its last token is due
         num_blocks = -(-num_tokens // own.block_tokens)
-        # What is still being promoted into the table is in the colder tier, whose lease has ended: it is matched again.
-        if num_tokens and not self.loads.is_loading(own):
+        # What is still being promoted into the table is in the colder tier, whose lease has ended: it is matched again. So is what a deep
+        # request has there.
+        if num_tokens and not own.is_deep and not self.loads.is_loading(own):
             lease = self.saves.retract(own.hold, num_blocks, own.sealed_keys, num_tokens, fence)
         self.release(table, fence)
         return lease
@@ -393,6 +447,7 @@ class KvCache:
         """End the table. `fence` covers the last use of its slots and travels with them."""
         own = self._own(table)
         own.hold.end(fence)
+        self._host.unpin(own.paged_pins, fence)
         self._tables.remove(own)
         self._announcing.discard(own)
 

@@ -58,13 +58,22 @@ class Decoder:
         return self.embedding.rows(tokens) if isinstance(self.embedding, Matrix) else F.embedding(tokens, self.embedding)
 
     def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v, residual = self.project(index, hidden, residual, kv, lora)
+        return self.finish(index, kv.attend(index, q, k, v), residual, lora)
+
+    def project(
+        self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         w, eps = self.layers[index], self.config.norm_eps
         if residual is None:
             x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
         else:
             x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
-        q, k, v = kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm)
-        x = self._linear_shares(index, "out", kv.attend(index, q, k, v), lora)
+        return *kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm), residual
+
+    def finish(self, index: int, attended: Tensor, residual: Tensor, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+        w, eps = self.layers[index], self.config.norm_eps
+        x = self._linear_shares(index, "out", attended, lora)
         x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
         return self._linear_shares(index, "down", self._gated(index, x, lora), lora), residual
 

@@ -125,6 +125,15 @@ class Model(Protocol):
         `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual), the
         former perhaps in shares (`LayerOps.linear_shares`)."""
 
+    def project(
+        self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A layer up to its attention, for steps that attend in several passes: q, k and v as `PagedKv.rotate_and_write` returns them,
+        and the residual stream."""
+
+    def finish(self, index: int, attended: Tensor, residual: Tensor, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+        """The rest of the layer. `layer` is both, with `PagedKv.attend` between them."""
+
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) -> logits [S, vocab] in the
         model's dtype."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +30,8 @@ class StepInputs:
 
     Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of
     kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)], exactly: there is nothing
-    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each.
+    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each. Of a sequence whose first blocks were paged
+    out, all this is about the rest; only `positions` count from its beginning, and `paged` says where the others are.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
     from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
@@ -49,6 +52,15 @@ class StepInputs:
     max_q_len: int
     max_kv_len: int
     spans: Spans = ()
+    paged: tuple[PagedChunk, ...] = ()
+
+
+class PagedChunk(NamedTuple):
+    """A chunk whose sequence begins with blocks that are in host memory."""
+
+    rows: tuple[int, int]  # [first, end) of the step's tokens
+    slots: NDArray[np.int32]  # of host memory
+    table_at: int  # where in `StepInputs.tables` these slots begin
 
 
 @functools.lru_cache(maxsize=4096)  # asked for several times in each step
@@ -78,7 +90,15 @@ class Shape:
         """Everything but the tables."""
         return self.cuts()[-1]
 
-    def views(self, packed: Tensor, num_decodes: int, max_q_len: int, max_kv_len: int, spans: Spans = ()) -> StepInputs:
+    def views(
+        self,
+        packed: Tensor,
+        num_decodes: int,
+        max_q_len: int,
+        max_kv_len: int,
+        spans: Spans = (),
+        paged: tuple[PagedChunk, ...] = (),
+    ) -> StepInputs:
         ends = self.cuts()
         parts = [packed[start:end] for start, end in zip((0, *ends[:-1]), ends, strict=True)]
         tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows = parts
@@ -97,6 +117,7 @@ class Shape:
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
             spans=spans,
+            paged=paged,
         )
 
 
@@ -112,6 +133,7 @@ class Packed:
     read_slots: NDArray[np.int32]
     write_slots: NDArray[np.int32]
     spans: Spans
+    paged: tuple[PagedChunk, ...] = ()
 
 
 class Packer:
@@ -132,8 +154,10 @@ class Packer:
         num = len(chunks)
         lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
         starts = np.fromiter((c.start for c in chunks), np.int32, num)
+        paged_lens = np.fromiter((c.num_paged for c in chunks), np.int32, num)
+        resident = starts - paged_lens * self._block_tokens  # tokens before each chunk that are on the device
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
-        if (table_lens != -(-(starts + lens) // self._block_tokens)).any():
+        if (table_lens != -(-(resident + lens) // self._block_tokens)).any() or (resident < 0).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
         if (lens[:num_decodes] != 1).any() or (lens[num_decodes:] == 1).any():
             raise InvariantBroken(f"not the first {num_decodes} chunks have one token, and the others several")
@@ -141,13 +165,14 @@ class Packer:
         if (num_logits > lens).any():
             raise InvariantBroken("a chunk wants more logits than it has tokens")
         shape = bucket or Shape(int(lens.sum()), num, int(num_logits.sum()))
-        ints = into[: shape.fixed_ints + 1 + int(table_lens.sum())]
+        num_tables = 1 + int(table_lens.sum())
+        ints = into[: shape.fixed_ints + num_tables + int(paged_lens.sum())]
         parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints)))]
         tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows, tables = parts
         tables[0] = self._padding_slot  # entry 0 is the table of every padding chunk
         if chunks:
-            np.concatenate([c.slots for c in chunks], out=tables[1:])
-        kv_lens[:num] = starts + lens
+            np.concatenate([c.slots for c in chunks], out=tables[1:num_tables])
+        kv_lens[:num] = resident + lens
         kv_lens[num:] = 1
         table_ends = np.cumsum(table_lens)
         table_starts[:num] = table_ends - table_lens + 1
@@ -165,10 +190,12 @@ class Packer:
         else:
             sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(num_logits), num_logits) + np.arange(shape.num_samples)
             sample_rows[:] = np.repeat(rows, num_logits)
-        spans = tuple((c.start, len(c.tokens)) for c in chunks[num_decodes:])
+        spans = tuple(zip(resident[num_decodes:].tolist(), lens[num_decodes:].tolist(), strict=True))
+        paged = tuple(_pack_paged(chunks, q_starts, tables, num_tables)) if len(tables) > num_tables else ()
         num_decodes = shape.num_chunks if shape.is_decode else num_decodes
         write_slots = write_at[: int(lens.sum())] // self._block_tokens
-        return Packed(shape, ints, num_decodes, int(lens.max(initial=0)), int(kv_lens.max()), tables[1:], write_slots, spans)
+        most = int(lens.max(initial=0)), int(kv_lens.max())
+        return Packed(shape, ints, num_decodes, *most, tables[1:num_tables], write_slots, spans, paged)
 
     def _pack_tokens(
         self,
@@ -192,6 +219,15 @@ class Packer:
             tokens[at:end] = chunk.tokens
             where = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int32)
             positions[at:end] = where
-            write_at[at:end] = chunk.slots[where // block] * block + where % block if chunk.writes else padding_at
+            write_at[at:end] = chunk.slots[where // block - chunk.num_paged] * block + where % block if chunk.writes else padding_at
             at = end
         tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at
+
+
+def _pack_paged(chunks: tuple[Chunk, ...], q_starts: NDArray[np.int32], tables: NDArray[np.int32], table_at: int) -> Iterator[PagedChunk]:
+    """Those whose first blocks were paged out; the slots of these stand behind all tables."""
+    for number, chunk in enumerate(chunks):
+        if chunk.paged is not None and len(chunk.paged):
+            tables[table_at : table_at + len(chunk.paged)] = chunk.paged
+            yield PagedChunk((int(q_starts[number]), int(q_starts[number + 1])), chunk.paged, table_at)
+            table_at += len(chunk.paged)

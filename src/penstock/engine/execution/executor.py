@@ -17,6 +17,7 @@ from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
 from penstock.engine.execution.outcome import LateSample, Outputs, RunningStep
+from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
 from penstock.engine.execution.sampler import Allowed, Sampler, packed_width, token_logprobs
@@ -47,11 +48,12 @@ class StepLimits:
     block_tokens: int
     padding_slot: int
     arena: str  # name of the KV arena in declared accesses
+    max_paged: int = 0  # blocks in host memory that the sequences of a step may have
 
     @property
     def staging_ints(self) -> int:
         most = Shape(self.prefill_chunk + self.max_batch, self.max_batch, self.max_batch)
-        return most.fixed_ints + 1 + self.max_batch * (self.max_table + NUM_PARAMS)
+        return most.fixed_ints + 1 + self.max_batch * (self.max_table + NUM_PARAMS) + self.max_paged
 
     @property
     def result_ints(self) -> int:
@@ -91,6 +93,7 @@ class Executor:
         device = forward.model.device
         self.masks = Masks(grammars.wait_compiled, grammars.num_words, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
+        self.paged: PagedReads | None = None  # where there is host memory to page out to
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
@@ -151,7 +154,8 @@ class Executor:
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
         arriving = Arriving(loads)
         lora = lora_runs(plan.chunks, self._weights_of)
-        bucket = None if arriving.overlaps or lora is not None else self._replays.bucket_for(plan)
+        is_paged = any(chunk.num_paged for chunk in plan.chunks)
+        bucket = None if arriving.overlaps or lora is not None or is_paged else self._replays.bucket_for(plan)
         host, array = self._staging.next()
         packed = self._packer.pack(plan.chunks, plan.num_decodes, bucket, array)
         sample_plan, num_ints = self._plan_sampling(packed, array)
@@ -193,7 +197,7 @@ class Executor:
     def _spoil(self, guard: ByteGuard, chain: _Chain, plan: StepPlan) -> None:
         """Blocks that the step is the first to write hold nothing that anybody could use."""
         arena, block = self.limits.arena, self.limits.block_tokens
-        slots = [int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) :]]
+        slots = [int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) - chunk.num_paged :]]
         if slots:
             access = Access(arena, slots, (0, self._forward.model.config.num_layers), Mode.WRITE)
             chain.submit(lambda: guard.poison(arena, slots), "poison", [access])
@@ -221,9 +225,12 @@ class Executor:
         def upload() -> None:
             ints = move(torch.empty(len(host), dtype=torch.int32, device=self._device), host)
             landed.append(ints)
-            flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
+            flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans, packed.paged)
 
         chain.submit(upload, "upload", [self._staging.access(Mode.READ)])
+        if packed.paged:
+            self._submit_paged(chain, arriving, packed, flow)
+            return flow, lambda: landed[0]
         for op, layers, label in self._forward.ops(flow):
             self._wait_for(arriving, chain, layers[1])
             if layers[1] > layers[0]:
@@ -232,6 +239,25 @@ class Executor:
                 accesses = [self._embed_access(packed)] if label == "embed" else ()
             chain.submit(op, label, accesses)
         return flow, lambda: landed[0]
+
+    def _submit_paged(self, chain: _Chain, arriving: Arriving, packed: Packed, flow: Flow) -> None:
+        """Layers whose attention is over what is on the device first, and then over pieces that stream in from host memory."""
+        reads, forward = self.paged, self._forward
+        if reads is None:
+            raise InvariantBroken("a step reads KV in host memory, and there is none")
+        embed, head = forward.ends(flow)
+        chain.submit(embed, "embed", [self._embed_access(packed)])
+        reads.lane.wait(self._lane.record())  # the slots have been uploaded
+        pieces = list(reads.pieces(packed.paged))
+        for layer in range(forward.model.config.num_layers):
+            self._wait_for(arriving, chain, layer + 1)
+            chain.submit(forward.attend_resident(flow, layer), f"layer {layer}", self._accesses(packed, (layer, layer + 1)))
+            for piece in pieces:
+                fetched = reads.fetch(layer, piece, lambda: flow.bound_inputs().tables, self._lane)
+                chain.submit(forward.add_piece(flow, piece.rows, fetched.landed), f"piece of layer {layer}", [fetched.access])
+                fetched.read_until(self._lane.record())
+            chain.submit(forward.finish(flow, layer), f"rest of layer {layer}")
+        chain.submit(head, "head")
 
     def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:
         if arriving.wait_on(self._lane, end):

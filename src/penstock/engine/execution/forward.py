@@ -3,17 +3,26 @@ eagerly or captured."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.engine.execution.attention import Attention
+from penstock.engine.execution.attention import Attention, Partial
 from penstock.engine.execution.batch import StepInputs
 from penstock.lanes.lane import Op
 from penstock.models.lora import LoraRuns
 from penstock.models.model import Model
+
+
+class Attending(NamedTuple):
+    """One layer of a step that attends in several passes, between them."""
+
+    q: Tensor
+    partial: Partial
+    residual: Tensor
 
 
 class BoundKv:
@@ -39,6 +48,7 @@ class Flow:
     inputs: StepInputs | None = None  # set by the upload, where the step is eager
     hidden: Tensor | None = None  # [T, hidden], or behind a layer perhaps in shares: their number comes first
     residual: Tensor | None = None
+    attending: Attending | None = None  # set and read by passes over one layer
     logits: Tensor | None = None  # [S, vocab], None where the step samples nothing
     lora: LoraRuns | None = None  # None: no token of the step has an adapter
 
@@ -67,6 +77,10 @@ class Forward:
         layers = [LayerOp(self._layer(flow, i), (i, i + 1), f"layer {i}") for i in range(self.model.config.num_layers)]
         return [LayerOp(self._embed(flow), (0, 0), "embed"), *layers, LayerOp(self._head(flow), (0, 0), "head")]
 
+    def ends(self, flow: Flow) -> tuple[Op, Op]:
+        """What comes before the first layer and behind the last."""
+        return self._embed(flow), self._head(flow)
+
     def _embed(self, flow: Flow) -> Op:
         def embed() -> None:
             inputs = flow.bound_inputs()
@@ -85,6 +99,34 @@ class Forward:
             flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
         return layer
+
+    def attend_resident(self, flow: Flow, index: int) -> Op:
+        """A layer up to and with its attention over what is on the device. `add_piece` may follow several times, then `finish`."""
+
+        def attend() -> None:
+            assert flow.hidden is not None
+            inputs = flow.bound_inputs()
+            kv = BoundKv(self.attention, inputs)
+            q, k, v, residual = self.model.project(index, flow.hidden, flow.residual, kv, flow.lora)
+            flow.attending = Attending(q, self.attention.attend_resident(index, q, k, v, inputs), residual)
+
+        return attend
+
+    def add_piece(self, flow: Flow, rows: tuple[int, int], landed: Callable[[], Tensor]) -> Op:
+        def add() -> None:
+            assert flow.attending is not None
+            self.attention.add_piece(flow.attending.partial, flow.attending.q, rows, landed())
+
+        return add
+
+    def finish(self, flow: Flow, index: int) -> Op:
+        def finish() -> None:
+            assert flow.attending is not None
+            attending, flow.attending = flow.attending, None
+            attended = attending.partial.out.to(attending.q.dtype)
+            flow.hidden, flow.residual = self.model.finish(index, attended, attending.residual, flow.lora)
+
+        return finish
 
     def _head(self, flow: Flow) -> Op:
         def head() -> None:

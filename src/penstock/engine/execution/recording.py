@@ -101,7 +101,7 @@ def read(path: Path) -> Recording:
         results = tuple(_decode(line["result"]) for line in rest if "result" in line)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no recording of a run: {type(error).__name__}: {error}") from error
-    colder = (plan.number for plan, num_promoted in planned if plan.loads or num_promoted)
+    colder = (plan.number for plan, num in planned if plan.loads or num or any(chunk.num_paged for chunk in plan.chunks))
     return Recording(head["sizes"], tuple(plan for plan, _ in planned), results, next(colder, None))
 
 

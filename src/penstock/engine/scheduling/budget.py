@@ -18,6 +18,8 @@ class Budget:
     max_overtaken_s: float = 0.0  # how much later a request may arrive and still start first; 0: first come, first served
     chunk_s: float = 0.0  # what the prompts of one step may take while others get tokens from it; 0: as long as they like
     min_chunk: int = 0  # tokens of the first prompt of a step, whatever they take: every prompt gets on, at a rate near the best
+    deep_blocks: int = 0  # a request that may need more is deep: only its last blocks are on the device; 0: there are none
+    resident_blocks: int = 0  # that a deep request has there at most
 
 
 class PrefillTimes(Protocol):

@@ -20,7 +20,16 @@ _MOST_AHEAD = 512
 def is_ready(track: Track) -> bool:
     """Whether it can be matched now. Not while a step from before its retraction still samples for it, as its tokens are not all known; nor
     while what it had is still being saved, or a store has not answered yet."""
-    return not track.num_in_flight and (track.lease is None or track.lease.ready)
+    if track.num_in_flight or (track.lease is not None and not track.lease.ready):
+        return False
+    return not track.is_deep or not _is_being_read(track)
+
+
+def _is_being_read(track: Track) -> bool:
+    """Whether tiers behind host memory have some of it that is not in host memory yet."""
+    if track.computes or track.lease is None or track.lease.expired:
+        return False
+    return track.prefetch is not None or (track.may_prefetch and any(tier != "host" for tier, _ in track.lease.runs_from(0)))
 
 
 def is_pending(track: Track, ledger: KvLedger) -> bool:
@@ -32,10 +41,13 @@ def is_pending(track: Track, ledger: KvLedger) -> bool:
     return not track.computes and ledger.is_pending(track.prefix.keys, track.want)
 
 
-def find_match(track: Track, ledger: KvLedger) -> Match:
-    """Its lease is ended, or taken once more, where that is of use."""
+def find_match(track: Track, ledger: KvLedger, most_resident: int = 0) -> Match:
+    """Its lease is ended, or taken once more, where that is of use. `most_resident`: blocks that a deep one may have on the device."""
     if track.prefix is None or not track.request.may_match:
         return _NO_MATCH
+    if track.is_deep:  # at least one token is computed
+        most = (len(track.tokens) - 1) // ledger.block_tokens
+        return ledger.match_deep(track.prefix.keys[:most], most_resident)
     if track.computes:
         track.end_lease()
     if track.prefetch is not None and track.prefetch.settled:  # what it brought is nearer than the lease says
@@ -85,6 +97,8 @@ def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger) -> None:
     """`tracks` wait, whoever is next first. What the foremost have behind host memory is read into it meanwhile: once for each request,
     and of one request more in each plan, since looking takes as long as its prefix is."""
     for track in islice(tracks, _PREFETCHED):
+        if track.is_deep and track.prefetch is not None and track.prefetch.settled and track.prefix is not None:
+            _read_on(track, track.prefix, ledger)
         if not ledger.may_prefetch:
             return
         if track.may_prefetch and not track.computes and track.prefix is not None and track.lease is not None and track.lease.ready:
@@ -92,6 +106,15 @@ def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger) -> None:
             track.prefetch = ledger.prefetch(track.prefix, track.request.id, track.lease)
             if track.prefetch is not None:
                 return
+
+
+def _read_on(track: Track, prefix: Prefix, ledger: KvLedger) -> None:
+    """A deep request runs when all of it is in host memory, and not all is read at once: as long as some comes, there is more."""
+    track.end_prefetch()
+    _lease_again(track, prefix, ledger)
+    runs = () if track.lease is None else track.lease.runs_from(0)
+    num_read = sum(num for tier, num in runs[:1] if tier == "host")
+    track.may_prefetch, track.num_read = num_read > track.num_read, num_read
 
 
 def promote_ahead(track: Track, match: Match, num_spare: int, ledger: KvLedger) -> None:

@@ -18,6 +18,7 @@ _SPARE_SHARE = 64
 _ANSWER_BLOCKS = 32
 _ANSWER_SHARE = 32
 _NEXT_RANK = -1e12  # below all others: times of arrival, and what stands for priorities
+_CHUNK_SHARE = 4  # a deep request computes at most one in so many of the blocks that it may have on the device in one step
 _SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, for the rate of the link
 
 
@@ -31,6 +32,7 @@ class Running:
         self._ledger = ledger
         self._budget = budget
         self._num_promised = 0  # blocks
+        self._num_deep = 0  # blocks that deep requests may need in host memory
         self._next_rank = _NEXT_RANK  # of what the request wants that is next: below that of whoever was next before
         self._free_rows = list(range(budget.max_batch))  # heap: low rows first
 
@@ -48,8 +50,12 @@ class Running:
         lifetime = self._needs(track, match)
         matched = (match.num_blocks + match.num_colder) * self._ledger.block_tokens
         first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
+        if track.is_deep:
+            first_step = lifetime
+            if self._num_deep + self._lifetime(track) > self._ledger.num_pageable:
+                return False
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
-        overcommit = 1.0 if track.state is State.RETRACTED else self._budget.overcommit
+        overcommit = 1.0 if track.state is State.RETRACTED or track.is_deep else self._budget.overcommit
         num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))  # taken for it alone: they count as if it had yet to draw them
         num_spare = self._ledger.num_blocks // _SPARE_SHARE if self.tracks else 0
         promised = self._num_promised + lifetime + num_ahead + num_spare
@@ -75,14 +81,24 @@ class Running:
         return min(num_unpromised, self._ledger.num_free - min(self._num_promised, self._num_for_answers))
 
     def _needs(self, track: Track, match: Match) -> int:
-        """Blocks of its life that are not on the device."""
-        return blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - match.num_blocks
+        """Blocks of its life that are not on the device, as far as they will be there at the same time."""
+        return (self._budget.resident_blocks if track.is_deep else self._lifetime(track)) - match.num_blocks
 
-    def enter(self, track: Track, match: Match) -> None:
+    def _lifetime(self, track: Track) -> int:
+        """Blocks of its life."""
+        return blocks_for(track.lifetime_tokens, self._ledger.block_tokens)
+
+    def enter(self, track: Track, match: Match) -> bool:
         """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading where some of it has to come;
-        where not, whoever called sets it off."""
-        track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
-        num_now = blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks
+        where not, whoever called sets it off. False: what matched of a deep one has gone since."""
+        if track.is_deep and track.prefix is not None:
+            track.table = self._ledger.open_deep(track.request.id, track.prefix, match)
+            if track.table is None:
+                return False
+            self._num_deep += self._lifetime(track)
+        else:
+            track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
+        num_now = min(self._needs(track, match), blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks)
         num_promised = self._num_promised + self._needs(track, match)
         self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))  # what it draws now leaves answers theirs
         track.row = heapq.heappop(self._free_rows)
@@ -101,11 +117,12 @@ class Running:
             track.want = None
         self._draw_first(track)
         self._num_promised += self._may_draw(track)
+        return True
 
     def _draw_first(self, track: Track) -> None:
-        """The slots of its prompt; step by step where memory is promised more than once."""
+        """The slots of its prompt; step by step where memory is promised more than once, or not all of it is there at the same time."""
         num_blocks = blocks_for(len(track.tokens), self._ledger.block_tokens) - track.held_table().num_slots
-        if self._budget.overcommit > 1.0 or num_blocks <= 0:
+        if self._budget.overcommit > 1.0 or num_blocks <= 0 or track.is_deep:
             return
         if not self._ledger.try_extend(track.held_table(), num_blocks):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its prompt")
@@ -121,6 +138,16 @@ class Running:
             return False
         self._num_promised -= num_blocks
         return True
+
+    def num_fitting(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
+        """How many of the next `num_tokens` of a deep request there is room for on the device. Its first blocks there make way; `fence`
+        lies behind all steps launched. None where what would make way is still being saved."""
+        table, size, most = track.held_table(), self._ledger.block_tokens, self._budget.resident_blocks
+        num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)  # several chunks fit: while one is computed, others are saved
+        num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
+        if num_short > 0:
+            self._num_promised += self._ledger.page_out(table, num_short, fence)
+        return max(0, min(num_tokens, (table.num_paged + most) * size - track.num_planned))
 
     @property
     def _num_for_answers(self) -> int:
@@ -141,6 +168,7 @@ class Running:
         may, too: its slots stay with it. `saves`: the KV of the first `num_tokens` is wanted again. Before its state changes."""
         self.num_loading -= track.state is State.LOADING
         self._num_promised -= self._may_draw(track)
+        self._num_deep -= self._lifetime(track) if track.is_deep else 0
         if saves and track.request.may_match and not track.computes:
             track.lease = self._ledger.retract(track.held_table(), num_tokens, fence)
         else:
@@ -161,5 +189,6 @@ class Running:
             raise InvariantBroken(f"rows do not add up: {rows}")
 
     def _may_draw(self, track: Track) -> int:
-        """Blocks of its life that its table does not have yet."""
-        return blocks_for(track.lifetime_tokens, self._ledger.block_tokens) - track.held_table().num_slots
+        """Blocks of its life that its table does not have yet, as far as they will be on the device at the same time."""
+        table = track.held_table()
+        return (self._budget.resident_blocks + table.num_paged if track.is_deep else self._lifetime(track)) - table.num_slots

@@ -101,6 +101,8 @@ class Scheduler:
         self._num_orders += 1
         self._newest_s = max(self._newest_s, request.arrival_s)
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
+        most = self._budget.deep_blocks
+        track.is_deep = 0 < most < blocks_for(track.lifetime_tokens, self._ledger.block_tokens) and request.prefix is not None
         if request.sampling.prompt_logprobs is not None:
             track.prompt_logprobs = _FIRST_LOGPROB
         self._tracks[request.id] = track
@@ -131,6 +133,11 @@ class Scheduler:
         return {"waiting": waiting, "loading": loading, "running": running, "retracted": retracted}
 
     @property
+    def deep_blocks(self) -> int:
+        """That a request may have all on the device: one that may need more is deep."""
+        return self._budget.deep_blocks or self._ledger.num_blocks
+
+    @property
     def awaits_load(self) -> bool:
         """Whether the last plan left requests out because their KV is on its way to the device."""
         return self._is_held or self._running.num_loading > 0
@@ -155,6 +162,8 @@ class Scheduler:
             if num_left == 0 or track.state is not State.RUNNING:
                 continue
             num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
+            if track.is_deep:
+                num_tokens = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
             if num_tokens > 0 and self._draw(track, num_tokens):
                 if num_left > 1:  # what decodes takes no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
@@ -223,7 +232,7 @@ class Scheduler:
             return
         for known in self._line.look_again(_LOOK_AGAIN):
             if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
-                self._rank(known, find_match(known, self._ledger))
+                self._rank(known, find_match(known, self._ledger, self._budget.resident_blocks))
         passed: set[Track] = set()  # those that wait, and let others go ahead
         waiting = iter(self._line)
         for _ in range(2 * _LOOK_AHEAD):
@@ -246,8 +255,7 @@ class Scheduler:
                     return  # nobody overtakes: what is freed goes to the first in line
                 if not self._running.has_room(track, match):
                     return
-                if self._claim(track, match):
-                    self._start(track, match)
+                if self._claim(track, match) and self._start(track, match):
                     self._take_first_tokens(track, room)
             waiting = iter(self._line)
 
@@ -256,9 +264,8 @@ class Scheduler:
         match = self._try_match(track) if self._running.has_row else None
         if match is None or self._holds_back(track, match):
             return False
-        if not self._running.fits_free(track, match) or not self._claim(track, match):
+        if not self._running.fits_free(track, match) or not self._claim(track, match) or not self._start(track, match):
             return False
-        self._start(track, match)
         self._take_first_tokens(track, room)
         return True
 
@@ -285,6 +292,8 @@ class Scheduler:
     def _take_first_tokens(self, track: Track, room: Room) -> None:
         """The step being made computes some of it, where there is time, and nothing has to come first."""
         num_tokens = 0 if track.state is State.LOADING else room.size(track.num_planned, track.num_left)
+        if track.is_deep:
+            num_tokens = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
         if num_tokens == 0:
             return  # it is among those of the next step
         if not self._draw(track, num_tokens):
@@ -309,16 +318,19 @@ class Scheduler:
             return None
         if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
             return None  # what it lacks comes without its doing: share it
-        return find_match(track, self._ledger)
+        return find_match(track, self._ledger, self._budget.resident_blocks)
 
-    def _start(self, track: Track, match: Match) -> None:
-        self._line.remove(track)
-        self._running.enter(track, match)
+    def _start(self, track: Track, match: Match) -> bool:
+        self._line.remove(track)  # before its state changes
+        if not self._running.enter(track, match):
+            self._line.add(track)
+            return False
         track.end_prefetch()  # what it still lacks is its load's business
         if track.load is None:
             self._set_off(track)
         elif track.load.settled:  # there was no room on its way: nobody will say that it is over
             self._end_load(track, track.load)
+        return True
 
     def _draw(self, track: Track, num_tokens: int) -> bool:
         """Give the table room for `num_tokens` more, retracting younger requests where promises exceed memory."""

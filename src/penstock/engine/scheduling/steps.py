@@ -44,7 +44,8 @@ class Draft:
             self.after[FenceId(fence.lane, fence.number)] = fence
         echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
         writes = start >= track.num_cached
-        chunk = Chunk(request.id, track.row, start, tokens, table.slots(end), writes, num_logits, request.adapter, echo)
+        paged = table.paged_slots if track.is_deep and table.num_paged else None
+        chunk = Chunk(request.id, track.row, start, tokens, table.slots(end), writes, num_logits, request.adapter, echo, paged)
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
 
     def drop(self, track: Track) -> None:

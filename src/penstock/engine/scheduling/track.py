@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract import FinishReason, Lease, Load, Match, Prefetch, Prefix, PromptLogprobs, Request, Table, Want
@@ -55,12 +56,14 @@ class Track:
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
     may_prefetch: bool = True  # nobody has looked yet whether something should be
+    num_read: int = 0  # blocks that host memory had of a deep request when it was looked at last
     ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,
     ahead_first: int = 0  # and the block that this begins with
     may_promote_ahead: bool = True  # no such copy has failed
     brought: tuple[range, ...] = ()  # blocks that have come that way, in order
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
+    is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1
     table: Table | None = None
@@ -98,12 +101,14 @@ class Track:
     def begin(self, match: Match, block_tokens: int) -> None:
         """It has a table that starts with what matched. At least one token is always computed: on a full match the last one, whose KV is
         there already and is not written again."""
-        num_all = (match.num_blocks + match.num_colder) * block_tokens
+        num_all = (match.num_blocks + match.num_colder + match.num_paged) * block_tokens
         self.end_ahead()
         self.num_resident = match.num_blocks * block_tokens
-        self.num_cached = num_all if self.lease is None else min(num_all, max(self.lease.num_tokens, self.num_resident))
+        self.num_cached = num_all if self.lease is None or self.is_deep else min(num_all, max(self.lease.num_tokens, self.num_resident))
         self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
-        runs = () if self.lease is None else self.lease.runs_from(match.num_blocks)
+        runs: Sequence[tuple[str, int]] = () if self.lease is None else self.lease.runs_from(match.num_blocks)
+        if self.is_deep:
+            runs = (("host", match.num_paged),)
         self.sources = tuple((tier, num * block_tokens) for tier, num in (*self._resident_runs(match.num_blocks), *runs))
         self.note_sources()
 

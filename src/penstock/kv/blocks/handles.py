@@ -13,6 +13,7 @@ from penstock.errors import HandleEnded, InvariantBroken
 from penstock.kv.blocks.slots import Run, as_list, as_run
 
 _FIRST_ROOM = 16  # slots that a new hold has room for
+_NO_SLOT = -1
 
 
 class Lender(Protocol):
@@ -23,6 +24,8 @@ class Lender(Protocol):
     def commit(self, reservation: Reservation, hold: Hold) -> None: ...
 
     def split(self, reservation: Reservation, num_slots: int) -> Reservation: ...
+
+    def drop_first(self, hold: Hold, num_slots: int, fence: Fence | None) -> None: ...
 
 
 class Handle:
@@ -144,24 +147,26 @@ class RunPin(Pin):
 
 
 class Hold(Handle):
-    """The slots of one table, in token order, as kernels read them. It only grows, and what it has shown never changes, so that a
-    step may keep a view of it while the next one is prepared."""
+    """The slots of one table, in token order, as kernels read them. It grows at its end and may give back its first ones. What it has
+    shown never changes, so that a step may keep a view of it while the next one is prepared."""
 
     kind = "hold"
-    __slots__ = ("_buffer", "_shown", "num_slots", "run_pins")
+    __slots__ = ("_buffer", "_shown", "num_dropped", "num_slots", "run_pins")
 
-    def __init__(self, owner: str, lender: Lender) -> None:
+    def __init__(self, owner: str, lender: Lender, num_dropped: int = 0) -> None:
+        """`num_dropped`: places at its beginning that never have a slot."""
         super().__init__(owner, lender)
-        self.num_slots = 0
+        self.num_slots = self.num_dropped = num_dropped  # the former counts places, those without a slot included
         self.run_pins: set[RunPin] = set()  # transfers that use some of its slots
-        self._make_room(_FIRST_ROOM)
+        self._make_room(num_dropped + _FIRST_ROOM)
+        self._buffer[:num_dropped] = _NO_SLOT
 
     @property
     def run(self) -> Run:
-        return as_run(self._shown[: self.num_slots])
+        return as_run(self._shown[self.num_dropped : self.num_slots])
 
     def first(self, num: int) -> NDArray[np.int32]:
-        """Read-only view of the first `num`."""
+        """Read-only view of the first `num`; what the first `num_dropped` of them say means nothing."""
         if not 0 <= num <= self.num_slots:
             raise InvariantBroken(f"{num} slots were asked of the {self}")
         return self._shown[:num]
@@ -173,6 +178,12 @@ class Hold(Handle):
             self._make_room(max(end, 2 * self._buffer.size), self.first(self.num_slots))
         self._buffer[self.num_slots : end] = slots
         self.num_slots = end
+
+    def drop_first(self, num: int, fence: Fence | None = None) -> None:
+        """Give back the first `num` that it still has; no transfer uses them. `fence` covers their last use by this holder."""
+        self.require_open()
+        self._lender.drop_first(self, num, fence)
+        self.num_dropped += num
 
     def end(self, fence: Fence | None = None) -> None:
         """`fence` covers the last use of the slots by this holder."""

@@ -376,8 +376,9 @@ class BlockPool:
         self._handles[first] = None
         return first
 
-    def hold(self, owner: str, shared: Sequence[int] | Run = ()) -> Hold:
-        """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by `Reservation.commit`."""
+    def hold(self, owner: str, shared: Sequence[int] | Run = (), num_elsewhere: int = 0) -> Hold:
+        """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by `Reservation.commit`. Before those it
+        has `num_elsewhere` places without a slot, for blocks that are not in this pool."""
         out, book, run = self._handles, self._book, as_run(shared)
         book.require(run, SlotEvent.SHARE)
         if not self._index.are_sealed(run):
@@ -387,7 +388,7 @@ class BlockPool:
         self._idle.hit(run)
         book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
         book.add_holds(run, 1)
-        hold = Hold(owner, self)
+        hold = Hold(owner, self, num_elsewhere)
         hold.append(run)
         out[hold] = None
         if self._observer is not None:
@@ -435,10 +436,27 @@ class BlockPool:
                 book.add_pins(pin.run, 1)
         self._last_use.note(run, fence)
         (book.add_pins if isinstance(handle, Pin) else book.add_holds)(run, -1)
+        self._settle_unused(run, handle.owner)
+
+    def drop_first(self, hold: Hold, num_slots: int, fence: Fence | None) -> None:
+        """For `Hold.drop_first`."""
+        end = hold.num_dropped + num_slots
+        if hold not in self._handles or num_slots < 0 or end > hold.num_slots or any(pin.first < end for pin in hold.run_pins):
+            raise InvariantBroken(f"pool {self.name!r}: the first {num_slots} slots of the {hold} cannot be given back")
+        run = as_run(hold.first(end)[hold.num_dropped :])
+        if self._observer is not None:
+            self._observer.returned(self.name, as_list(run), hold.owner, fence)
+        self._last_use.note(run, fence)
+        self._book.add_holds(run, -1)
+        self._settle_unused(run, hold.owner)
+
+    def _settle_unused(self, run: Run, owner: str) -> None:
+        """Those of `run` that nobody holds any more change their state."""
+        book = self._book
         pinned, idle, free = book.those_not_held(run, self._index.sealed)
-        book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, handle.owner)
-        book.move(idle, SlotEvent.GIVE_BACK, SlotState.IDLE, handle.owner)
-        book.move(free, SlotEvent.GIVE_BACK, SlotState.FREE, handle.owner)
+        book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, owner)
+        book.move(idle, SlotEvent.GIVE_BACK, SlotState.IDLE, owner)
+        book.move(free, SlotEvent.GIVE_BACK, SlotState.FREE, owner)
         self._idle.add(idle[::-1])  # the deepest goes first: a prefix is of use without its continuation, not the other way round
         self._free.extend(as_list(free))
 

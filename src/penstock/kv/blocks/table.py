@@ -1,4 +1,5 @@
-"""One request's table: its slots in token order, and how far its chain of keys has come. Owns a hold; decides nothing."""
+"""One request's table: its slots in token order, and how far its chain of keys has come. Owns a hold, and pins on what of it was paged out
+to host memory; decides nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from numpy.typing import NDArray
 
 from penstock.contract import Fence, Prefix
 from penstock.errors import InvariantBroken
-from penstock.kv.blocks.handles import Hold
+from penstock.kv.blocks.handles import Hold, Pin
 from penstock.kv.blocks.key import block_key
 
 
 class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
-    __slots__ = ("_after", "block_tokens", "hold", "num_alone", "prefix", "sealed_keys")
+    __slots__ = ("_after", "_paged", "block_tokens", "hold", "is_deep", "num_alone", "paged_pins", "prefix", "sealed_keys")
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
         self.hold = hold
@@ -24,7 +25,24 @@ class BlockTable:
         self.prefix = prefix  # None: its blocks never get a key
         self.sealed_keys = [] if prefix is None else list(prefix.keys[:num_matched])
         self.num_alone = 0  # of its first blocks, those that host memory was told to forget
+        self.is_deep = False  # only its last blocks are on the device, and those before them in host memory
+        self.paged_pins: list[Pin] = []  # of host memory, in token order
+        self._paged: NDArray[np.int32] = np.empty(0, np.int32)
         self._after: tuple[Fence, ...] = ()
+
+    @property
+    def num_paged(self) -> int:
+        return self.hold.num_dropped
+
+    @property
+    def paged_slots(self) -> NDArray[np.int32]:
+        """Where in host memory its first blocks are, which it does not have on the device. What it has shown never changes."""
+        return self._paged
+
+    def add_paged(self, pin: Pin) -> None:
+        """The next of its first blocks are in host memory, under `pin`."""
+        self.paged_pins.append(pin)
+        self._paged = np.concatenate((self._paged, pin.array))
 
     @property
     def owner(self) -> str:
@@ -48,9 +66,10 @@ class BlockTable:
         return self.prefix is not None and self.num_keyed <= number < len(self.prefix.keys) and self.prefix.keys[number] == key
 
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
-        """Read-only view of exactly ceil(num_tokens / block_tokens) slots; its content never changes."""
+        """Read-only view of the slots of its first ceil(num_tokens / block_tokens) blocks, without those that were paged out; its content
+        never changes."""
         self.hold.require_open()
-        return self.hold.first(-(-num_tokens // self.block_tokens))
+        return self.hold.first(-(-num_tokens // self.block_tokens))[self.hold.num_dropped :]
 
     def next_keys(self, tokens: Sequence[int], num_full: int) -> list[bytes]:
         """Keys of blocks `num_keyed..num_full`: the prompt's are known, those of generated tokens continue the chain."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract import Fence
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
@@ -332,6 +333,12 @@ class HostTier:
         with self._lock:
             self._end_handles(handles)
 
+    def unpin(self, pins: Sequence[Pin], fence: Fence | None) -> None:
+        """`fence` covers whoever still reads what they protected."""
+        with self._lock:
+            for pin in pins:
+                pin.end(fence)
+
     def expire(self) -> None:
         """End the leases that nobody came for. What a transfer reads has left the lease, so nothing in use is given back."""
         now = self._clock()
@@ -467,6 +474,11 @@ class HostTier:
         with self._lock:
             run = self._pool.find(keys)
             return self._pool.pin(run, owner) if len(run) else None
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading `keys` are here. Nothing keeps them there."""
+        with self._lock:
+            return len(self._pool.find(keys))
 
     def coldest(self, num: int) -> list[bytes]:
         """Keys of blocks that are evicted soon, roughly the first first."""

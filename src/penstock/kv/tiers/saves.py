@@ -232,6 +232,7 @@ class Saves:
         self.num_emptied = 0  # resets of the first cold tier, submitted so far, and times that it lost its blocks. What was read or written
         # before says nothing about what it has
         self._offers: list[Offer] = []
+        self._due: list[Offer] = []  # those that somebody waits for: they displace what they must
         self._num_moving = 0  # blocks of the device that are on their way to host memory to make room
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first cold tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
@@ -256,27 +257,32 @@ class Saves:
 
     def pins(self) -> set[Pin]:
         """Of the device, for what is under way or about to be."""
-        return {offer.pin for offer in self._offers} | {pin for save in self.mover.in_flight() for pin in save.pins}
+        return {offer.pin for offer in (*self._offers, *self._due)} | {pin for save in self.mover.in_flight() for pin in save.pins}
 
     # ------------------------------------------------------------------------------------------------------- device to host
 
-    def offer(self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit` sends them off."""
+    def offer(self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None, due: bool = False) -> None:
+        """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit` sends them off. `due`: their
+        request goes on when they have landed."""
         if self.host.num_slots:
             pin = self.pool.pin_run(hold, first, len(keys), hold.owner)
-            self._offers.append(Offer(pin, keys, range(first, first + len(keys)), () if fence is None else (fence,)))
+            offer = Offer(pin, keys, range(first, first + len(keys)), () if fence is None else (fence,))
+            (self._due if due else self._offers).append(offer)
 
     def submit(self) -> None:
-        """Send everything offered since the last call, as one save. Not while one before it is overdue: what is behind it would keep its
-        slots for as long, until the device has none left."""
-        offers, self._offers = self._offers, []
-        if not offers:
+        """Send everything offered since the last call, as one save, or two where some of it is due. Not while one before it is overdue:
+        what is behind it would keep its slots for as long, until the device has none left."""
+        due, offers, self._due, self._offers = self._due, self._offers, [], []
+        if not due and not offers:
             return
         if self.mover.is_late():
-            self.counts.saves_late += sum(len(offer.keys) for offer in offers)
-            _end_pins(offers)
+            self.counts.saves_late += sum(len(offer.keys) for offer in (*due, *offers))
+            _end_pins((*due, *offers))
             return
-        self._send(Save(self.host, offers, self.layout.num_layers, self._displaced))
+        if due:
+            self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
+        if offers:
+            self._send(Save(self.host, offers, self.layout.num_layers, self._displaced))
 
     def _send(self, save: Save) -> None:
         """Where this raises, its slots of the device have been given back."""
@@ -360,6 +366,8 @@ class Saves:
         for table in tables:
             if num_blocks <= 0:
                 return
+            if table.is_deep:
+                continue
             num = self.host.give_way(table.sealed_keys[table.num_alone :], num_blocks)
             num_blocks -= num
             if num_blocks > 0:

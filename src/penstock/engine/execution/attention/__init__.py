@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from penstock.engine.execution.batch import StepInputs
+
+
+class Partial(NamedTuple):
+    """Attention of a step's tokens over some of their keys, to which more are added."""
+
+    out: Tensor  # float32 [T, heads * head_dim]
+    lse: Tensor  # float32 [T, heads]: log-sum-exp of the scores, to the backend's own base
 
 
 class Attention(Protocol):
@@ -26,3 +33,13 @@ class Attention(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor: ...
+
+    def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
+        """The same over what is on the device, for a step some of whose sequences begin with blocks in host memory."""
+
+    def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
+        """Copy one layer of blocks of the arena `host`, whose slots are in `tables` from `first` on, into contiguous keys and values
+        [2, tokens, kv_heads, head_dim], which they fill."""
+
+    def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
+        """Add such keys and values, all of which the tokens `rows` see, to what these have attended to."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.engine.execution.attention import Partial
 from penstock.engine.execution.attention.geometry import Geometry
 from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
@@ -160,7 +161,7 @@ class _Preparation:
     def step(self, inputs: StepInputs) -> _Step:
         num_tokens = len(inputs.positions)
         is_single = num_tokens == 1 and self._dtype == torch.float32
-        spans = list(self._spans(inputs))
+        spans = list(self.spans(inputs))
         tokens = self._single(inputs) if is_single else self._several(inputs)
         if not self._has_windows:
             return _Step(inputs, tokens, [self._plan(spans, 0, num_tokens)] * self._sizes.num_layers)
@@ -203,7 +204,7 @@ class _Preparation:
         key_rows = at // size * self._rows_per_slot + at % size
         return _Several(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size)
 
-    def _spans(self, inputs: StepInputs) -> Iterator[_Span]:
+    def spans(self, inputs: StepInputs) -> Iterator[_Span]:
         q_starts, kv_lens, table_starts = inputs.q_starts.tolist(), inputs.kv_lens.tolist(), inputs.table_starts.tolist()
         tables = inputs.tables.long()
         for chunk, kv_len in enumerate(kv_lens):
@@ -236,14 +237,14 @@ class _Preparation:
         if group:
             yield group
 
-    def _key_rows(self, span: _Span) -> Tensor:
+    def key_rows(self, span: _Span) -> Tensor:
         """[kv_len] rows of the arena at layer 0 that hold the keys; the values follow a block's tokens later."""
         within = torch.arange(self._sizes.block_tokens)
         return (span.table[:, None] * self._rows_per_slot + within).flatten()[span.skipped : span.skipped + span.kv_len]
 
     def _lone(self, span: _Span) -> _Lone:
         sizes = self._sizes
-        of_kv_head = (self._key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(sizes.num_kv_heads)[:, None]
+        of_kv_head = (self.key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(sizes.num_kv_heads)[:, None]
         width = torch.int32 if self._arena.numel() // sizes.head_dim <= INT32_ROWS else torch.int64
         values = of_kv_head.to(width).repeat_interleave(sizes.group, dim=0).flatten()
         starts = torch.arange(0, values.numel(), span.kv_len, dtype=width)
@@ -270,7 +271,7 @@ class _Preparation:
         longest, q_len = max(span.kv_len for span in group), group[0].q_len
         gather = torch.empty(2, len(group), longest, dtype=torch.int64)
         for keys, span in zip(gather[0], group, strict=True):
-            rows = self._key_rows(span)
+            rows = self.key_rows(span)
             keys[: span.kv_len] = rows
             keys[span.kv_len :] = rows[0]  # masked below, but it must be finite: what lies behind the end may be anything
         gather[1] = gather[0] + sizes.block_tokens
@@ -298,7 +299,7 @@ class _Preparation:
             num = min(BAND_TOKENS, span.q_len - begin)
             kv_len = span.kv_len - span.q_len + begin + num
             part = _Span(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)]).within(window, size)
-            keys = self._key_rows(part)
+            keys = self.key_rows(part)
             gather = torch.cat([keys, keys + size])
             mask = _band_mask(num, part.kv_len, window, self._dtype)
             yield _Band(part.q_begin, part.q_begin + num, gather, self._space(len(gather), self._token_width), mask)
@@ -367,6 +368,43 @@ class CpuAttention:
             out[band.begin : band.end] = self._attend_band(layer, q[band.begin : band.end], band)
         return out.flatten(1)
 
+    def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
+        sizes = self._sizes
+        partial = Partial(q.new_empty(len(q), sizes.num_heads * sizes.head_dim, dtype=torch.float32), q.new_empty(q.shape[:2]).float())
+        for span in self._preparation.spans(inputs):
+            own = slice(span.q_begin, span.q_begin + span.q_len)
+            queries, keys, values = (x[own].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            heads = (x.repeat_interleave(sizes.group, dim=1) for x in (keys, values))
+            out, lse = _flash(queries, *heads, is_causal=True, scale=sizes.scale)
+            partial.out[own] = out.squeeze(0).transpose(0, 1).flatten(1).float()
+            partial.lse[own] = lse.squeeze(0).t().float()
+            num_past = span.kv_len - span.q_len
+            if num_past:
+                rows = self._preparation.key_rows(span)[:num_past]
+                past = torch.stack([self._layers[layer].rows[rows + at] for at in (0, sizes.block_tokens)])
+                self.add_piece(partial, q, (own.start, own.stop), past.view(2, num_past, sizes.num_kv_heads, sizes.head_dim))
+        return partial
+
+    def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
+        blocks = into.view(2, -1, *host.shape[3:])
+        slots = tables[first : first + blocks.shape[1]].long()
+        for half, part in enumerate(blocks):
+            torch.index_select(host[:, layer, half], 0, slots, out=part)
+
+    def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
+        """The query heads of a KV head are rows of one matrix, so that no key is copied per head."""
+        sizes, own = self._sizes, slice(*rows)
+        num_rows = own.stop - own.start
+        queries = q[own].transpose(0, 1).reshape(1, sizes.num_kv_heads, -1, sizes.head_dim)
+        keys, values = piece.transpose(1, 2).unsqueeze(1)
+        out, lse = _flash(queries, keys, values, scale=sizes.scale)
+        out = out.reshape(sizes.num_heads, num_rows, sizes.head_dim).transpose(0, 1).float()
+        lse = lse.reshape(sizes.num_heads, num_rows).t().float()
+        weight = torch.sigmoid(lse - partial.lse[own])
+        joined = partial.out[own].view(num_rows, sizes.num_heads, sizes.head_dim)
+        joined.lerp_(out, weight.unsqueeze(-1))
+        partial.lse[own] = torch.logaddexp(partial.lse[own], lse)
+
     def _prepared(self, layer: int, inputs: StepInputs) -> _Step:
         """A replay refills the tensors of `inputs` in place, so layer 0 always starts a new step."""
         if layer == 0 or self._step is None or self._step.inputs is not inputs:
@@ -410,10 +448,11 @@ class CpuAttention:
             return own.squeeze(0).transpose(0, 1)
         kv = torch.index_select(self._layers[layer].blocks, 0, chunk.gather, out=chunk.space)
         past = kv.view(2, 1, -1, sizes.num_kv_heads, sizes.head_dim)[:, :, : chunk.prefix_len].transpose(2, 3)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        own, own_lse = flash(queries, *(x.repeat_interleave(sizes.group, dim=1) for x in (keys, values)), is_causal=True, scale=sizes.scale)
+        own, own_lse = _flash(
+            queries, *(x.repeat_interleave(sizes.group, dim=1) for x in (keys, values)), is_causal=True, scale=sizes.scale
+        )
         grouped = queries.reshape(1, sizes.num_kv_heads, -1, sizes.head_dim)
-        before, before_lse = flash(grouped, past[0], past[1], scale=sizes.scale)
+        before, before_lse = _flash(grouped, past[0], past[1], scale=sizes.scale)
         weight = torch.sigmoid(before_lse.reshape(own_lse.shape) - own_lse).unsqueeze(-1)
         joined = torch.lerp(own.float(), before.reshape(own.shape).float(), weight)
         return joined.squeeze(0).transpose(0, 1)
@@ -426,6 +465,9 @@ class CpuAttention:
         queries = q.view(len(q), sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(2, 1, 0, 3)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=band.mask, scale=sizes.scale)
         return out.permute(2, 1, 0, 3).reshape(q.shape)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp of the scores as well
 
 
 def _from_layer(arena: Tensor, layer: int) -> _Layer:

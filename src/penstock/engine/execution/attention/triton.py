@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from penstock.engine.execution.attention import Partial
 from penstock.engine.execution.attention import triton_kernels as kernels
 from penstock.engine.execution.attention.geometry import Geometry
 from penstock.engine.execution.batch import DEEP_TOKENS, Shape, StepInputs
@@ -167,6 +168,7 @@ class TritonAttention:
         self._fused_sizes = fused_sizes or FusedSizes()
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
         self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None  # the eager step being launched: its parts, by window
+        self._no_starts = torch.zeros(1, dtype=torch.int32, device=arena.device)
         self._num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
         self._layout = {
             "SLOT_STRIDE": arena.stride(0),
@@ -231,6 +233,48 @@ class TritonAttention:
             elif (made := self._attend_fused(layer, q, k, v, out, inputs, part)) is not out:
                 out[launch.first_row : launch.first_row + launch.num_rows] = made
         return out
+
+    def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
+        sizes, num_tokens, num_decodes = self._sizes, q.shape[0], inputs.num_decodes
+        out = torch.empty(num_tokens, sizes.num_heads * sizes.head_dim, dtype=q.dtype, device=q.device)
+        lse = torch.empty(num_tokens, sizes.num_heads, dtype=torch.float32, device=q.device)
+        if num_decodes:
+            launch = _Launch(0, num_decodes, 0, num_decodes, 1)
+            lse[:num_decodes] = self._attend_paged(layer, q, out, inputs, launch, inputs.max_kv_len > DEEP_TOKENS, first_key=0)
+        for part in self._parts(inputs, sizes.windows[layer]):
+            rows = slice(part.launch.first_row, part.launch.first_row + part.launch.num_rows)
+            if part.is_fused:
+                made, lse[rows] = self._attend_fused_lse(layer, q, k, v, out, inputs, part, with_lse=True)
+                if made is not out:
+                    out[rows] = made
+            else:
+                deep = inputs.max_kv_len > 2 * inputs.max_q_len
+                lse[rows] = self._attend_paged(layer, q, out, inputs, part.launch, deep, first_key=0)
+        return Partial(out.float(), lse)
+
+    def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
+        self._gather(host[:, layer, 0], host[:, layer, 1], into[0], into[1], self._no_starts, tables[first:], 0, 0)
+
+    def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
+        sizes, num_keys, (begin, end) = self._fused_sizes, piece.shape[1], rows
+        num_rows, planned = end - begin, self._rows(end - begin)
+        is_planned = self._fused == "cudnn" and num_rows >= sizes.least_rows and self._planned.issuperset((n, num_keys) for n in planned)
+        for num in planned if is_planned else [num_rows]:
+            last = min(begin + num, end)
+            queries = _padded(q[begin:last], num)
+            if piece.element_size() != 2:
+                past = self._plain_attention(queries, piece[0], piece[1])
+            else:
+                past = self._fused_attention(queries, piece[0], piece[1], causal=False, with_lse=True, planned=is_planned)
+            self._join(partial.out[begin:last], partial.lse[begin:last], *past)
+            begin = last
+
+    def _plain_attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """For float32, which no fused attention takes."""
+        group = self._sizes.group
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * self._sizes.scale
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v.repeat_interleave(group, dim=1))
+        return out.contiguous(), scores.logsumexp(dim=-1)
 
     def _parts(self, inputs: StepInputs, window: int = 0) -> list[_ChunkGroup]:
         """The chunks behind the decodes of an eager step, in order; none of a captured one, whose lengths change."""
@@ -402,17 +446,21 @@ class TritonAttention:
         return pieces(rounded_up(q_len, rows[-1]), rows)
 
     def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _ChunkGroup) -> Tensor:
+        return self._attend_fused_lse(layer, q, k, v, out, inputs, part, with_lse=part.num_fused > 0)[0]
+
+    def _attend_fused_lse(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _ChunkGroup, *, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         """A chunk's own tokens and what is just before them, then the rest of its prefix piece by piece, joined by their log-sum-exp.
-        Padding comes last, where no token sees it. Returns `out`, or where it is not written the chunk's rows."""
+        Padding comes last, where no token sees it. Returns `out`, or where it is not written the chunk's rows; and the log2 of each sum of
+        powers as [rows, heads], which means nothing without `with_lse`."""
         launch, sizes, exact = part.launch, self._fused_sizes, self._prefill == "sdpa"
         q_len, end = launch.num_rows, launch.first_row + launch.num_rows
         own_q, own_k, own_v = (x[launch.first_row : end] for x in (q, k, v))
         if part.own_fused:
             padded = q_len if exact else rounded_up(q_len, sizes.own)
-            made, lse = self._fused_attention(
-                *(_padded(x, padded) for x in (own_q, own_k, own_v)), causal=True, with_lse=part.num_fused > 0
-            )
-            lse = (lse * math.log2(math.e)).t().contiguous() if part.num_fused else lse
+            made, lse = self._fused_attention(*(_padded(x, padded) for x in (own_q, own_k, own_v)), causal=True, with_lse=with_lse)
+            lse = (lse * math.log2(math.e)).t()[:q_len].contiguous() if with_lse else lse
             result = made = made.view(padded, -1)[:q_len]
         else:
             num_left = inputs.spans[launch.first_chunk - inputs.num_decodes][0] - part.num_fused
@@ -428,12 +476,14 @@ class TritonAttention:
                 self._join(made[rows], lse[rows], *past)
                 begin += num_rows
             first_key += num_keys
-        return result
+        return result, lse
 
-    def _fused_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool) -> tuple[Tensor, Tensor]:
+    def _fused_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool, planned: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads, tokens]."""
         heads_first = [x.contiguous().transpose(0, 1).unsqueeze(0) for x in (q, k, v)]  # a plan is for given strides
-        if self._fused == "cudnn":
+        if self._fused == "cudnn" and planned:
             result = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *heads_first, None, with_lse, 0.0, causal, False, scale=self._sizes.scale
             )
@@ -448,13 +498,28 @@ class TritonAttention:
         sizes, cache = self._sizes, self._keys[layer]
         keys = cache.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
         values = torch.empty_like(keys)
+        self._gather(cache, self._values[layer], keys, values, inputs.table_starts, inputs.tables, chunk, first_key)
+        return keys, values
+
+    def _gather(
+        self,
+        cached_keys: Tensor,
+        cached_values: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table_starts: Tensor,
+        tables: Tensor,
+        chunk: int,
+        first_key: int,
+    ) -> None:
+        sizes, num_tokens = self._sizes, len(keys)
         kernels.gather_kernel[(triton.cdiv(num_tokens, GATHER_TOKENS),)](
-            cache,
-            self._values[layer],
+            cached_keys,
+            cached_values,
             keys,
             values,
-            inputs.table_starts,
-            inputs.tables,
+            table_starts,
+            tables,
             chunk,
             first_key,
             num_tokens,
@@ -463,7 +528,6 @@ class TritonAttention:
             WIDTH_PADDED=triton.next_power_of_2(sizes.num_kv_heads * sizes.head_dim),
             TILE_TOKENS=GATHER_TOKENS,
         )
-        return keys, values
 
     def _join(self, own: Tensor, own_lse: Tensor, past: Tensor, past_lse: Tensor) -> None:
         """Into `own` [tokens, heads * head_dim], with its `own_lse` [tokens, heads]."""

@@ -1,0 +1,118 @@
+"""Sequences of whose KV only a part is on the device, beside the same with all of it there. Owns what a conversation of two turns shows, and
+the rate of the link in the same run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from penstock.bench.report import Results, draw_bars, figure
+from penstock.bench.run import Driver, random_prompts
+from penstock.config import Config
+from penstock.engine.build import device_for
+from penstock.engine.engine import Engine
+from penstock.models.progress import Progress
+
+NEXT_TOKENS = 64  # that the second turn brings
+LINK_BYTES = 1 << 30
+STAGE = "deep"
+
+
+@dataclass(frozen=True, slots=True)
+class DeepBench:
+    """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, and a short second turn."""
+
+    lengths: tuple[int, ...]
+    tokens: int
+    seed: int
+
+    name = "deep"
+    columns = (
+        figure("resident", "resident"),
+        figure("tokens", "length"),
+        figure("prefill s", "prefill_s", 2),
+        figure("decode ms", "decode_ms", 2),
+        figure("link alone ms", "link_ms", 2),
+        figure("turn 2 TTFT s", "second_s", 3),
+        figure("restored %", "restored", 1, 100),
+        figure("link GB/s", "link_gb_s", 1),
+    )
+
+    def tokens_of(self, length: int) -> int:
+        """Of a conversation whose first prompt has `length` tokens."""
+        return length + 2 * self.tokens + NEXT_TOKENS
+
+    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
+        results = Results([], [])
+        driver = Driver(engine)
+        driver.wait_ready(progress)
+        link = _link_bytes_s(device_for(config))
+        resident = engine.resident_tokens
+        for done, length in enumerate(self.lengths):
+            progress(f"{STAGE}, {resident} tokens resident", done, len(self.lengths))
+            if self.tokens_of(length) > engine.max_model_len:
+                results.skipped.append(f"{length} tokens, {resident} resident: they exceed the context of {engine.max_model_len}")
+            else:
+                results.rows.append(self._row(driver, length, resident, link))
+        progress(f"{STAGE}, {resident} tokens resident", len(self.lengths), len(self.lengths))
+        return results
+
+    def _row(self, driver: Driver, length: int, resident: int, link: float | None) -> dict[str, Any]:
+        driver.reset_cache()
+        vocab = driver.engine.tokenizer.vocab_size
+        prompt, more = (random_prompts(1, num, vocab, (self.seed, num))[0] for num in (length, NEXT_TOKENS))
+        first = driver.submit(prompt, self.tokens)
+        turns = [turn for turn in driver.run_all() if turn.num_tokens]
+        gaps = [later.end_s - earlier.end_s for earlier, later in pairwise(turns)]
+        driver.flush()
+        prompt = [*prompt, *first.tokens, *more]
+        second = driver.submit(prompt, 2)
+        driver.run_all()
+        is_deep = length + self.tokens > resident
+        num_bytes = driver.engine.cache.saves.layout.block_bytes / driver.engine.cache.block_tokens * max(0, length - resident)
+        return {
+            "resident": resident if is_deep else length,
+            "length": length,
+            "prefill_s": first.ttft_s,
+            "decode_ms": median(gaps) * 1000,
+            "link_ms": num_bytes / link * 1000 if link and is_deep else None,
+            "second_s": second.ttft_s,
+            "restored": None if second.source is None else 1 - second.source.computed / len(prompt),
+            "link_gb_s": None if link is None else link / 1e9,
+        }
+
+    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
+        groups = sorted({row["length"] for row in rows})
+        shown = {
+            "all on the device": [row for row in rows if row["resident"] == row["length"]],
+            "paged out": [row for row in rows if row["resident"] < row["length"]],
+        }
+        bars = {
+            name: [next((row["decode_ms"] for row in some if row["length"] == group), None) for group in groups]
+            for name, some in shown.items()
+        }
+        bars["the link alone"] = [next((row["link_ms"] for row in shown["paged out"] if row["length"] == group), None) for group in groups]
+        draw_bars(axes, [f"{group:,}" for group in groups], bars, "%.1f")
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens of the sequence")
+        axes.set_ylabel("ms per token of one request")
+
+
+def _link_bytes_s(device: torch.device) -> float | None:
+    """Of one plain copy from pinned memory, the best of three."""
+    if device.type != "cuda":
+        return None
+    source, dest = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=True), torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    taken = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        dest.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - started)
+    return LINK_BYTES / min(taken[1:])

@@ -1,0 +1,96 @@
+"""KV that stays in host memory while a step reads it. Owns the few device buffers through which it streams past attention, one layer of one
+piece at a time, and their order: a buffer is filled again behind the attention that has read it, and read behind the copy that fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.contract import Access, Fence, Mode
+from penstock.engine.execution.attention import Attention
+from penstock.engine.execution.batch import PagedChunk
+from penstock.lanes.lane import Lane, Ticket
+
+NUM_BUFFERS = 3  # one is read, one is being filled, and one is next: neither lane waits for the other at once
+_BUFFERS = "pieces of paged KV"  # as they are called in declared accesses
+
+
+class HostBlocks(Protocol):
+    """The arena that paged-out blocks lie in."""
+
+    name: str
+    tensor: Tensor  # [num_slots, layers, 2, block_tokens, kv_heads, head_dim]
+
+
+class Piece(NamedTuple):
+    """Some paged-out blocks of a chunk's sequence."""
+
+    rows: tuple[int, int]  # [first, end) of the step's tokens, which see all of it
+    slots: NDArray[np.int32]
+    table_at: int
+
+
+class PagedReads:
+    """`piece_tokens` are fetched at a time."""
+
+    def __init__(self, host: HostBlocks, attention: Attention, lane: Lane, piece_tokens: int) -> None:
+        block_tokens = attention.arena.shape[3]
+        self.lane = lane
+        self._host = host
+        self._attention = attention
+        self._piece_blocks = max(1, piece_tokens // block_tokens)
+        shape = NUM_BUFFERS, 2, self._piece_blocks * block_tokens, *attention.arena.shape[4:]
+        self._buffers = attention.arena.new_empty(shape)
+        self._free: list[Fence | None] = [None] * NUM_BUFFERS
+        self._turn = 0
+
+    def pieces(self, chunks: tuple[PagedChunk, ...]) -> Iterator[Piece]:
+        for rows, slots, table_at in chunks:
+            for first in range(0, len(slots), self._piece_blocks):
+                yield Piece(rows, slots[first : first + self._piece_blocks], table_at + first)
+
+    def fetch(self, layer: int, piece: Piece, tables: Callable[[], Tensor], compute: Lane) -> Fetched:
+        """Put the copy of one layer of `piece` on its lane, and have `compute` wait for it."""
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        turn = self._turn
+        buffer = self._buffers[turn, :, : len(piece.slots) * self._attention.arena.shape[3]]
+        if (fence := self._free[turn]) is not None:
+            self.lane.wait(fence)
+        accesses = Access(self._host.name, piece.slots, (layer, layer + 1), Mode.READ), Access(_BUFFERS, (turn,), (0, 1), Mode.WRITE)
+
+        def copy() -> None:
+            self._attention.fetch(layer, self._host.tensor, tables(), piece.table_at, buffer)
+
+        ticket = self.lane.submit(copy, accesses, label=f"fetch layer {layer}")
+        compute.wait(self.lane.record())
+        return Fetched(self, turn, buffer, ticket)
+
+    def read_until(self, turn: int, fence: Fence) -> None:
+        self._free[turn] = fence
+
+
+class Fetched(NamedTuple):
+    """A buffer that is being filled."""
+
+    reads: PagedReads
+    turn: int
+    buffer: Tensor
+    ticket: Ticket
+
+    @property
+    def access(self) -> Access:
+        return Access(_BUFFERS, (self.turn,), (0, 1), Mode.READ)
+
+    def landed(self) -> Tensor:
+        """For work behind the copy's fence; raises what the copy raised."""
+        if (error := self.ticket.error()) is not None:
+            raise error
+        return self.buffer
+
+    def read_until(self, fence: Fence) -> None:
+        """Whoever reads it has done so when `fence` passes."""
+        self.reads.read_until(self.turn, fence)

@@ -1,0 +1,209 @@
+"""Sequences larger than what they may have on the device: the first blocks are paged out to host memory, and every token attends to all
+of them all the same. Everything runs under the sanitizer, with its checks of bytes where the test says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.contract import FinishReason
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError, InvalidRequest
+from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+
+Make = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+LONG = 1024
+
+
+def deep_engine(make_engine: Make, resident_tokens: int, **settings: Any) -> Engine:
+    sizes = {"blocks": 64, "host_blocks": 256, "max_model_len": 2048, "resident_tokens": resident_tokens}
+    return make_engine(**{**sizes, **settings})
+
+
+def full_engine(make_engine: Make, **settings: Any) -> Engine:
+    return make_engine(blocks=256, host_blocks=256, max_model_len=2048, **settings)
+
+
+def assert_same(deep: Collected, full: Collected) -> None:
+    assert deep.error is None and full.error is None
+    assert deep.tokens == full.tokens
+    for ours, theirs in zip(deep.logprobs, full.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("share", [4, 8])
+def test_a_sequence_larger_than_its_room_gives_what_the_full_cache_gives(share: int, make_engine: Make, prompts: Prompts) -> None:
+    prompt = prompts(LONG)
+    full = generate(full_engine(make_engine), prompt, max_tokens=40, logprobs=3)
+    engine = deep_engine(make_engine, LONG // share)
+    assert_same(generate(engine, prompt, max_tokens=40, logprobs=3), full)
+    assert engine.cache.stats().slots["device"].active == 0
+
+
+@pytest.mark.parametrize("share", [16, 64])
+def test_over_subscription_makes_no_difference(share: int, make_engine: Make, prompts: Prompts) -> None:
+    """The device itself has room for a small part of it."""
+    length, blocks = 64 * share, 8
+    settings = {"block_tokens": 8, "max_model_len": length + 64, "positions": 8192, "max_batch": 2}
+    prompt = prompts(length, seed=share)
+    full = generate(make_engine(blocks=length // 8 + 16, host_blocks=16, **settings), prompt, max_tokens=9, logprobs=2)
+    engine = make_engine(blocks=blocks, host_blocks=length // 8 + length // 32, resident_tokens=8 * blocks, **settings)
+    assert_same(generate(engine, prompt, max_tokens=9, logprobs=2), full)
+
+
+def test_only_its_last_blocks_are_on_the_device(make_engine: Make, prompts: Prompts) -> None:
+    engine = deep_engine(make_engine, 256)
+    deep = submit(engine, prompts(LONG), max_tokens=20)
+    most = 0
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(1.0)
+        most = max(most, engine.cache.stats().slots["device"].active)
+    assert deep.finish is FinishReason.LENGTH
+    assert 256 // 16 - 4 <= most <= 256 // 16, "it used the room it was given, and no more"
+
+
+def test_deep_requests_and_others_share_steps(make_engine: Make, prompts: Prompts) -> None:
+    asked = [(prompts(LONG, 1), 30), (prompts(50, 2), 60), (prompts(700, 3), 20), (prompts(90, 4), 50), (prompts(600, 5), 10)]
+    full = full_engine(make_engine)
+    alone = [generate(full, prompt, max_tokens=num, logprobs=1) for prompt, num in asked]
+    engine = deep_engine(make_engine, 256)
+    together = [submit(engine, prompt, max_tokens=num, logprobs=1) for prompt, num in asked]
+    run_all(engine)
+    for ours, theirs in zip(together, alone, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts: Prompts) -> None:
+    prompt = prompts(LONG)
+    full = full_engine(make_engine)
+    engine = deep_engine(make_engine, 256)
+    for turn in range(3):
+        ours, theirs = (generate(one, prompt, max_tokens=40, logprobs=1) for one in (engine, full))
+        assert_same(ours, theirs)
+        assert ours.source is not None
+        if turn:
+            assert ours.source.host >= 0.97 * (len(prompt) - 100), ours.source
+        prompt = [*prompt, *ours.tokens, *prompts(60, seed=turn)]
+        settle_all(engine)
+
+
+def test_what_fitted_on_the_device_may_grow_beyond_its_room(make_engine: Make, prompts: Prompts) -> None:
+    """The first turn was no deep request, and host memory may not have its blocks."""
+    engine, full = deep_engine(make_engine, 512), full_engine(make_engine)
+    prompt = prompts(400)
+    first = generate(engine, prompt, max_tokens=10)
+    prompt = [*prompt, *first.tokens, *prompts(600, seed=9)]
+    ours = generate(engine, prompt, max_tokens=10, logprobs=1)
+    assert_same(ours, generate(full, prompt, max_tokens=10, logprobs=1))
+    assert ours.source is not None and ours.source.computed <= 600 + 16
+
+
+def test_a_prompt_is_scored_as_with_the_full_cache(make_engine: Make, prompts: Prompts) -> None:
+    prompt = prompts(600)
+    scored = [generate(one, prompt, max_tokens=1, prompt_logprobs=0) for one in (deep_engine(make_engine, 128), full_engine(make_engine))]
+    ours, theirs = ([entry.logprob for entry in (one.prompt_logprobs or ()) if entry is not None] for one in scored)
+    assert len(ours) == 599
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("turns", [1, 3, 6, 10, 30])
+def test_cancelled_in_the_middle_it_leaves_nothing_behind(turns: int, make_engine: Make, prompts: Prompts) -> None:
+    engine = deep_engine(make_engine, 256)
+    deep = submit(engine, prompts(LONG), max_tokens=100)
+    for _ in range(turns):
+        if not engine.step():
+            engine.wait_work(1.0)
+    engine.cancel(deep.request_id)
+    run_all(engine)
+    assert deep.finish is FinishReason.CANCELLED
+    settle_all(engine)
+    engine.check()
+    slots = engine.cache.stats().slots
+    assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
+
+
+def test_an_engine_closed_in_the_middle_leaves_nothing_behind(make_engine: Make, prompts: Prompts) -> None:
+    engine = deep_engine(make_engine, 256)
+    submit(engine, prompts(LONG), max_tokens=100)
+    for _ in range(5):
+        engine.step()  # the fixture closes it
+
+
+def test_two_that_host_memory_cannot_take_together_run_one_after_the_other(make_engine: Make, prompts: Prompts) -> None:
+    engine, full = deep_engine(make_engine, 256, host_blocks=96, max_model_len=1200), full_engine(make_engine)
+    asked = [prompts(LONG, seed) for seed in (1, 2)]
+    deep = [submit(engine, prompt, max_tokens=20, logprobs=1) for prompt in asked]
+    run_all(engine)
+    for ours, prompt in zip(deep, asked, strict=True):
+        assert_same(ours, generate(full, prompt, max_tokens=20, logprobs=1))
+
+
+def test_host_memory_full_of_others_makes_way(make_engine: Make, prompts: Prompts) -> None:
+    engine, full = deep_engine(make_engine, 256, host_blocks=96, max_model_len=1200), full_engine(make_engine)
+    for seed in range(8):
+        generate(engine, prompts(250, 100 + seed), max_tokens=1)
+    prompt = prompts(LONG)
+    assert_same(generate(engine, prompt, max_tokens=20, logprobs=1), generate(full, prompt, max_tokens=20, logprobs=1))
+
+
+def test_under_retraction_it_gives_the_same(make_engine: Make, prompts: Prompts) -> None:
+    """Memory is promised twice over, so that somebody has to leave."""
+    asked = [(prompts(700, 1), 60), *((prompts(120, seed), 150) for seed in range(2, 8))]
+    full = full_engine(make_engine)
+    alone = [generate(full, prompt, max_tokens=num, logprobs=1) for prompt, num in asked]
+    engine = deep_engine(make_engine, 256, overcommit=4.0, blocks=40)
+    together = [submit(engine, prompt, max_tokens=num, logprobs=1) for prompt, num in asked]
+    run_all(engine)
+    for ours, theirs in zip(together, alone, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_after_a_restart_it_goes_on_from_disk(make_engine: Make, prompts: Prompts, tmp_path: Any) -> None:
+    prompt = prompts(LONG)
+    disk = {"ssd_dir": str(tmp_path), "ssd_gib": 0.05}
+    first = deep_engine(make_engine, 256, **disk)
+    answer = generate(first, prompt, max_tokens=40)
+    settle_all(first)
+    first.close(timeout_s=20.0)
+    engine = deep_engine(make_engine, 384, **disk)
+    prompt = [*prompt, *answer.tokens, *prompts(60, seed=7)]
+    ours = generate(engine, prompt, max_tokens=20, logprobs=1)
+    assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
+    assert ours.source is not None and ours.source.computed <= 60 + 40 + 16, ours.source
+
+
+def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prompts: Prompts) -> None:
+    """Blocks of a returning conversation are promoted into other slots where they fit, and are the same to the bit."""
+    engine = deep_engine(make_engine, 256, blocks=128)
+    prompt = prompts(LONG)
+    generate(engine, prompt, max_tokens=1)
+    settle_all(engine)
+    keys = engine.cache.prefix_of(np.array(prompt, np.uint32)).keys  # type: ignore[union-attr]
+    assert engine.cache.loads.host.num_leading(keys) == len(keys)
+
+
+def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-resident-tokens 100: what is computed and what is being saved take at least 128 tokens"):
+        tiny_config(resident_tokens=100)
+    with pytest.raises(ConfigError, match=r"--max-model-len 2048 does not fit into 64 KV blocks .*host memory takes 224 tokens of it"):
+        make_engine(blocks=64, host_blocks=16, max_model_len=2048)
+    with pytest.raises(ConfigError, match=r"does not fit into 64 KV blocks .*let it be paged out with --kv-offload"):
+        make_engine(blocks=64, max_model_len=2048)
+    engine = deep_engine(make_engine, 256)
+    with pytest.raises(InvalidRequest):
+        submit(engine, prompts(2048), max_tokens=100)
+
+
+def test_a_lone_long_request_needs_no_flag(make_engine: Make, prompts: Prompts) -> None:
+    prompt = prompts(LONG)
+    engine = make_engine(blocks=32, host_blocks=128, max_model_len=1600)
+    ours = generate(engine, prompt, max_tokens=20, logprobs=1)
+    assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
+    assert math.isfinite(ours.logprobs[0].logprob)
