@@ -94,7 +94,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         block_tokens=config.kv.block_tokens,
         padding_slot=arena.padding_slot,
         arena=arena.name,
-        max_paged=cache.num_pageable if _may_page(config, max_model_len, num_blocks) else 0,
+        max_paged=cache.num_pageable if _may_be_paged(config, max_model_len, num_blocks) else 0,
     )
     attention = _attention(arena, model)
     lane = make_lane("compute", device, sanitizer)
@@ -237,7 +237,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
     )
 
 
-def _may_page(config: Config, max_model_len: int, num_blocks: int) -> bool:
+def _may_be_paged(config: Config, max_model_len: int, num_blocks: int) -> bool:
     """Whether a sequence may be longer than what it may have on the device."""
     resident = config.kv.resident_tokens
     return max_model_len > (num_blocks * config.kv.block_tokens if resident is None else resident)

@@ -237,7 +237,7 @@ def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
 
 def no_fence_of_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     offer = Saves.offer
-    monkeypatch.setattr(Saves, "offer", lambda self, hold, first, keys, fence: offer(self, hold, first, keys, None))
+    monkeypatch.setattr(Saves, "offer", lambda self, hold, first, keys, fence, due=False: offer(self, hold, first, keys, None, due))
 
 
 def no_fence_of_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from test_transfer_races import BLOCK, LAYERS
 from watched_world import LEASE_ENDS_S, WatchedWorld
 
+from penstock.contract import Match
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import TransferFailed
 from penstock.kv.tiers.saves import SavedLease
@@ -164,7 +165,7 @@ def share_what_was_promoted_for_another(sequencer: Sequencer) -> None:
     world.bring_to_host("a", 2)
     table, load = world.promote("a", 2)
     keys = world.prefix("a", 2).keys
-    assert load.settled or world.cache.match(keys) == (0, 0, True, 0), "it is waited for, not promoted once more"
+    assert load.settled or world.cache.match(keys) == Match(0, 0, pending=True), "it is waited for, not promoted once more"
     world.settle(load)
     found = world.cache.match(keys)
     assert found.num_blocks == 2 and not found.pending

@@ -85,6 +85,7 @@ TUNING = {
 ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
 GATHER_TOKENS = 8
+FETCH_PROGRAMS = 32  # that gather from host memory: enough for the link, and compute beside them keeps most multiprocessors
 JOIN_ROWS = 32
 
 
@@ -253,7 +254,7 @@ class TritonAttention:
         return Partial(out.float(), lse)
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
-        self._gather(host[:, layer, 0], host[:, layer, 1], into[0], into[1], self._no_starts, tables[first:], 0, 0)
+        self._gather(host[:, layer, 0], host[:, layer, 1], into[0], into[1], self._no_starts, tables[first:], 0, 0, FETCH_PROGRAMS)
 
     def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
         sizes, num_keys, (begin, end) = self._fused_sizes, piece.shape[1], rows
@@ -511,9 +512,10 @@ class TritonAttention:
         tables: Tensor,
         chunk: int,
         first_key: int,
+        most_programs: int = 1 << 30,
     ) -> None:
         sizes, num_tokens = self._sizes, len(keys)
-        kernels.gather_kernel[(triton.cdiv(num_tokens, GATHER_TOKENS),)](
+        kernels.gather_kernel[(min(triton.cdiv(num_tokens, GATHER_TOKENS), most_programs),)](
             cached_keys,
             cached_values,
             keys,

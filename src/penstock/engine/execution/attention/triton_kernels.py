@@ -329,22 +329,24 @@ def gather_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Program i: tile i of `num_tokens` cached tokens of a chunk from `first_key` on, all their KV heads, into contiguous memory."""
-    tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    """Program i of n: tiles i, i + n, ... of `num_tokens` cached tokens of a chunk from `first_key` on, all their KV heads, into contiguous
+    memory."""
     values = tl.arange(0, WIDTH_PADDED)
-    real = tokens < num_tokens
-    inside = real[:, None] & (values < NUM_KV_HEADS * HEAD_DIM)[None, :]
     table_ptr = tables_ptr + tl.load(table_starts_ptr + chunk)
-    keys = first_key + tokens
-    slots = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=real, other=0)
-    source = (slots.to(tl.int64) * SLOT_STRIDE + (keys % BLOCK_TOKENS) * TOKEN_STRIDE)[:, None]
-    if HEAD_STRIDE == HEAD_DIM:
-        source += values[None, :]
-    else:
-        source += (values // HEAD_DIM * HEAD_STRIDE + values % HEAD_DIM)[None, :]
-    target = (tokens.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + values[None, :]
-    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=inside, other=0.0), mask=inside)
-    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=inside, other=0.0), mask=inside)
+    for first in range(tl.program_id(0) * TILE_TOKENS, num_tokens, tl.num_programs(0) * TILE_TOKENS):
+        tokens = first + tl.arange(0, TILE_TOKENS)
+        real = tokens < num_tokens
+        inside = real[:, None] & (values < NUM_KV_HEADS * HEAD_DIM)[None, :]
+        keys = first_key + tokens
+        slots = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=real, other=0)
+        source = (slots.to(tl.int64) * SLOT_STRIDE + (keys % BLOCK_TOKENS) * TOKEN_STRIDE)[:, None]
+        if HEAD_STRIDE == HEAD_DIM:
+            source += values[None, :]
+        else:
+            source += (values // HEAD_DIM * HEAD_STRIDE + values % HEAD_DIM)[None, :]
+        target = (tokens.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + values[None, :]
+        tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=inside, other=0.0), mask=inside)
+        tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_past"])
