@@ -3,16 +3,22 @@ of them all the same. Everything runs under the sanitizer, with its checks of by
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.contract import FinishReason
+from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.engine.execution.recording import Recorder
+from penstock.engine.execution.recording import read as read_recording
+from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
 
 Make = Callable[..., Engine]
@@ -207,3 +213,62 @@ def test_a_lone_long_request_needs_no_flag(make_engine: Make, prompts: Prompts) 
     ours = generate(engine, prompt, max_tokens=20, logprobs=1)
     assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
     assert math.isfinite(ours.logprobs[0].logprob)
+
+
+def test_a_long_sequence_is_read_in_several_pieces(make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "_CPU_PIECE_TOKENS", 128)
+    prompt = prompts(LONG)
+    ours = generate(deep_engine(make_engine, 256), prompt, max_tokens=20, logprobs=1)
+    assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
+
+
+def test_a_copy_to_host_memory_that_fails_is_made_again(make_engine: Make, prompts: Prompts) -> None:
+    engine = deep_engine(make_engine, 256)
+    copier, failures = engine.cache.saves.mover.copier, []
+
+    def copy(*args: Any) -> None:
+        if len(failures) < 5:
+            failures.append(args)
+            raise TransferFailed("a copy that is lost")
+        copier.copy(*args)
+
+    engine.cache.saves.mover.copier = types.SimpleNamespace(copy=copy)  # type: ignore[assignment]
+    prompt = prompts(LONG)
+    ours = generate(engine, prompt, max_tokens=20, logprobs=1)
+    assert len(failures) == 5
+    assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
+
+
+def test_a_piece_that_cannot_be_fetched_ends_its_request_and_no_other(make_engine: Make, prompts: Prompts) -> None:
+    engine = deep_engine(make_engine, 256)
+    attention = engine._parts.executor._forward.attention
+    fetch, failures = attention.fetch, []
+
+    def fail(*args: Any) -> None:
+        failures.append(args)
+        raise RuntimeError("host memory is gone")
+
+    other = submit(engine, prompts(40), max_tokens=60)
+    for _ in range(6):
+        engine.step()
+    attention.fetch = fail  # type: ignore[method-assign]
+    deep = submit(engine, prompts(LONG), max_tokens=20)
+    while deep.finish is None:
+        if not engine.step():
+            engine.wait_work(1.0)
+    attention.fetch = fetch  # type: ignore[method-assign]
+    run_all(engine)
+    assert deep.finish is FinishReason.ERROR and "host memory is gone" in (deep.error or "") and failures
+    assert other.finish is not None, "it was in the step that failed, or went on: either way it has ended"
+    assert generate(engine, prompts(LONG, 3), max_tokens=5).finish is FinishReason.LENGTH
+
+
+def test_a_recording_says_that_it_reads_host_memory(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    engine = deep_engine(make_engine, 256)
+    with (tmp_path / "plans").open("w") as file:
+        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+        generate(engine, prompts(LONG), max_tokens=2)
+        engine._parts.recorder = None
+    recorded = read_recording(tmp_path / "plans")
+    assert recorded.colder_from is not None
+    assert any(chunk.num_paged for plan in recorded.plans for chunk in plan.chunks)
