@@ -10,20 +10,23 @@ answer are steps of decoding. It asks again for what it did not find, `--tries` 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from penstock.commands.arguments import Parser, config_of, counts, engine_flags, new_file, positive
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.errors import ConfigError, PenstockError, StepFailed
 from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 
+WARM_TOKENS = 2048
 WAIT_S = 0.1  # at most, before a turn looks again
 ROW = "{:>9} {:>9} {:>11} {:>13} {:>13} {:>12} {:>12}"
 
@@ -47,9 +50,9 @@ class Answer:
             self.end = event
 
     @property
-    def decode_ms(self) -> np.ndarray[Any, Any]:
+    def decode_ms(self) -> list[float]:
         """Milliseconds per token, by event behind the first."""
-        return np.diff(self.times_s) * 1e3 / np.array(self.counts[1:])
+        return [1e3 * (end - start) / num for (start, end), num in zip(pairwise(self.times_s), self.counts[1:], strict=True)]
 
 
 def ask(engine: Engine, stack: Haystack) -> Answer:
@@ -60,7 +63,7 @@ def ask(engine: Engine, stack: Haystack) -> Answer:
         if not engine.step():
             engine.wait_work(WAIT_S)
     if answer.end is None or answer.end.finish not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise SystemExit(f"the request failed: {answer.end}")
+        raise StepFailed(f"a prompt of {len(stack.tokens) + 1} tokens failed: {answer.end and answer.end.error}")
     return answer
 
 
@@ -71,9 +74,9 @@ def row_of(num_tokens: int, stack: Haystack, answer: Answer) -> dict[str, Any]:
         "found": stack.found(answer.tokens),
         "asked": len(stack.needles),
         "written": len(answer.tokens),
-        "asked_again": max(0, len(answer.tokens) - len(stack.output)),
+        "asked_again": stack.asked(answer.tokens) - len(stack.needles),
         "prefill_s": answer.times_s[0],
-        "decode_ms": {"mean": float(times_ms.mean()), "median": float(np.median(times_ms)), "max": float(times_ms.max())},
+        "decode_ms": {"mean": statistics.mean(times_ms), "median": statistics.median(times_ms), "max": max(times_ms)},
     }
 
 
@@ -100,10 +103,10 @@ def parser() -> Parser:
     return found
 
 
-def main() -> None:
-    args = parser().parse_args()
+def measure(argv: Sequence[str] | None) -> None:
+    args = parser().parse_args(argv)
     if args.model is not None:
-        raise SystemExit("needles.py: --model is not taken: the model is its own")
+        raise ConfigError("--model is not taken: this measurement makes its own")
     depths = tuple(float(depth) for depth in args.depths.split(","))
     longest = max(args.lengths) + args.needles * (args.tries + 1)
     model = Retrieval(args.layers, args.heads, args.kv_heads, args.head_dim, args.tries, max_position=longest)
@@ -114,7 +117,9 @@ def main() -> None:
         engine = build(config_of(args))
         try:
             engine.warm()
-            ask(engine, haystack(2048, 1, (0.5,), args.seed - 1, model))  # what happens once in a process is in no figure
+            ask(
+                engine, haystack(min(WARM_TOKENS, *args.lengths), 1, (0.5,), args.seed + len(stacks), model)
+            )  # what happens once in a process is in no figure
             print(ROW.format("tokens", "found", "asked again", "prefill s", "decode ms p50", "mean ms", "max ms"))
             for length, stack in zip(args.lengths, stacks, strict=True):
                 rows.append(row_of(length, stack, ask(engine, stack)))
@@ -123,6 +128,13 @@ def main() -> None:
             engine.close(timeout_s=60.0)
     if args.json is not None:
         args.json.write_text(json.dumps({"model": asdict(model), "depths": depths, "rows": rows}, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        measure(argv)
+    except (PenstockError, ValueError) as error:
+        raise SystemExit(f"needles.py: {error}") from None
 
 
 if __name__ == "__main__":

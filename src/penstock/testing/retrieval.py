@@ -402,6 +402,10 @@ class Haystack:
         """Of an output in which nothing is found before its last try."""
         return len(self.needles) * (self.model.tries + 1)
 
+    def asked(self, output: Iterable[int]) -> int:
+        """Questions in `output`: as many as there are needles where each was found at once."""
+        return sum(self.model.ask(0, 1) <= token < self.model.go(0) for token in output)
+
     def found(self, output: Iterable[int]) -> int:
         """Needles that `output` has the right answer of, and no other."""
         answers: dict[int, set[int]] = {}
