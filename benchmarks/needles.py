@@ -117,9 +117,8 @@ def measure(argv: Sequence[str] | None) -> None:
         engine = build(config_of(args))
         try:
             engine.warm()
-            ask(
-                engine, haystack(min(WARM_TOKENS, *args.lengths), 1, (0.5,), args.seed + len(stacks), model)
-            )  # what happens once in a process is in no figure
+            warm_tokens = min(WARM_TOKENS, *args.lengths)  # what happens once in a process is in no figure
+            ask(engine, haystack(warm_tokens, 1, (0.5,), args.seed + len(stacks), model))
             print(ROW.format("tokens", "found", "asked again", "prefill s", "decode ms p50", "mean ms", "max ms"))
             for length, stack in zip(args.lengths, stacks, strict=True):
                 rows.append(row_of(length, stack, ask(engine, stack)))
