@@ -70,13 +70,19 @@ def tiny_tokenizer(vocab: int = 512) -> tokenizers.Tokenizer:
 
 
 def write_tiny_model(
-    directory: Path, config: ModelConfig = TINY_LLAMA, *, seed: int = 0, shards: int = 1, tensors: Mapping[str, Tensor] | None = None
+    directory: Path,
+    config: ModelConfig = TINY_LLAMA,
+    *,
+    seed: int = 0,
+    shards: int = 1,
+    tensors: Mapping[str, Tensor] | None = None,
+    tokenizer: tokenizers.Tokenizer | None = None,
 ) -> Path:
     """A model directory: config.json, tokenizer files and safetensors, in `shards` files with an index where there are several."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = tiny_tensors(config, seed) if tensors is None else tensors
     _write_json(directory / "config.json", config_json(config))
-    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    (tokenizer or tiny_tokenizer()).save(str(directory / "tokenizer.json"))
     settings = {"bos_token": _SPECIAL[0], "eos_token": {"content": _SPECIAL[2]}, "chat_template": CHAT_TEMPLATE}
     _write_json(directory / "tokenizer_config.json", settings)
     _write_json(directory / "generation_config.json", {"eos_token_id": [2, 0]})

@@ -1,0 +1,140 @@
+"""Needles in haystacks: how many of them a model finds whose recall is exact by construction (`penstock.testing.retrieval`), and what
+prefill and decoding take at each length. Any engine option may be given; a needle that is not found was lost by the engine.
+
+    PYTHONPATH=src python3 benchmarks/needles.py --lengths 8192,32768 [--device cuda --dtype bfloat16 ...] [--json FILE]
+
+One request per length: its prompt is the haystack, then the model asks for all needles by itself, so that all but the first token of an
+answer are steps of decoding. It asks again for what it did not find, `--tries` times. Times are taken where tokens arrive.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.arguments import Parser, config_of, counts, engine_flags, new_file, positive
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError, PenstockError, StepFailed
+from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
+
+WARM_TOKENS = 2048
+WAIT_S = 0.1  # at most, before a turn looks again
+ROW = "{:>9} {:>9} {:>11} {:>13} {:>13} {:>12} {:>12}"
+
+
+@dataclass(slots=True)
+class Answer:
+    """Listens to one request."""
+
+    submitted_s: float = field(default_factory=time.perf_counter)
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)  # of each event with tokens, since it was submitted
+    counts: list[int] = field(default_factory=list)  # tokens in it
+    end: TokenEvent | None = None
+
+    def __call__(self, event: TokenEvent) -> None:
+        if event.tokens:
+            self.times_s.append(time.perf_counter() - self.submitted_s)
+            self.counts.append(len(event.tokens))
+            self.tokens.extend(event.tokens)
+        if event.finish is not None:
+            self.end = event
+
+    @property
+    def decode_ms(self) -> list[float]:
+        """Milliseconds per token, by event behind the first."""
+        return [1e3 * (end - start) / num for (start, end), num in zip(pairwise(self.times_s), self.counts[1:], strict=True)]
+
+
+def ask(engine: Engine, stack: Haystack) -> Answer:
+    answer = Answer()
+    sampling = SamplingParams(max_tokens=stack.most_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({stack.stop}))
+    engine.submit(stack.all_questions(), sampling, answer)
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(WAIT_S)
+    if answer.end is None or answer.end.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise StepFailed(f"a prompt of {len(stack.tokens) + 1} tokens failed: {answer.end and answer.end.error}")
+    return answer
+
+
+def row_of(num_tokens: int, stack: Haystack, answer: Answer) -> dict[str, Any]:
+    times_ms = answer.decode_ms
+    return {
+        "tokens": num_tokens,
+        "found": stack.found(answer.tokens),
+        "asked": len(stack.needles),
+        "written": len(answer.tokens),
+        "asked_again": stack.asked(answer.tokens) - len(stack.needles),
+        "prefill_s": answer.times_s[0],
+        "decode_ms": {"mean": statistics.mean(times_ms), "median": statistics.median(times_ms), "max": max(times_ms)},
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    decode = row["decode_ms"]
+    numbers = (f"{row['prefill_s']:.2f}", f"{decode['median']:.2f}", f"{decode['mean']:.2f}", f"{decode['max']:.2f}")
+    print(ROW.format(row["tokens"], f"{row['found']}/{row['asked']}", row["asked_again"], *numbers), flush=True)
+
+
+def parser() -> Parser:
+    found = Parser(prog="needles.py", description=(__doc__ or "").split("\n\n")[0], parents=[engine_flags()])
+    found.set_defaults(model=None)
+    group = found.add_argument_group("needles")
+    group.add_argument("--lengths", type=counts, default=(8192, 32768), metavar="N,N", help="tokens of each prompt")
+    group.add_argument("--needles", type=positive, default=16, metavar="N", help="in each haystack")
+    group.add_argument("--depths", default="0.1,0.5,0.9", metavar="X,X", help="where they are, as shares of the length")
+    shape = Retrieval()
+    group.add_argument("--layers", type=positive, default=shape.num_layers, metavar="N", help="of the model")
+    group.add_argument("--heads", type=positive, default=shape.num_heads, metavar="N", help="query heads of a layer")
+    group.add_argument("--kv-heads", type=positive, default=shape.num_kv_heads, metavar="N", help="KV heads of a layer")
+    group.add_argument("--head-dim", type=positive, default=shape.head_dim, metavar="N", help="values of a head")
+    group.add_argument("--tries", type=positive, default=shape.tries, metavar="N", help="questions for a needle that is not found")
+    group.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there")
+    return found
+
+
+def measure(argv: Sequence[str] | None) -> None:
+    args = parser().parse_args(argv)
+    if args.model is not None:
+        raise ConfigError("--model is not taken: this measurement makes its own")
+    depths = tuple(float(depth) for depth in args.depths.split(","))
+    longest = max(args.lengths) + args.needles * (args.tries + 1)
+    model = Retrieval(args.layers, args.heads, args.kv_heads, args.head_dim, args.tries, max_position=longest)
+    stacks = [haystack(length, args.needles, depths, args.seed + i, model) for i, length in enumerate(args.lengths)]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        args.model = str(write_retrieval_model(Path(folder) / "retrieval", model))
+        engine = build(config_of(args))
+        try:
+            engine.warm()
+            warm_tokens = min(WARM_TOKENS, *args.lengths)  # what happens once in a process is in no figure
+            ask(engine, haystack(warm_tokens, 1, (0.5,), args.seed + len(stacks), model))
+            print(ROW.format("tokens", "found", "asked again", "prefill s", "decode ms p50", "mean ms", "max ms"))
+            for length, stack in zip(args.lengths, stacks, strict=True):
+                rows.append(row_of(length, stack, ask(engine, stack)))
+                show(rows[-1])
+        finally:
+            engine.close(timeout_s=60.0)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"model": asdict(model), "depths": depths, "rows": rows}, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        measure(argv)
+    except (PenstockError, ValueError) as error:
+        raise SystemExit(f"needles.py: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The retrieval model: it finds every needle through the real engine, and none whose KV is not what was written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource
+from penstock.contract import FinishReason
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import LoadedModel, load_model
+from penstock.models.progress import silent
+from penstock.testing.contiguous_kv import ContiguousKv, forward
+from penstock.testing.retrieval import Haystack, Needle, Retrieval, haystack, write_retrieval_model
+from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import Collected, generate, run_all, submit
+from support.logits import Logits
+
+BLOCK = 16
+CHUNK = 1024
+SHAPES = [
+    Retrieval(max_position=8192),
+    Retrieval(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, max_position=8192),
+    Retrieval(num_layers=4, num_heads=4, num_kv_heads=1, head_dim=64, max_position=8192),
+    Retrieval(num_layers=1, num_heads=8, num_kv_heads=8, head_dim=16, tries=1, max_position=8192),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_retrieval_model(tmp_path_factory.mktemp("models") / "retrieval", Retrieval(max_position=1 << 16))
+
+
+def config_of(directory: Path, num_tokens: int, dtype: str = "float32") -> Config:
+    source = ModelSource(model=str(directory), device="cpu", dtype=dtype)  # type: ignore[arg-type]
+    return Config(source, KvConfig(BLOCK, device_blocks=num_tokens // BLOCK + 64), EngineConfig(max_batch=4, prefill_chunk=CHUNK))
+
+
+@pytest.fixture
+def engine(written: Path) -> Iterator[Engine]:
+    """Without the sanitizer: tests write into its arena."""
+    built = build(config_of(written, 2048))
+    yield built
+    built.close(timeout_s=20.0)
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(ModelSource(str(directory)), torch.device("cpu"), dtype, TorchLayerOps(), silent)
+
+
+def ask_all(engine: Engine, stack: Haystack) -> Collected:
+    return generate(engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop}))
+
+
+# ------------------------------------------------------------------------------------------------------------------- recall
+
+
+def test_every_needle_is_found_by_decoding_behind_a_prompt_in_chunks(written: Path) -> None:
+    num_tokens = 8192  # benchmarks/needles.py has longer ones
+    engine, sanitizer = build_sanitized(config_of(written, num_tokens))
+    stack = haystack(num_tokens, seed=num_tokens)
+    asked = submit(engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop}))
+    assert run_all(engine) >= num_tokens // CHUNK + len(stack.output), "it was not computed in chunks"
+    assert asked.finish is FinishReason.STOP
+    assert asked.tokens[: len(stack.output)] == stack.output and stack.found(asked.tokens) == 16
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_next_token_of_every_question_is_its_answer(written: Path, dtype: str) -> None:
+    engine = build(config_of(written, 4096, dtype))
+    for depth in (0.0, 0.1, 0.5, 0.9, 1.0):
+        stack = haystack(4096, 4, (depth,), seed=int(depth * 10))
+        for prompt, answer in stack.questions():
+            assert generate(engine, prompt, max_tokens=1).tokens == [answer]
+    engine.close(timeout_s=20.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_layers}x{s.num_heads}/{s.num_kv_heads}x{s.head_dim}")
+def test_every_shape_finds_every_needle_in_the_plain_reference(tmp_path: Path, shape: Retrieval, dtype: torch.dtype) -> None:
+    model = load(write_retrieval_model(tmp_path, shape), dtype).model
+    stack = haystack(2048, min(16, shape.num_keys - 1), seed=5, model=shape)
+    kv = ContiguousKv(model.config, model.rope)
+    forward(model, kv, stack.all_questions()[:-1])
+    outputs = forward(model, kv, [stack.all_questions()[-1], *stack.output]).argmax(dim=1).tolist()
+    assert outputs == [*stack.output, stack.stop]
+
+
+def test_the_engine_and_the_plain_reference_have_the_same_logits(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(config_of(written, 4096))
+    logits = Logits(engine, monkeypatch)
+    stack = haystack(4096, seed=2)
+    prompt, tokens = stack.all_questions(), ask_all(engine, stack).tokens
+    engine.close(timeout_s=20.0)
+    model = load(written).model
+    kv = ContiguousKv(model.config, model.rope)
+    forward(model, kv, prompt[:-1])
+    expected = forward(model, kv, [prompt[-1], *tokens[:-1]])
+    ours = torch.stack([logits.seen[0, at] for at in range(len(prompt) - 1, len(prompt) - 1 + len(tokens))])
+    assert len(tokens) >= len(stack.output)
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+class SeenKv(ContiguousKv):
+    """Keeps what its last step attended with."""
+
+    def rotate_and_write(self, layer: int, *rest: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        self.seen = {**getattr(self, "seen", {}), layer: super().rotate_and_write(layer, *rest)}  # type: ignore[arg-type]
+        return self.seen[layer]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_layers}x{s.num_heads}/{s.num_kv_heads}x{s.head_dim}")
+def test_a_needle_outweighs_a_million_tokens_of_any_other_kind(tmp_path: Path, shape: Retrieval) -> None:
+    """In every head of every layer. So recall does not depend on how long a haystack is, or on which fillers it is made of."""
+    model = load(write_retrieval_model(tmp_path, shape)).model
+    key = 7
+    others = [shape.filler(number) for number in range(shape.num_fillers)]
+    others += [shape.needle(other, 0) for other in range(shape.num_keys) if other != key]
+    others += [shape.answer(other, 0) for other in range(shape.num_keys)] + [shape.go(key), shape.ask(key)]
+    kv = SeenKv(model.config, model.rope)
+    forward(model, kv, [shape.start, *others, shape.needle(key, 3), shape.ask(key)])
+    group = shape.num_heads // shape.num_kv_heads
+    for queries, keys, _ in kv.seen.values():
+        scores = torch.einsum("hd,thd->ht", queries[-1], keys.repeat_interleave(group, dim=1)) * model.config.scale
+        sink, rest, needle = scores[:, 0], scores[:, 1:-2], scores[:, -2]
+        assert (needle - rest.amax(dim=1) > math.log(1 << 20) + 8).all(), "a million of these tokens have too much weight"
+        assert (needle - sink > 8).all()
+        assert (sink - rest.amax(dim=1) > 4).all(), "without its needle a question would see something else than the sink"
+
+
+# ----------------------------------------------------------------------------------------- blocks that are not what was written
+
+
+def lost_keys(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at, layer, 0] = 0
+
+
+def lost_values(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at, layer, 1] = 0
+
+
+def another_block(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at, layer] = blocks[other, layer]
+
+
+def exchanged_values(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[[at, other], layer, 1] = blocks[[other, at], layer, 1]
+
+
+def exchanged_heads(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at, layer] = blocks[at, layer].flip(dims=[2])
+
+
+def keys_of_another_layer(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at, layer, 0] = blocks[at, 1 - layer, 0]
+
+
+def values_of_another_layer(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at, layer, 1] = blocks[at, 1 - layer, 1]
+
+
+def exchanged_layers(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at] = blocks[at].flip(dims=[0])
+
+
+def one_head_lost(blocks: Tensor, at: int, other: int, layer: int) -> None:
+    blocks[at, layer, :, :, 1] = 0
+
+
+DAMAGES = [
+    *(lost_keys, lost_values, another_block, exchanged_values, exchanged_heads),
+    *(keys_of_another_layer, values_of_another_layer, exchanged_layers, one_head_lost),
+]
+
+
+def slot_of(engine: Engine, stack: Haystack, needle: Needle) -> int:
+    prefix = engine.cache.prefix_of(stack.tokens)
+    assert prefix is not None
+    return engine.cache._pool.find_each(prefix.keys)[needle.position // BLOCK]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_needle_whose_block_is_damaged_in_one_layer_is_not_found(engine: Engine, damage: Callable[..., None], layer: int) -> None:
+    stack = haystack(2048, 4, (0.2, 0.4, 0.6, 0.8), seed=1)
+    (prompt, answer), *others = stack.questions()
+    assert generate(engine, prompt, max_tokens=1).tokens == [answer]
+    first, second = (slot_of(engine, stack, needle) for needle in stack.needles[:2])
+    damage(engine.arena.tensor, first, second, layer)
+    again = generate(engine, prompt, max_tokens=2)
+    assert again.source is not None and again.source.device >= 2032, "it was computed anew, so nothing was shown"
+    model, key = stack.model, stack.needles[0].key
+    assert again.tokens == [model.ask(key, model.tries - 1), model.ask(key, model.tries - 2)], "it asks again"
+    untouched = others[1:]
+    assert [generate(engine, one, max_tokens=1).tokens for one, _ in untouched] == [[right] for _, right in untouched]
+
+
+def test_a_needle_that_is_not_there_is_asked_for_as_often_as_there_are_tries(tmp_path: Path) -> None:
+    shape = Retrieval(tries=3, max_position=4096)
+    engine = build(config_of(write_retrieval_model(tmp_path, shape), 2048))
+    stack = haystack(1024, 3, seed=4, model=shape)
+    gone = stack.needles[1]
+    stack.tokens[gone.position] = shape.filler(0)
+    tokens = ask_all(engine, stack).tokens
+    before, _, after = (shape.answer(needle.key, needle.value) for needle in stack.needles)
+    first, second, third = (needle.key for needle in stack.needles)
+    expected = [shape.ask(first), before, *(shape.ask(second, tries) for tries in (3, 2, 1)), shape.ask(third), after]
+    assert tokens[: len(expected)] == expected and stack.found(tokens) == 2 and stack.asked(tokens) == 5
+    engine.close(timeout_s=20.0)
+
+
+def test_a_key_with_two_needles_has_an_answer_where_they_agree(engine: Engine) -> None:
+    stack = haystack(1024, 1, (0.5,), seed=6)
+    model, needle = stack.model, stack.needles[0]
+    ((prompt, answer),) = stack.questions()
+    for value, expected in ((needle.value, answer), ((needle.value + 9) % 64, model.ask(needle.key, model.tries - 1))):
+        prompt[700] = model.needle(needle.key, value)
+        assert generate(engine, prompt, max_tokens=1).tokens == [expected]
+
+
+# ------------------------------------------------------------------------------------------------------------------ haystacks
+
+
+def test_needles_lie_where_they_are_asked_to_and_follow_from_the_seed() -> None:
+    stack = haystack(10_000, 16, (0.1, 0.5, 0.9), seed=8)
+    assert len(stack.tokens) == 9_999 and len(stack.all_questions()) == 10_000
+    near = [[needle for needle in stack.needles if abs(needle.position / 10_000 - depth) <= 0.0251] for depth in (0.1, 0.5, 0.9)]
+    assert [len(found) for found in near] == [6, 5, 5]
+    assert len({needle.position for needle in stack.needles}) == len({needle.value for needle in stack.needles}) == 16
+    assert all(stack.tokens[needle.position] == stack.model.needle(needle.key, needle.value) for needle in stack.needles)
+    assert haystack(10_000, seed=8) == stack != haystack(10_000, seed=9)
+
+
+def test_an_answer_counts_where_it_is_right_and_the_only_one() -> None:
+    stack = haystack(1024, 3)
+    model, (first, second, _) = stack.model, stack.needles
+    right, wrong = model.answer(first.key, first.value), model.answer(first.key, (first.value + 1) % 64)
+    assert stack.found([]) == stack.found([wrong]) == stack.found([right, wrong]) == 0
+    assert stack.found([right, right, model.answer(second.key, second.value)]) == 2 and stack.found(stack.output) == 3
+
+
+def test_what_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ValueError, match="there are keys for 1 to 24"):
+        haystack(1024, 25)
+    with pytest.raises(ValueError, match="no room for 6 needles at depth"):
+        haystack(32, 16)
+    with pytest.raises(ValueError, match="at most 16"):
+        Retrieval(num_layers=5)
+    with pytest.raises(ValueError, match="head_dim must be 16 or more"):
+        Retrieval(head_dim=8)
+
+
+def test_prompts_and_answers_can_be_written_as_text(written: Path) -> None:
+    tokenizer = load(written).tokenizer
+    stack = haystack(256, 1, (0.5,))
+    model, needle = stack.model, stack.needles[0]
+    text = tokenizer.decode(stack.all_questions(), skip_special=False)
+    assert text.endswith(f" go{needle.key}") and f" needle{needle.key}={needle.value} " in text
+    assert tokenizer.encode(text) == stack.all_questions()
+    assert tokenizer.decode(stack.output) == f" ask{needle.key}/{model.tries} answer{needle.key}={needle.value}"
