@@ -22,8 +22,9 @@ WITHOUT_INIT = ("penstock.kv", "penstock.engine")  # packages whose __init__ is 
 LAYERS = (
     ("penstock + penstock.contract + penstock.config + penstock.errors + penstock.figures + penstock.observe",),
     ("penstock.lanes", "penstock.kv.blocks", "penstock.kv.memory", "penstock.models", "penstock.engine.scheduling"),
+    ("penstock.speculation",),
     ("penstock.kv.transfer", "penstock.engine.execution"),
-    ("penstock.kv.tiers", "penstock.engine.speculation"),
+    ("penstock.kv.tiers",),
     ("penstock.kv.pager", "penstock.kv.cache + penstock.kv.build", "penstock.sanitizer"),
     (
         " + ".join(
