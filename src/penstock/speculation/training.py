@@ -257,23 +257,24 @@ def token_counts(texts: Sequence[Text], vocab: int) -> Tensor:
 
 
 def loss_of(head: Trainable, batch: Batch, depth: int) -> Tensor:
-    """Of the whole batch: cross entropy with the target's distribution over the draft vocabulary, and the distance of hidden states."""
+    """Of the whole batch: divergence from the target's distribution over the draft vocabulary, and the distance of hidden states."""
     hidden = batch.hidden
     num = batch.tokens.shape[1] - depth
     with torch.no_grad():
         all_probs = F.softmax(head.target_logits(hidden).float(), dim=-1)
         # Where the target wants a token that cannot be proposed, its share teaches nothing.
         all_probs = all_probs if head.vocab is None else all_probs[..., head.vocab.target_ids]
+        certainty = torch.xlogy(all_probs, all_probs).sum(dim=-1)
     total = torch.zeros((), device=hidden.device)
     for s, state in enumerate(head.unrolled(hidden, batch.tokens, depth), start=1):
         real = torch.arange(s, s + num, device=hidden.device)[None, :] < batch.lengths[:, None]
         wanted = hidden[:, s : s + num][real]
         shares = F.log_softmax(head.logits(state[real]).float(), dim=-1)
-        entropy = -(all_probs[:, s : s + num][real] * shares).sum(dim=-1).mean()
+        divergence = (certainty[:, s : s + num][real] - (all_probs[:, s : s + num][real] * shares).sum(dim=-1)).mean()
         eps = head.dims.norm_eps
         unit = torch.ones(head.dims.hidden, device=hidden.device)
         distance = F.smooth_l1_loss(rms(state[real], unit, eps), rms(wanted, unit, eps))
-        total = total + _STEP_WEIGHT ** (s - 1) * (entropy + _REGRESSION * distance)
+        total = total + _STEP_WEIGHT ** (s - 1) * (divergence + _REGRESSION * distance)
     return total
 
 

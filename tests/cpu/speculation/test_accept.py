@@ -136,7 +136,7 @@ def test_a_hundred_thousand_draws_follow_the_target(option: str) -> None:
 
 DRAW_FAULTS = {
     "the proposal is left out of the ratio": ("return u * q < p", "return u < p"),
-    "both decisions have the same uniform number": ("target.keys[:, rows.flatten()]", "target.keys[:, rows[:, :1].expand_as(rows).flatten()]"),
+    "both decisions have the same uniform number": ("rows.flatten()], noise)", "rows[:, :1].expand_as(rows).flatten()], noise)"),
     "the decision and the replacement have the same draw": ("noise(salted(keys, DECISION), 1)", "noise(keys, 1)"),
     "the token behind all drafts is of the first row": ("token = target.chosen[last]", "token = target.chosen[target.starts.long()]"),
     "a rejected draft is replaced by a plain draw": ("draw(residual(target.probs[last], q)", "draw(target.probs[last]"),
