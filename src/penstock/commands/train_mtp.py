@@ -47,7 +47,7 @@ _MIN_TRAIN_VOCAB = 16384  # tokens that a head is trained over at least: smaller
 _MEASURED_VOCABS = (4096, 8192, 16384)
 _SAVE_S = 60.0
 _SPEED_STEPS = (4, 16)  # between these the speed is measured, from which the number of steps follows
-_TEMPERATURES = (0.0, 0.7, 0.7, 1.0)
+_TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)
 _WAIT_S = 60.0  # for any request to end
 _CUDA_KV_GIB = 16.0  # of the engine that writes
 
@@ -86,7 +86,7 @@ def train_mtp(config: Config, task: TrainTask) -> int:
         training = Training(head, learned, task.training, task.steps or 1000)
         _run(training, task, work / "state.pt", started_s + 60 * task.minutes * (1 - MEASURING), bar)
         measured = _measured(head, batches(corpus.held_out, target, task.training, bar), counts, task.draft_vocab)
-    _report(measured, counts, head, task)
+    _report(measured, counts, token_counts(corpus.held_out, target.config.vocab), head)
     vocab = _draft_vocab(counts, task.draft_vocab)
     notes = {
         "text_tokens": sum(map(_length, corpus.training)),
@@ -163,13 +163,13 @@ def _measured(head: Trainable, held_out: Sequence[Batch], counts: torch.Tensor, 
     return measured_acceptance(head, held_out, 4, {**vocabs, "full": None})
 
 
-def _report(measured: Mapping[str, Acceptance], counts: torch.Tensor, head: Trainable, task: TrainTask) -> None:
+def _report(measured: Mapping[str, Acceptance], counts: torch.Tensor, held_out: torch.Tensor, head: Trainable) -> None:
     _print("greedy drafts that are kept, on text that was not trained on: 1st, 2nd where the 1st was, and so on")
     width = head.dims.hidden * head.target.dtype.itemsize
     for name, found in measured.items():
         size = len(counts) if name == "full" else int(name)
-        covers = 1.0 if name == "full" else DraftVocab.most_frequent(counts, size).coverage(counts)
-        _print(f"draft vocabulary {name:>6}  {found.line()}   {size * width / 1e6:.1f} MB of output rows, covers {covers:.1%} of the text")
+        covers = 1.0 if name == "full" else DraftVocab.most_frequent(counts, size).coverage(held_out)
+        _print(f"draft vocabulary {name:>6}  {found.line()}   {size * width / 1e6:.1f} MB of output rows, covers {covers:.1%} of that text")
 
 
 # ---------------------------------------------------------------------------------------------------------------------- text
