@@ -49,7 +49,7 @@ class StepCosts:
 
 
 @dataclass(slots=True)
-class Track:
+class DraftTrack:
     """One request: how its drafts fared, by their place, and its account."""
 
     max_drafts: int
@@ -80,7 +80,7 @@ class Track:
 class Row(NamedTuple):
     """A request in the next step."""
 
-    track: Track
+    track: DraftTrack
     most: int  # drafts that there are, or that it can still use
 
 
@@ -121,7 +121,7 @@ def begin(rows: Sequence[Row], choice: Choice) -> None:
         row.track.plain_s += choice.plain_s
 
 
-def settle(track: Track, num_drafts: int, num_kept: int, plain_s: float) -> None:
+def settle(track: DraftTrack, num_drafts: int, num_kept: int, plain_s: float) -> None:
     """The step has been read; `plain_s` as its choice had it."""
     track.saw(num_drafts, num_kept)
     track.plain_s += num_kept * plain_s

@@ -27,7 +27,7 @@ class Prepared(NamedTuple, Generic[Result]):
     fence: Fence  # of what it launched
 
 
-class Task(Generic[Result]):
+class Preparation(Generic[Result]):
     """A task under way. Used by the thread that started it."""
 
     def __init__(self, label: str) -> None:
@@ -90,10 +90,10 @@ class PrepareRunner:
     def __init__(self, lane: Lane, record: Callable[[], Fence] | None = None) -> None:
         self._lane = lane
         self._record = record or lane.record
-        self._current: Task[Any] | None = None
+        self._current: Preparation[Any] | None = None
         self._running: Ticket | None = None
 
-    def try_start(self, work: Callable[[Value], Result], value: Value, *, label: str) -> Task[Result] | None:
+    def try_start(self, work: Callable[[Value], Result], value: Value, *, label: str) -> Preparation[Result] | None:
         """None: a task that was cancelled still runs, and the caller does the work itself. Raises LaneClosed behind `close`, and
         InvariantBroken where the last task was neither taken nor cancelled."""
         if self._current is not None:
@@ -101,7 +101,7 @@ class PrepareRunner:
                 raise InvariantBroken(f"{label} was started before {self._current.label} was taken or cancelled")
             if self._running is not None and not self._running.done():
                 return None
-        task: Task[Result] = Task(label)
+        task: Preparation[Result] = Preparation(label)
         handed = [value]  # taken out by the task: what it was given is gone before it counts as over
         del value
 

@@ -373,7 +373,7 @@ def measured_acceptance(
     right = {name: torch.zeros(depth, device=device) for name in vocabs}
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         for batch in texts:
-            _count(head, batch, head.unrolled(batch.hidden, batch.tokens, depth), vocabs, tried, right)
+            _tally(head, batch, head.unrolled(batch.hidden, batch.tokens, depth), vocabs, tried, right)
     found = {}
     for name in vocabs:
         total = max(1.0, float(tried[name][0]))
@@ -382,7 +382,7 @@ def measured_acceptance(
     return found
 
 
-def _count(
+def _tally(
     head: Trainable,
     batch: Batch,
     states: Sequence[Tensor],

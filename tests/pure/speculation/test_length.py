@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from penstock.speculation import length
-from penstock.speculation.length import MAX_LOSS, Choice, Row, StepCosts, Track, begin, choose, settle
+from penstock.speculation.length import MAX_LOSS, Choice, Row, StepCosts, DraftTrack, begin, choose, settle
 
 MAX_DRAFTS = 8
 # As measured on two cores: a step of two tokens costs nearly two; four to six cost 1.7.
@@ -17,9 +17,9 @@ GPU = StepCosts((1, 2, 4, 8, 16, 32, 64), (2.00, 2.01, 2.02, 2.05, 2.1, 2.2, 2.5
 CLIFF = StepCosts((1, 2, 4, 8, 64), (10.0, 10.0, 10.0, 10.0, 400.0))
 
 
-def seasoned(rate: float, steps: int = 60) -> Track:
+def seasoned(rate: float, steps: int = 60) -> DraftTrack:
     """A request whose drafts are kept with about this rate, and which is well ahead."""
-    track, chooser = Track(MAX_DRAFTS, spent_s=0.0, plain_s=1e6), random.Random(1)
+    track, chooser = DraftTrack(MAX_DRAFTS, spent_s=0.0, plain_s=1e6), random.Random(1)
     for _ in range(steps):
         kept = 0
         while kept < MAX_DRAFTS and chooser.random() < rate:
@@ -29,7 +29,7 @@ def seasoned(rate: float, steps: int = 60) -> Track:
 
 
 def test_survival_is_learned_by_place() -> None:
-    track = Track(4)
+    track = DraftTrack(4)
     for _ in range(80):
         track.saw(4, 1)  # the first is always kept, the second never
     survival = track.survival()
@@ -38,16 +38,16 @@ def test_survival_is_learned_by_place() -> None:
 
 
 def test_places_behind_the_first_rejection_say_nothing() -> None:
-    track = Track(4)
+    track = DraftTrack(4)
     track.saw(4, 1)
     assert track.tries.tolist() == [1, 1, 0, 0] and track.hits.tolist() == [1, 0, 0, 0]
-    track = Track(4)
+    track = DraftTrack(4)
     track.saw(2, 2)
     assert track.tries.tolist() == [1, 1, 0, 0] and track.hits.tolist() == [1, 1, 0, 0]
 
 
 def test_a_request_that_has_changed_is_tried_again() -> None:
-    track = Track(4)
+    track = DraftTrack(4)
     for _ in range(60):
         track.saw(4, 0)
     low = track.survival()[0]
@@ -110,9 +110,9 @@ def test_a_table_without_order_is_refused() -> None:
 Kept = Callable[[int, int, int], int]  # row, step, drafts -> how many are kept
 
 
-def simulate(costs: StepCosts, kept: Kept, num_rows: int, book: Callable[..., None] = begin) -> list[Track]:
+def simulate(costs: StepCosts, kept: Kept, num_rows: int, book: Callable[..., None] = begin) -> list[DraftTrack]:
     """400 steps of a batch whose results are read one step later. After each, no request may have lost more than MAX_LOSS."""
-    tracks = [Track(MAX_DRAFTS) for _ in range(num_rows)]
+    tracks = [DraftTrack(MAX_DRAFTS) for _ in range(num_rows)]
     rows = [Row(track, MAX_DRAFTS) for track in tracks]
     spent, tokens_s = [0.0] * num_rows, [0.0] * num_rows
     unread: list[tuple[Choice, list[int]]] = []
