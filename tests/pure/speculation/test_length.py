@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from penstock.speculation import length
-from penstock.speculation.length import MAX_LOSS, Choice, Row, StepCosts, DraftTrack, begin, choose, settle
+from penstock.speculation.length import MAX_LOSS, Choice, DraftTrack, Row, StepCosts, begin, choose, settle
 
 MAX_DRAFTS = 8
 # As measured on two cores: a step of two tokens costs nearly two; four to six cost 1.7.
