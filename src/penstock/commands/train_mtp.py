@@ -84,17 +84,19 @@ def train_mtp(config: Config, task: TrainTask) -> int:
         learned = batches(corpus.training, target, task.training, bar)
         _print(f"{sum(map(_length, corpus.training)):,} tokens of {len(corpus.training):,} texts to learn from; {_since(started_s)}")
         training = Training(head, learned, task.training, task.steps or 1000)
-        _run(training, task, work / "state.pt", started_s + 60 * task.minutes * (1 - MEASURING), bar)
+        file = work / "state.pt"
+        if file.is_file():
+            training.restore(torch.load(file, map_location=target.device, weights_only=True))
+            _print(f"going on behind step {training.step}")
+
+        def keep() -> None:
+            _save(file, training.state())
+            _write(task, training, counts, {})
+
+        _run(training, task, started_s + 60 * task.minutes * (1 - MEASURING), keep, bar)
         measured = _measured(head, batches(corpus.held_out, target, task.training, bar), counts, task.draft_vocab)
     _report(measured, counts, token_counts(corpus.held_out, target.config.vocab), head)
-    vocab = _draft_vocab(counts, task.draft_vocab)
-    notes = {
-        "text_tokens": sum(map(_length, corpus.training)),
-        "steps": training.step,
-        "seed": task.training.seed,
-        "acceptance": {name: [round(rate, 4) for rate in found.rates] for name, found in measured.items()},
-    }
-    write_head(task.out, head.stored(), vocab, target, task.training.depth, notes)
+    _write(task, training, counts, {name: [round(rate, 4) for rate in found.rates] for name, found in measured.items()})
     _print(f"{task.out / TENSORS_FILE}: {(task.out / TENSORS_FILE).stat().st_size / 1e6:.1f} MB; {_since(started_s)}")
     if task.work is None:
         shutil.rmtree(work)
@@ -105,8 +107,9 @@ def load_target(config: Config, progress: Progress) -> Decoder:
     """Dense, in plain PyTorch: gradients pass through copies of its layers."""
     device = device_for(config)
     wide = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    source = replace(config.source, weights="float32" if device.type == "cpu" else "auto")
-    model = load_model(source, device, wide[config.source.dtype], TorchLayerOps(), progress, config.engine.max_model_len).model
+    dtype = wide[config.source.dtype]
+    source = replace(config.source, weights="float32" if device.type == "cpu" and dtype == torch.float32 else "auto")
+    model = load_model(source, device, dtype, TorchLayerOps(), progress, config.engine.max_model_len).model
     if not isinstance(model, Decoder):
         raise ConfigError(f"a head for architecture {model.config.architecture} is not supported")
     return model
@@ -120,10 +123,15 @@ def _draft_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
     return None if size == 0 or size >= len(counts) else DraftVocab.most_frequent(counts, size)
 
 
-def _run(training: Training, task: TrainTask, state_file: Path, end_s: float, progress: Progress) -> None:
-    if state_file.is_file():
-        training.restore(torch.load(state_file, map_location=training.head.target.device, weights_only=True))
-        _print(f"going on behind step {training.step}")
+def _write(task: TrainTask, training: Training, counts: torch.Tensor, acceptance: Mapping[str, Sequence[float]]) -> None:
+    """The head as it is now."""
+    notes = {"text_tokens": int(counts.sum()), "steps": training.step, "seed": task.training.seed, "acceptance": dict(acceptance)}
+    head = training.head
+    write_head(task.out, head.stored(), _draft_vocab(counts, task.draft_vocab), head.target, task.training.depth, notes)
+
+
+def _run(training: Training, task: TrainTask, end_s: float, keep: Callable[[], None], progress: Progress) -> None:
+    """`keep` is called now and then: a run that is ended leaves a head, and can be continued."""
     first, began_s, saved_s = training.step, 0.0, time.monotonic()
 
     def each(training: Training) -> bool:
@@ -136,12 +144,12 @@ def _run(training: Training, task: TrainTask, state_file: Path, end_s: float, pr
             training.num_steps = training.step + max(1, int((end_s - now_s) / speed_s * 0.98))
             _print(f"{training.num_steps} steps of {1000 * speed_s:.0f} ms")
         if now_s - saved_s > _SAVE_S:
-            _save(state_file, training.state())
+            keep()
             saved_s = now_s
         return task.steps is None and now_s > end_s
 
     losses = train(training, progress, each)
-    _save(state_file, training.state())
+    keep()
     shown = [sum(losses[i : i + 20]) / len(losses[i : i + 20]) for i in range(0, len(losses), max(20, len(losses) // 8))]
     _print("loss: " + "  ".join(f"{loss:.3f}" for loss in shown))
 
