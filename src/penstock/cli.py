@@ -25,6 +25,7 @@ from penstock.commands.arguments import (
     max_model_len_flag,
     model_flag,
     new_file,
+    positive,
     sampling_flags,
     sampling_of,
     ssd_dir_flag,
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     add_bench(commands)
     _add_cache(commands)
+    _add_train_mtp(commands)
     _add_doctor(commands)
     return parser
 
@@ -222,6 +224,44 @@ def _cache(args: argparse.Namespace) -> int:
     from penstock.commands.cache import Job, run_cache
 
     return run_cache(Job(args.action, Path(args.kv_offload_ssd_dir), args.yes, args.json))
+
+
+def _add_train_mtp(commands: Any) -> None:
+    about = "Train a multi-token-prediction head, which proposes tokens for speculative decoding, on what the model itself writes."
+    parser = commands.add_parser("train-mtp", help="train a draft head for a model", description=about, parents=[engine_flags()])
+    parser.set_defaults(max_batch=256, kv_offload=False)
+    group = parser.add_argument_group("training")
+    group.add_argument("--out", required=True, metavar="DIR", help="where the head goes: head.safetensors and config.json")
+    group.add_argument("--minutes", type=float, default=6.0, metavar="X", help="for all of it: 40 %% of them for writing text")
+    group.add_argument("--steps", type=positive, metavar="N", help="of training (unset: as many as the time allows)")
+    group.add_argument("--text", metavar="FILE", help="learn from this text instead of what the model writes")
+    group.add_argument("--tokens", type=positive, default=6_000_000, metavar="N", help="of text at most")
+    group.add_argument(
+        "--draft-vocab", type=int, default=16384, metavar="N", help="tokens that the head can propose, the most frequent; 0: all"
+    )
+    group.add_argument("--depth", type=positive, default=3, metavar="N", help="tokens ahead that the head is trained for")
+    group.add_argument("--batch-tokens", type=positive, default=16384, metavar="N", help="of one training step")
+    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest")
+    group.add_argument("--text-len", type=positive, default=512, metavar="N", help="tokens of one text at most")
+    group.add_argument(
+        "--work", metavar="DIR", help="keep text and training state there, and go on from them (unset: in --out until the end)"
+    )
+    parser.set_defaults(run=_train_mtp)
+
+
+def _train_mtp(args: argparse.Namespace) -> int:
+    if args.draft_vocab < 0:
+        raise ConfigError(f"--draft-vocab must be 0 or more, got {args.draft_vocab}")
+    for name in ("minutes", "learning_rate"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    config = config_of(args)
+    from penstock.commands.train_mtp import TrainTask, train_mtp
+    from penstock.speculation.training import TrainingConfig
+
+    training = TrainingConfig(args.depth, args.batch_tokens, args.learning_rate, max_len=args.text_len, seed=args.seed)
+    text, work = (None if path is None else Path(path) for path in (args.text, args.work))
+    return train_mtp(config, TrainTask(Path(args.out), args.minutes, args.steps, text, args.tokens, args.draft_vocab, work, training))
 
 
 def _add_doctor(commands: Any) -> None:

@@ -22,8 +22,9 @@ WITHOUT_INIT = ("penstock.kv", "penstock.engine")  # packages whose __init__ is 
 LAYERS = (
     ("penstock + penstock.contract + penstock.config + penstock.errors + penstock.figures + penstock.observe",),
     ("penstock.lanes", "penstock.kv.blocks", "penstock.kv.memory", "penstock.models", "penstock.engine.scheduling"),
+    ("penstock.speculation",),
     ("penstock.kv.transfer", "penstock.engine.execution"),
-    ("penstock.kv.tiers", "penstock.engine.speculation"),
+    ("penstock.kv.tiers",),
     ("penstock.kv.pager", "penstock.kv.cache + penstock.kv.build", "penstock.sanitizer"),
     (
         " + ".join(
@@ -36,7 +37,8 @@ LAYERS = (
 )
 NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}  # storage works without the engine, which asks its door
 ONLY = {"penstock.connectors": "penstock.kv", "penstock.sanitizer": "penstock.sanitizer"}  # and the base
-NO_TORCH = (*LAYERS[0][0].split(" + "), "penstock.kv.blocks", "penstock.engine.scheduling", "penstock.sanitizer")
+PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("propose", "ngram", "length", "runner"))
+NO_TORCH = (*LAYERS[0][0].split(" + "), "penstock.kv.blocks", "penstock.engine.scheduling", "penstock.sanitizer", *PURE_SPECULATION)
 TORCH_CUDA = (
     "penstock.lanes.cuda",
     "penstock.kv.memory",

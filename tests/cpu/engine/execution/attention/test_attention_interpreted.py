@@ -18,10 +18,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-LEAST = {"attention": 40, "layers": 20, "sampling": 16}  # tests that have to pass in each file, so that none is skipped unseen
+# Tests that have to pass in each file, so that none is skipped unseen.
+LEAST = {
+    "attention": ("test_attention_kernels.py", 40),
+    "layers": ("test_layers_kernels.py", 20),
+    "sampling": ("test_sampling_kernels.py", 16),
+    "acceptance": ("test_accept_cuda.py", 22),
+}
 
 
-@pytest.mark.parametrize(("name", "least"), [(f"test_{what}_kernels.py", num) for what, num in LEAST.items()], ids=LEAST)
+@pytest.mark.parametrize(("name", "least"), LEAST.values(), ids=LEAST)
 def test_the_kernels_agree_with_the_reference_when_interpreted(name: str, least: int) -> None:
     """The folder's conftest is left out: it skips everything where there is no GPU."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}

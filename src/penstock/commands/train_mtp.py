@@ -1,0 +1,364 @@
+"""`penstock train-mtp`: a multi-token-prediction head for a model, trained on what the model itself writes. Owns the order of the work and
+its files; the mathematics is `speculation/training.py`."""
+
+from __future__ import annotations
+
+import queue
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.commands.progress import ProgressBar
+from penstock.commands.session import running_engine
+from penstock.commands.train_prompts import about_text, is_held_out, questions, shared_prefix
+from penstock.config import Config
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.engine.build import device_for
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError, StepFailed
+from penstock.models.decoder import Decoder
+from penstock.models.layers import TorchLayerOps
+from penstock.models.loader import load_model
+from penstock.models.progress import Progress
+from penstock.speculation.mtp import TENSORS_FILE, write_head
+from penstock.speculation.training import (
+    Acceptance,
+    Batch,
+    Text,
+    Trainable,
+    Training,
+    TrainingConfig,
+    batches,
+    measured_acceptance,
+    token_counts,
+    train,
+)
+from penstock.speculation.vocab import DraftVocab
+
+WRITING = 0.4  # share of the time for the text
+MEASURING = 0.06  # and for measuring at the end
+_MIN_TRAIN_VOCAB = 16384  # tokens that a head is trained over at least: smaller draft vocabularies are cut from it
+_MEASURED_VOCABS = (4096, 8192, 16384)
+_SAVE_S = 60.0
+_SPEED_STEPS = (4, 16)  # between these the speed is measured, from which the number of steps follows
+_TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)
+_WAIT_S = 60.0  # for any request to end
+_CUDA_KV_GIB = 16.0  # of the engine that writes
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTask:
+    """What was asked for."""
+
+    out: Path
+    minutes: float = 6.0
+    steps: int | None = None  # None: as many as the time allows
+    text_file: Path | None = None
+    max_tokens: int = 6_000_000  # of text
+    draft_vocab: int = 16384  # 0: the whole vocabulary
+    work: Path | None = None  # where text and state are kept; None: inside `out`, and removed at the end
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    training: list[Text]
+    held_out: list[Text]
+
+
+def train_mtp(config: Config, task: TrainTask) -> int:
+    started_s = time.monotonic()
+    work = task.work or task.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    corpus = _corpus(config, task, work, started_s + 60 * task.minutes * WRITING)
+    with ProgressBar() as bar:
+        target = load_target(config, bar)
+        counts = token_counts(corpus.training, target.config.vocab)
+        head = Trainable(target, _training_vocab(counts, task.draft_vocab), task.training.seed)
+        learned = batches(corpus.training, target, task.training, bar)
+        _print(f"{sum(map(_length, corpus.training)):,} tokens of {len(corpus.training):,} texts to learn from; {_since(started_s)}")
+        training = Training(head, learned, task.training, task.steps or 1000)
+        file = work / "state.pt"
+        if file.is_file():
+            training.restore(torch.load(file, map_location=target.device, weights_only=True))
+            _print(f"going on behind step {training.step}")
+
+        def keep() -> None:
+            _save(file, training.state())
+            _write(task, training, counts, {})
+
+        _run(training, task, started_s + 60 * task.minutes * (1 - MEASURING), keep, bar)
+        measured = _measured(head, batches(corpus.held_out, target, task.training, bar), counts, task.draft_vocab)
+    _report(measured, counts, token_counts(corpus.held_out, target.config.vocab), head)
+    _write(task, training, counts, {name: [round(rate, 4) for rate in found.rates] for name, found in measured.items()})
+    _print(f"{task.out / TENSORS_FILE}: {(task.out / TENSORS_FILE).stat().st_size / 1e6:.1f} MB; {_since(started_s)}")
+    if task.work is None:
+        shutil.rmtree(work)
+    return 0
+
+
+def load_target(config: Config, progress: Progress) -> Decoder:
+    """Dense, in plain PyTorch: gradients pass through copies of its layers."""
+    device = device_for(config)
+    wide = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = wide[config.source.dtype]
+    source = replace(config.source, weights="float32" if device.type == "cpu" and dtype == torch.float32 else "auto")
+    model = load_model(source, device, dtype, TorchLayerOps(), progress, config.engine.max_model_len).model
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"a head for architecture {model.config.architecture} is not supported")
+    return model
+
+
+def _training_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
+    return None if size == 0 else _draft_vocab(counts, max(size, _MIN_TRAIN_VOCAB))
+
+
+def _draft_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
+    return None if size == 0 or size >= len(counts) else DraftVocab.most_frequent(counts, size)
+
+
+def _write(task: TrainTask, training: Training, counts: torch.Tensor, acceptance: Mapping[str, Sequence[float]]) -> None:
+    """The head as it is now."""
+    notes = {"text_tokens": int(counts.sum()), "steps": training.step, "seed": task.training.seed, "acceptance": dict(acceptance)}
+    head = training.head
+    write_head(task.out, head.stored(), _draft_vocab(counts, task.draft_vocab), head.target, task.training.depth, notes)
+
+
+def _run(training: Training, task: TrainTask, end_s: float, keep: Callable[[], None], progress: Progress) -> None:
+    """`keep` is called now and then: a run that is ended leaves a head, and can be continued."""
+    first, began_s, saved_s = training.step, 0.0, time.monotonic()
+
+    def each(training: Training) -> bool:
+        nonlocal began_s, saved_s
+        now_s, done = time.monotonic(), training.step - first
+        if done == _SPEED_STEPS[0]:
+            began_s = now_s
+        if done == _SPEED_STEPS[1] and task.steps is None:
+            speed_s = (now_s - began_s) / (_SPEED_STEPS[1] - _SPEED_STEPS[0])
+            training.num_steps = training.step + max(1, int((end_s - now_s) / speed_s * 0.98))
+            _print(f"{training.num_steps} steps of {1000 * speed_s:.0f} ms")
+        if now_s - saved_s > _SAVE_S:
+            keep()
+            saved_s = now_s
+        return task.steps is None and now_s > end_s
+
+    losses = train(training, progress, each)
+    keep()
+    shown = [sum(losses[i : i + 20]) / len(losses[i : i + 20]) for i in range(0, len(losses), max(20, len(losses) // 8))]
+    _print("loss: " + "  ".join(f"{loss:.3f}" for loss in shown))
+
+
+def _save(file: Path, state: Mapping[str, Any]) -> None:
+    """Whole or not at all: a run may be ended at any time."""
+    partial = file.with_suffix(".partial")
+    torch.save(dict(state), partial)
+    partial.replace(file)
+
+
+# ---------------------------------------------------------------------------------------------------------------- acceptance
+
+
+def _measured(head: Trainable, held_out: Sequence[Batch], counts: torch.Tensor, chosen: int) -> dict[str, Acceptance]:
+    """By draft vocabulary, the chosen one among them; one place further than the head was unrolled for."""
+    sizes = sorted({size for size in (*_MEASURED_VOCABS, chosen) if 0 < size < len(counts)})
+    vocabs = {str(size): DraftVocab.most_frequent(counts, size).to(head.target.device) for size in sizes}
+    return measured_acceptance(head, held_out, 4, {**vocabs, "full": None})
+
+
+def _report(measured: Mapping[str, Acceptance], counts: torch.Tensor, held_out: torch.Tensor, head: Trainable) -> None:
+    _print("greedy drafts that are kept, on text that was not trained on: 1st, 2nd where the 1st was, and so on")
+    width = head.dims.hidden * head.target.dtype.itemsize
+    for name, found in measured.items():
+        size = len(counts) if name == "full" else int(name)
+        covers = 1.0 if name == "full" else DraftVocab.most_frequent(counts, size).coverage(held_out)
+        _print(f"draft vocabulary {name:>6}  {found.line()}   {size * width / 1e6:.1f} MB of output rows, covers {covers:.1%} of that text")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- text
+
+
+def _corpus(config: Config, task: TrainTask, work: Path, end_s: float) -> Corpus:
+    file = work / "texts.pt"
+    if file.is_file():
+        return _read_corpus(file)
+    with running_engine(_for_writing(config, task)) as engine:
+        if task.text_file is None:
+            corpus = Writer(engine, task, config.engine.max_batch, end_s).write()
+        else:
+            corpus = _from_file(engine, task)
+    if not corpus.training or not corpus.held_out:
+        raise ConfigError("there is too little text to train on and to measure with; give more time, or more text")
+    _save(file, {name: _packed(texts) for name, texts in (("training", corpus.training), ("held_out", corpus.held_out))})
+    return corpus
+
+
+def _for_writing(config: Config, task: TrainTask) -> Config:
+    """Device memory is bounded: the training needs some of it afterwards."""
+    device_gib = config.kv.device_gib
+    if device_gib is None and config.kv.device_blocks is None and device_for(config).type == "cuda":
+        device_gib = _CUDA_KV_GIB
+    return replace(
+        config,
+        kv=replace(config.kv, device_gib=device_gib),
+        engine=replace(config.engine, max_model_len=config.engine.max_model_len or task.training.max_len),
+    )
+
+
+def _packed(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+    return {
+        "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
+        "lengths": torch.tensor([len(text.tokens) for text in texts]),
+        "prompts": torch.tensor([text.num_prompt for text in texts]),
+    }
+
+
+def _read_corpus(file: Path) -> Corpus:
+    stored, found = torch.load(file, weights_only=True), {}
+    for name in ("training", "held_out"):
+        pieces = stored[name]["tokens"].tolist()
+        ends = stored[name]["lengths"].cumsum(0).tolist()
+        starts = [0, *ends[:-1]]
+        prompts = stored[name]["prompts"].tolist()
+        found[name] = [Text(pieces[a:b], prompt) for a, b, prompt in zip(starts, ends, prompts, strict=True)]
+    return Corpus(found["training"], found["held_out"])
+
+
+def _from_file(engine: Engine, task: TrainTask) -> Corpus:
+    """Stretches of a text file. One in twenty is for measuring; the target did not write it, so few of its tokens are the likeliest."""
+    assert task.text_file is not None
+    try:
+        tokens = engine.tokenizer.encode(task.text_file.read_text())[: task.max_tokens]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {task.text_file} cannot be read: {error}") from error
+    size = task.training.max_len
+    pieces = [Text(tokens[i : i + size], 0) for i in range(0, len(tokens), size)]
+    held_out = pieces[::20] if len(pieces) > 1 else []
+    return Corpus([piece for n, piece in enumerate(pieces) if n % 20], held_out)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that is being answered."""
+
+    prompt: list[int]
+    question: str  # "": the target makes up a question itself
+    tokens: list[int] = field(default_factory=list)
+    held_out: bool = False
+
+
+class Writer:
+    """Has the engine write text, as many requests at once as its batch has rows. What was asked and answered is the text."""
+
+    def __init__(self, engine: Engine, task: TrainTask, max_batch: int, end_s: float) -> None:
+        self._engine, self._task, self._end_s = engine, task, end_s
+        self._most_open = 2 * max_batch  # so that a row that gets free is taken at once
+        self._num_asking = 0  # requests under way in which the target makes up a question
+        self._chooser = random.Random(task.training.seed)
+        self._questions = questions(task.training.seed)
+        self._made_up: list[str] = []  # questions of the target's own
+        self._written: list[str] = []  # texts to ask about
+        self._done: queue.SimpleQueue[tuple[_Asked, TokenEvent]] = queue.SimpleQueue()
+        self._opening = self._opening_tokens()
+
+    def write(self) -> Corpus:
+        """Until the time is up or there are enough tokens. What is still being written then counts as far as it is."""
+        found, num_tokens = Corpus([], []), 0
+        open_: dict[int, tuple[str, _Asked]] = {}
+        with ProgressBar() as bar:
+            while num_tokens < self._task.max_tokens and time.monotonic() < self._end_s:
+                while len(open_) < self._most_open:
+                    asked, sampling = self._next()
+                    open_[id(asked)] = (self._engine.submit(asked.prompt, sampling, self._listener(asked)), asked)
+                asked = self._wait_one()
+                del open_[id(asked)]
+                num_tokens += self._take(asked, found)
+                bar("writing text", num_tokens, self._task.max_tokens)
+            for request_id, _ in open_.values():
+                self._engine.cancel(request_id)
+            for _ in range(len(open_)):
+                self._take(self._wait_one(), found)
+        return found
+
+    def _listener(self, asked: _Asked) -> Callable[[TokenEvent], None]:
+        def listen(event: TokenEvent) -> None:
+            asked.tokens.extend(event.tokens)
+            if event.stop_token is not None:
+                asked.tokens.append(event.stop_token)
+            if event.finish is not None:
+                self._done.put((asked, event))
+
+        return listen
+
+    def _wait_one(self) -> _Asked:
+        while True:
+            try:
+                asked, event = self._done.get(timeout=_WAIT_S)
+            except queue.Empty:
+                raise StepFailed(self._engine.ended or f"no text was written for {_WAIT_S:g} s") from None
+            if event.finish is FinishReason.ERROR:
+                raise StepFailed(event.error or "the generation failed")
+            return asked
+
+    def _take(self, asked: _Asked, found: Corpus) -> int:
+        """Keeps it; returns its tokens that count."""
+        text = self._engine.tokenizer.decode([token for token in asked.tokens if token not in self._engine.tokenizer.eos_ids])
+        if not asked.question:
+            self._num_asking -= 1
+            if 8 <= len(text) <= 400:
+                self._made_up.append(text.strip())
+            return 0
+        if len(asked.tokens) < 8:
+            return 0
+        if not asked.held_out and len(text) > 200:
+            self._written = [*self._written[-255:], text]
+        (found.held_out if asked.held_out else found.training).append(Text(asked.prompt + asked.tokens, len(asked.prompt)))
+        return len(asked.tokens)
+
+    def _next(self) -> tuple[_Asked, SamplingParams]:
+        seed = self._chooser.getrandbits(31)
+        if self._opening and len(self._made_up) + self._num_asking < 64:
+            self._num_asking += 1
+            return _Asked(self._opening, ""), SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=seed)
+        kind = self._chooser.random()
+        if self._made_up and kind < 0.5:
+            question = self._made_up.pop()
+        elif self._written and kind < 0.65:
+            question = about_text(self._chooser.choice(self._written), self._chooser)
+        else:
+            question = next(self._questions)
+        held_out = is_held_out(question)
+        temperature = 0.0 if held_out else self._chooser.choice(_TEMPERATURES)
+        prompt = self._encoded(question)
+        room = min(self._task.training.max_len, self._engine.max_model_len) - len(prompt)
+        if room < 16:
+            return self._next()
+        asked = _Asked(prompt, question, held_out=held_out)
+        return asked, SamplingParams(max_tokens=min(room, 256), temperature=temperature, seed=seed)
+
+    def _encoded(self, question: str) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        return tokenizer.encode_chat([{"role": "user", "content": question}]) if tokenizer.has_chat_template else tokenizer.encode(question)
+
+    def _opening_tokens(self) -> list[int]:
+        """What a conversation has before its first question: behind it the target asks itself."""
+        if not self._engine.tokenizer.has_chat_template:
+            return []
+        return shared_prefix(self._encoded("Apple"), self._encoded("7"))
+
+
+def _length(text: Text) -> int:
+    return len(text.tokens)
+
+
+def _since(started_s: float) -> str:
+    return f"{time.monotonic() - started_s:.0f} s after the start"
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,224 @@
+"""A multi-token-prediction head: it guesses the target's next tokens from its last hidden state. Owns the head's weights and files.
+
+    x = fc [norm(hidden), norm(embedding of the next token)]     hidden: the residual stream behind the target's last layer
+    y = one decoder layer of the target's own shape, over x      with KV rows of its own
+    logits = rows of the target's output matrix, by norm(y)      all of them, or those of the draft vocabulary
+
+The entry of token i takes the hidden state of token i - 1, and its logits are a guess at token i + 1. y stands for the hidden state of
+token i, so the same step with y and the guessed token guesses one token further.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from penstock.errors import ModelError
+from penstock.models.architecture import WeightSpec, stack
+from penstock.models.decoder import Decoder
+from penstock.models.fields import Fields
+from penstock.models.forms import Forms, Matrix
+from penstock.models.hashed_file import WeightFile
+from penstock.models.model import ModelConfig, PagedKv, Weight
+from penstock.models.registry import architecture_of
+from penstock.models.weights import empty_formed, empty_weight, listed, put_rows, read_json
+from penstock.speculation.vocab import DraftVocab
+
+CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
+FORMAT, VERSION = "penstock-mtp", 1
+MAX_DEPTH = 16
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")  # of the target
+_MAP_FORMS = ("absolute", "offset")
+
+
+class Guess(NamedTuple):
+    """What one step of the head says of its entries."""
+
+    hidden: Tensor  # [T, hidden]: for the step that goes one token further
+    logits: Tensor  # [T, draft vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """What config.json of a head says."""
+
+    depth: int  # tokens ahead that it was trained for
+    draft_vocab: int  # 0: the whole vocabulary
+    d2t_form: str = "absolute"
+
+
+class MtpHead:
+    """A head on the device of its target, whose embedding and output matrix it shares."""
+
+    def __init__(self, config: HeadConfig, weights: Mapping[str, Weight], vocab: DraftVocab | None, target: Decoder) -> None:
+        self.config, self.vocab = config, vocab
+        self._target = target
+        self._fc, self._hidden_norm, self._embed_norm = weights["fc"], weights["hidden_norm"], weights["embed_norm"]
+        output = target.output if vocab is None else rows_of(target.output, vocab.target_ids.to(target.device))
+        layer = {f"layers.0.{name.removeprefix('layer.')}": weight for name, weight in weights.items() if name.startswith("layer.")}
+        inner = {**layer, "embed": target.embedding, "head": output, "norm": weights["norm"]}
+        self._block = Decoder(head_dims(target.config), inner, target.ops, b"")
+        self.dims = self._block.config
+
+    def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv) -> Guess:
+        """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as its layer 0."""
+        ops, eps = self._target.ops, self.dims.norm_eps
+        both = (
+            ops.rms_norm(hidden, self._hidden_norm, eps),
+            ops.rms_norm(self._target.embed(tokens), self._embed_norm, eps),
+        )
+        inner, residual = self._block.layer(0, ops.linear(torch.cat(both, dim=-1), self._fc), None, kv)
+        state = residual + (inner.sum(dim=0).to(residual.dtype) if inner.dim() == 3 else inner)
+        return Guess(state, self._block.head(inner, residual))
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Every id that leaves the head is one of the target's."""
+        return draft_ids if self.vocab is None else self.vocab.target_ids.to(draft_ids.device)[draft_ids.long()]
+
+
+def head_dims(target: ModelConfig) -> ModelConfig:
+    """One layer of the target's shape; what else its windows say is for its own layers."""
+    return dataclasses.replace(target, num_layers=1, windows=target.windows[-1:], tied_embeddings=False)
+
+
+def head_layout(target: ModelConfig) -> tuple[WeightSpec, ...]:
+    """Every tensor of a head but its map of ids."""
+    hidden = target.hidden
+    layer = architecture_of(target).layer(head_dims(target))
+    return (
+        stack("fc", ("fc", hidden, 2 * hidden)),
+        *(stack(name, (name, hidden)) for name in ("hidden_norm", "embed_norm", "norm")),
+        *(stack(f"layer.{weight.name}", (f"layer.{weight.name}", *weight.shape)) for weight in layer),
+    )
+
+
+def rows_of(output: Weight, ids: Tensor) -> Weight:
+    """The rows `ids` of an output matrix, in its own form."""
+    if not isinstance(output, Matrix):
+        return output.index_select(0, ids)
+    packed, scale, wide = (None if part is None else part.index_select(0, ids) for part in (output.packed, output.scale, output.wide))
+    return Matrix(packed, scale, wide, output.few_rows)
+
+
+def fingerprint(target: Decoder) -> str:
+    """Identity of a target's weights whatever they run in: its shape, and its norms, which every form holds alike, in bfloat16."""
+    state = hashlib.blake2b(digest_size=16, person=b"penstock-mtp")
+    state.update(json.dumps(target_shape(target.config)).encode())
+    for norm in (target.norm, *(norm for layer in target.layers for norm in (layer.attn_norm, layer.ffn_norm))):
+        state.update(norm.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return state.hexdigest()
+
+
+def target_shape(config: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _SHAPE}
+
+
+# -------------------------------------------------------------------------------------------------------------------- files
+
+
+def write_head(
+    directory: Path, tensors: Mapping[str, Tensor], vocab: DraftVocab | None, target: Decoder, depth: int, notes: Mapping[str, Any]
+) -> None:
+    """`tensors` as `head_layout` names them, written in bfloat16. `notes` are for readers: how it was trained, what it reached."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {name: tensor.detach().to(torch.bfloat16).contiguous().cpu() for name, tensor in tensors.items()}
+    if vocab is not None:
+        stored["d2t"] = vocab.target_ids.to(torch.int32).cpu()
+    stated = {
+        "format": FORMAT,
+        "version": VERSION,
+        "depth": depth,
+        "draft_vocab": 0 if vocab is None else len(vocab),
+        "d2t_form": "absolute",
+        "target": target_shape(target.config),
+        "target_fingerprint": fingerprint(target),
+        "notes": dict(notes),
+    }
+    (directory / TENSORS_FILE).write_bytes(safetensors.torch.save(stored))
+    (directory / CONFIG_FILE).write_text(json.dumps(stated, indent=2) + "\n")
+
+
+def read_head(directory: Path, target: Decoder) -> MtpHead:
+    """The head in `directory`, for `target`. Everything that is wrong with it is a ModelError."""
+    file = directory / CONFIG_FILE
+    config = _checked_config(read_json(file), target, str(file))
+    tensors = _read_tensors(directory / TENSORS_FILE)
+    vocab = _vocab(tensors.pop("d2t", None), config, target.config.vocab, str(directory / TENSORS_FILE))
+    _check_tensors(tensors, target.config, directory / TENSORS_FILE)
+    weights = {weight.name: _placed(weight, tensors[weight.name], target) for weight in head_layout(target.config)}
+    return MtpHead(config, weights, vocab, target)
+
+
+def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> HeadConfig:
+    fields = Fields(raw, where)
+    fields.need(raw.get("format") == FORMAT, f"it is no {FORMAT} head, but {raw.get('format')!r}")
+    fields.need(raw.get("version") == VERSION, f"version {raw.get('version')!r} is not known; {VERSION} is")
+    stated, own = fields.section("target"), target_shape(target.config)
+    wrong = [f"{name} is {stated.get(name)!r}, not {value!r}" for name, value in own.items() if stated.get(name) != value]
+    fields.need(not wrong, f"it was trained for another model: {'; '.join(wrong)}")
+    found = raw.get("target_fingerprint")
+    fields.need(found == fingerprint(target), f"it was trained for other weights of the same shape (fingerprint {found})")
+    draft_vocab = 0 if raw.get("draft_vocab") == 0 else fields.count("draft_vocab", most=target.config.vocab)
+    form = raw.get("d2t_form", "absolute")
+    fields.need(form in _MAP_FORMS, f"d2t_form is {form!r}; known are {', '.join(_MAP_FORMS)}")
+    return HeadConfig(fields.count("depth", most=MAX_DEPTH), draft_vocab, form)
+
+
+def _vocab(d2t: Tensor | None, config: HeadConfig, vocab: int, where: str) -> DraftVocab | None:
+    """A smaller vocabulary without its map would be taken for the first ids, and nearly every draft rejected: it is refused."""
+    if (d2t is None) != (config.draft_vocab == 0):
+        raise ModelError(f"{where}: draft_vocab is {config.draft_vocab}, and there is {'no' if d2t is None else 'a'} d2t")
+    if d2t is None:
+        return None
+    made = DraftVocab(d2t, vocab, where) if config.d2t_form == "absolute" else DraftVocab.of_offsets(d2t, vocab, where)
+    if len(made) != config.draft_vocab:
+        raise ModelError(f"{where}: d2t has {len(made)} entries, and draft_vocab is {config.draft_vocab}")
+    return made
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    with WeightFile(path) as file:
+        data = file.read(0, file.num_bytes)
+    try:
+        return safetensors.torch.load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], target: ModelConfig, where: Path) -> None:
+    shapes = {weight.name: weight.shape for weight in head_layout(target)}
+    found = {name: tensor for name, tensor in tensors.items() if name in shapes}
+    sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
+    problems = {
+        "missing tensors": [name for name in shapes if name not in tensors],
+        "unexpected tensors": [name for name in tensors if name not in shapes],
+        "misshapen tensors": [f"{name} is {shape}, expected {right}" for name, shape, right in sized if shape != right],
+        "dtypes other than F32, BF16, F16": [f"{name} is {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in _DTYPES],
+        "tensors that are not finite": [name for name, t in found.items() if t.dtype in _DTYPES and not torch.isfinite(t).all()],
+    }
+    if any(problems.values()):
+        stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
+        raise ModelError(f"the tensors in {where} do not fit the model: {stated}")
+
+
+def _placed(weight: WeightSpec, values: Tensor, target: Decoder) -> Weight:
+    """On the target's device, in the form that the target's own matrices have."""
+    like = target.layers[-1].qkv
+    if isinstance(like, Matrix):
+        forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)
+        room = empty_formed(weight, target.config, forms)
+    else:
+        room = empty_weight(weight, target.device, target.dtype)
+    put_rows(room, slice(None), values)
+    return room

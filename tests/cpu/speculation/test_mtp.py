@@ -1,0 +1,187 @@
+"""A draft head runs as it was trained, and a file that does not fit its target is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from penstock.errors import ModelError
+from penstock.models.model import ModelConfig
+from penstock.speculation import training as training_module
+from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, MtpHead, read_head, write_head
+from penstock.speculation.training import Trainable, hidden_states
+from penstock.speculation.vocab import DraftVocab
+from penstock.testing.contiguous_kv import ContiguousKv
+from penstock.testing.tiny_models import TINY_QWEN3
+from support.mutation import mutated
+from support.tiny_target import SMALL, tiny_target
+
+DEPTH = 3
+TOKENS = torch.tensor([[5, 9, 2, 40, 7, 7, 61, 13, 0, 90]])
+
+
+def saved(folder: Path, dims: ModelConfig = SMALL, module: Any = training_module) -> tuple[Trainable, MtpHead]:
+    """A head that is unlike its target, as it was in training and as it is read back."""
+    target = tiny_target(dims)
+    vocab = DraftVocab(torch.tensor([3, 9, 7, 50, 13, 90, 2]), dims.vocab, "here")
+    head: Trainable = module.Trainable(target, vocab, 0)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for tensor in head.tensors.values():
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05).copy_(tensor.bfloat16())
+    write_head(folder, head.stored(), vocab, target, DEPTH, {})
+    return head, read_head(folder, target)
+
+
+def check_same(head: Trainable, read: MtpHead, entry: int) -> None:
+    """Drafts behind entry `entry`: its own step with the target's hidden state, then on what the head itself guessed."""
+    hidden = hidden_states(head.target, TOKENS)
+    with torch.no_grad():
+        expected = head.unrolled(hidden, TOKENS, DEPTH)
+        kv = ContiguousKv(read.dims, head.target.rope)
+        kv.num_tokens = 1  # entries begin with token 1
+        kv.begin(torch.arange(1, entry + 2, dtype=torch.int32))
+        tokens = TOKENS[0].to(torch.int32)
+        state = hidden[0, : entry + 1]
+        fed = tokens[1 : entry + 2]
+        for s in range(1, DEPTH + 1):
+            if s > 1:
+                kv.begin(torch.tensor([entry + s], dtype=torch.int32))
+            # Keys begin at token 1, so the reference's mask is one to the left of its positions.
+            kv._positions = kv._positions - 1
+            rotated_kv = _Shifted(kv)
+            guess = read.step(state, fed, rotated_kv)
+            torch.testing.assert_close(guess.hidden[-1], expected[s - 1][0, entry], rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(guess.logits[-1], head.logits(expected[s - 1])[0, entry], rtol=2e-4, atol=2e-4)
+            state, fed = guess.hidden[-1:], tokens[entry + s + 1 : entry + s + 2]
+
+
+class _Shifted:
+    """A cache whose first key is that of token 1: positions of rotation are one more than places among its keys."""
+
+    def __init__(self, kv: ContiguousKv) -> None:
+        self._kv = kv
+
+    def rotate_and_write(self, *given: Any) -> Any:
+        self._kv._positions = self._kv._positions + 1
+        try:
+            return self._kv.rotate_and_write(*given)
+        finally:
+            self._kv._positions = self._kv._positions - 1
+
+    def attend(self, *given: Any) -> Any:
+        return self._kv.attend(*given)
+
+
+@pytest.mark.parametrize("dims", [SMALL, TINY_QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("entry", [0, 4])
+def test_a_head_drafts_as_it_was_trained(dims: ModelConfig, entry: int, tmp_path: Path) -> None:
+    check_same(*saved(tmp_path, dims), entry)
+
+
+FAULTS = {
+    "a step does not see its own earlier ones": ("scores += [(q * k).sum(dim=-1, keepdim=True) for k, _ in chain]",
+                                                 "scores += [(q * k).sum(dim=-1, keepdim=True) * 0 - 1e9 for k, _ in chain]"),
+    "an entry sees the one behind it": (".triu(1)", ".triu(2)"),
+    "all steps are at the first one's position": ("torch.arange(s, s + num, device=tokens.device)",
+                                                  "torch.arange(1, 1 + num, device=tokens.device)"),
+    "a step begins with the target's hidden state again": ("x = self._fused(state, ", "x = self._fused(hidden[:, :num], "),
+    "the token before is fed": ("F.embedding(tokens[:, s : s + num]", "F.embedding(tokens[:, s - 1 : s - 1 + num]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_forward_pass_that_drafts_otherwise_is_noticed(fault: str, tmp_path: Path) -> None:
+    with mutated(training_module, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
+        check_same(*saved(tmp_path, module=mutant), 4)
+
+
+def test_ids_that_leave_a_head_are_the_targets(tmp_path: Path) -> None:
+    _, read = saved(tmp_path)
+    assert read.target_ids(torch.tensor([0, 3, 6])).tolist() == [3, 50, 2]
+
+
+# -------------------------------------------------------------------------------------------------------------------- files
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    file = folder / CONFIG_FILE
+    stated = json.loads(file.read_text())
+    change(stated)
+    file.write_text(json.dumps(stated))
+
+
+def restored(folder: Path, change: Any) -> None:
+    file = folder / TENSORS_FILE
+    tensors = safetensors.torch.load(file.read_bytes())
+    change(tensors)
+    file.write_bytes(safetensors.torch.save(tensors))
+
+
+CONFIGS = {
+    "another format": (lambda c: c.update(format="eagle"), "it is no penstock-mtp head"),
+    "a version to come": (lambda c: c.update(version=2), "version 2 is not known"),
+    "another shape": (lambda c: c["target"].update(hidden=48), "hidden is 48, not 32"),
+    "other weights": (lambda c: c.update(target_fingerprint="00"), "trained for other weights"),
+    "no depth": (lambda c: c.update(depth=0), "depth must be a positive whole number"),
+    "a map without a size": (lambda c: c.update(draft_vocab=0), "draft_vocab is 0, and there is a d2t"),
+    "a map of another size": (lambda c: c.update(draft_vocab=8), "d2t has 7 entries, and draft_vocab is 8"),
+    "an unknown form of map": (lambda c: c.update(d2t_form="delta"), "d2t_form is 'delta'"),
+}
+TENSORS = {
+    "no map": (lambda t: t.pop("d2t"), "draft_vocab is 7, and there is no d2t"),
+    "a token outside": (lambda t: t["d2t"].__setitem__(2, 96), "d2t names token 96; the target's go from 0 to 95"),
+    "a token twice": (lambda t: t["d2t"].__setitem__(2, 3), "d2t names token 3 more than once"),
+    "a tensor less": (lambda t: t.pop("fc"), "missing tensors: fc"),
+    "a tensor more": (lambda t: t.update(lm_head=torch.zeros(3)), "unexpected tensors: lm_head"),
+    "another shape": (lambda t: t.update(fc=torch.zeros(32, 32)), "fc is [32, 32], expected [32, 64]"),
+    "whole numbers": (lambda t: t.update(norm=torch.zeros(32, dtype=torch.int32)), "dtypes other than"),
+    "no number": (lambda t: t["norm"].__setitem__(0, torch.nan), "not finite: norm"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> None:
+    change, reason = CONFIGS[case]
+    saved(tmp_path)
+    rewritten(tmp_path, change)
+    with pytest.raises(ModelError) as refused:
+        read_head(tmp_path, tiny_target())
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
+    change, reason = TENSORS[case]
+    saved(tmp_path)
+    restored(tmp_path, change)
+    with pytest.raises(ModelError) as refused:
+        read_head(tmp_path, tiny_target())
+    assert reason in str(refused.value)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / TENSORS_FILE).write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match="damaged"):
+        read_head(tmp_path, tiny_target())
+
+
+def test_a_head_is_of_one_target_and_of_all_forms_of_it(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(ModelError, match="other weights"):
+        read_head(tmp_path, tiny_target(seed=1))
+
+
+def test_a_map_of_offsets_is_made_absolute(tmp_path: Path) -> None:
+    """As EAGLE's checkpoints store it: what is added to each draft id."""
+    saved(tmp_path)
+    restored(tmp_path, lambda t: t.update(d2t=t["d2t"] - torch.arange(7, dtype=torch.int32)))
+    rewritten(tmp_path, lambda c: c.update(d2t_form="offset"))
+    read = read_head(tmp_path, tiny_target())
+    assert read.target_ids(torch.arange(7)).tolist() == [3, 9, 7, 50, 13, 90, 2]
