@@ -109,6 +109,7 @@ def measure(argv: Sequence[str] | None) -> None:
         raise ConfigError("--model is not taken: this measurement makes its own")
     depths = tuple(float(depth) for depth in args.depths.split(","))
     longest = max(args.lengths) + args.needles * (args.tries + 1)
+    args.max_model_len = args.max_model_len or longest
     model = Retrieval(args.layers, args.heads, args.kv_heads, args.head_dim, args.tries, max_position=longest)
     stacks = [haystack(length, args.needles, depths, args.seed + i, model) for i, length in enumerate(args.lengths)]
     rows = []

@@ -1,5 +1,5 @@
-"""Sequences of whose KV only a part is on the device, beside the same with all of it there. Owns what a conversation of two turns shows, and
-the rate of the link in the same run."""
+"""Sequences of whose KV only a part is on the device, beside the same with all of it there. Owns what a conversation of two turns shows,
+and the rate of the link in the same run."""
 
 from __future__ import annotations
 

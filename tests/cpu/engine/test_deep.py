@@ -4,6 +4,7 @@ of them all the same. Everything runs under the sanitizer, with its checks of by
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import types
 from collections.abc import Callable
@@ -84,6 +85,22 @@ def test_deep_requests_and_others_share_steps(make_engine: Make, prompts: Prompt
     run_all(engine)
     for ours, theirs in zip(together, alone, strict=True):
         assert_same(ours, theirs)
+
+
+def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    engine = deep_engine(make_engine, 256)
+    with (tmp_path / "plans").open("w") as file:
+        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+        deep, other = submit(engine, prompts(LONG), max_tokens=20), submit(engine, prompts(30, 2), max_tokens=200)
+        run_all(engine)
+        engine._parts.recorder = None
+    assert len(deep.tokens) == 20 and len(other.tokens) == 200
+    plans = read_recording(tmp_path / "plans").plans
+    both = [plan for plan in plans if any(chunk.request_id == other.request_id for chunk in plan.chunks)]
+    reads = [any(chunk.num_paged for chunk in plan.chunks) for plan in both]
+    assert sum(reads) > 3 and not any(one and next_one for one, next_one in itertools.pairwise(reads))
+    alone = [plan for plan in plans if plan not in both]
+    assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), "nobody waits for nobody"
 
 
 def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts: Prompts) -> None:
@@ -179,6 +196,7 @@ def test_after_a_restart_it_goes_on_from_disk(make_engine: Make, prompts: Prompt
     settle_all(first)
     first.close(timeout_s=20.0)
     engine = deep_engine(make_engine, 384, **disk)
+    engine.cache.cold_tiers["ssd"].calls.store.wait_scanned(20.0)  # type: ignore[attr-defined]
     prompt = [*prompt, *answer.tokens, *prompts(60, seed=7)]
     ours = generate(engine, prompt, max_tokens=20, logprobs=1)
     assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))

@@ -82,6 +82,7 @@ class Scheduler:
         self._num_orders = 0
         self._shortest_first = False
         self._num_looks = 0
+        self._reads_host = True  # in the plan being made
         self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
         self._grace = 0  # how long the room of whoever has ended is kept for its next request
         self._num_plans = 0
@@ -144,8 +145,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. Whoever launches it needs `waits` with it."""
+    def plan(self, reads_host: bool = True) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now. Whoever launches it needs `waits` with it. `reads_host`: it may read KV
+        that deep requests have in host memory, which takes as long as dozens of other steps."""
+        self._reads_host = reads_host
         num_retractions = self.counts.retractions
         self._num_plans += 1
         while self._answered and self._answered[0].until <= self._num_plans:
@@ -159,7 +162,7 @@ class Scheduler:
         room = Room(self._budget, self._ledger.block_tokens, self._times, decodes)
         for track in tracks:
             num_left = track.num_left
-            if num_left == 0 or track.state is not State.RUNNING:
+            if num_left == 0 or track.state is not State.RUNNING or self._stays_out(track):
                 continue
             num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
             if track.is_deep:
@@ -179,6 +182,9 @@ class Scheduler:
         number = self._steps.add(chunks, self._running.tracks)
         self.waits = Waits(draft.after, draft.loads)
         return StepPlan(number, chunks, len(draft.decodes), tuple(draft.starts), tuple(draft.after), tuple(draft.loads))
+
+    def _stays_out(self, track: Track) -> bool:
+        return track.is_deep and not self._reads_host and track.held_table().num_paged > 0
 
     def _in_turn(self) -> Sequence[Track]:
         """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest first: a question about what
@@ -291,7 +297,8 @@ class Scheduler:
 
     def _take_first_tokens(self, track: Track, room: Room) -> None:
         """The step being made computes some of it, where there is time, and nothing has to come first."""
-        num_tokens = 0 if track.state is State.LOADING else room.size(track.num_planned, track.num_left)
+        waits = track.state is State.LOADING or self._stays_out(track)
+        num_tokens = 0 if waits else room.size(track.num_planned, track.num_left)
         if track.is_deep:
             num_tokens = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
         if num_tokens == 0:
