@@ -16,6 +16,7 @@ from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config
 from penstock.engine.build import device_for
 from penstock.engine.engine import Engine
+from penstock.lanes.make import make_lane
 from penstock.models.progress import Progress
 
 NEXT_TOKENS = 64  # that the second turn brings
@@ -108,11 +109,12 @@ def _link_bytes_s(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     source, dest = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=True), torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    lane = make_lane("bench-link", device)
     taken = []
     for _ in range(4):
-        torch.cuda.synchronize()
         started = time.perf_counter()
-        dest.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        lane.submit(lambda: dest.copy_(source, non_blocking=True), label="copy")
+        lane.drain()
         taken.append(time.perf_counter() - started)
+    lane.close()
     return LINK_BYTES / min(taken[1:])
