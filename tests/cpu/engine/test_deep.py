@@ -72,6 +72,7 @@ def test_only_its_last_blocks_are_on_the_device(make_engine: Make, prompts: Prom
         if not engine.step():
             engine.wait_work(1.0)
         most = max(most, engine.cache.stats().slots["device"].active)
+        engine.check()
     assert deep.finish is FinishReason.LENGTH
     assert 256 // 16 - 4 <= most <= 256 // 16, "it used the room it was given, and no more"
 

@@ -1,0 +1,39 @@
+"""`penstock bench deep` on a tiny model: what it shows, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+SIZES = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "40", "--kv-offload-host-gib", "0.05"]
+
+
+def deep(tmp_path: Path, *more: str) -> tuple[int, list[dict[str, float]]]:
+    code = main(["bench", "deep", *SIZES, "--max-batch", "2", "--tokens", "4", "--json", str(tmp_path / "deep.json"), *more])
+    return code, json.loads((tmp_path / "deep.json").read_text())["results"]
+
+
+def test_long_sequences_are_measured_paged_out_and_where_they_fit_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows = deep(tmp_path, "--lengths", "256,1024", "--kv-resident-tokens", "128")
+    assert code == 0
+    assert [(row["length"], row["resident"]) for row in rows] == [(256, 128), (1024, 128), (256, 256)]
+    for row in rows:
+        assert row["prefill_s"] > 0 and row["decode_ms"] > 0 and row["second_s"] > 0
+        assert row["restored"] >= 1 - (64 + 4 + 16) / (row["length"] + 68)
+        assert row["link_ms"] is None, "there is no link beside the CPU"
+    assert "1024" in capsys.readouterr().out
+
+
+def test_without_a_flag_what_does_not_fit_is_paged_out(tmp_path: Path) -> None:
+    _, rows = deep(tmp_path, "--lengths", "1024")
+    assert [(row["length"], row["resident"]) for row in rows] == [(1024, 640)]
+
+
+def test_it_needs_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [*SIZES[:-2], "--no-kv-offload", "--lengths", "256"]
+    assert main(["bench", "deep", *sizes]) == 2
+    assert "bench deep needs --kv-offload" in capsys.readouterr().err
