@@ -257,6 +257,7 @@ def _counts(engine: Engine, submitters: list[Submitter], disturber: Disturber, m
         "generated tokens": stats.generated_tokens,
         **{f"prompt tokens {'' if tier == 'computed' else 'from '}{tier}": num for tier, num in stats.prompt_tokens.items() if num},
         "retractions": stats.retractions,
+        "steps that read host memory": stats.host_steps,
         "promoted blocks": stats.cache["promoted"],
         "evicted blocks": stats.cache["evictions"],
         **{what: mischief[what] for what in (COPIES_FAILED, COPIES_STALLED)},

@@ -289,6 +289,8 @@ def _soak(args: argparse.Namespace) -> int:
         args.kv_offload_host_gib = 0.001 if colder else 0.004
     if args.kv_offload_ssd_dir is not None and args.kv_offload_ssd_gib is None:
         args.kv_offload_ssd_gib = 0.016
+    if args.kv_offload and args.kv_resident_tokens is None and not args.no_prefix_cache:
+        args.kv_resident_tokens = 12 * args.block_tokens  # so that longer requests are paged out
     config = config_of(args)
     from penstock.bench.soak import SoakBench
     from penstock.commands.bench import run_soak

@@ -90,6 +90,7 @@ class Engine:
         self._num_steps = 0
         self._pace = Pace()
         self._host_step = 0, 0.0  # the last one that read KV in host memory: its number, and when it was launched
+        self._num_host_steps = 0
         self._reads_host_s = 0.0  # monotonic; from then on a step may do so, where others run
         num_blocks = sum(sum(counts) for counts in parts.cache.stats().slots.values())
         self._sessions = Sessions(parts.cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
@@ -254,6 +255,7 @@ class Engine:
             resume=self._outbox.resume.copy(),
             load_exposed_s=self._load_exposed_s,
             sessions=self._sessions.figures(),
+            host_steps=self._num_host_steps,
             sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
 
@@ -370,6 +372,7 @@ class Engine:
         running = self._parts.executor.launch(plan, self._parts.scheduler.waits)
         if any(chunk.num_paged for chunk in plan.chunks):
             self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
+            self._num_host_steps += 1
         self._pace.launched(plan)
         self._parts.scheduler.launched(running.fence)
         self._outbox.note_starts(plan.starts)

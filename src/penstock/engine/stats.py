@@ -29,3 +29,4 @@ class EngineStats:
     resume: Histogram
     load_exposed_s: float  # seconds that requests waited for a promotion while nothing else could be computed for them
     sessions: SessionFigures = field(default_factory=SessionFigures)
+    host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there

@@ -40,6 +40,8 @@ class EngineCollector(Collector):
             yield from _traffic(stats.traffic)
             exposed = "Seconds that requests waited for their KV while nothing else was computed."
             yield CounterMetricFamily("penstock_load_exposed_seconds", exposed, value=stats.load_exposed_s)
+        about = "Steps that read KV which deep requests have in host memory."
+        yield CounterMetricFamily("penstock_host_read_steps", about, value=stats.host_steps)
         yield CounterMetricFamily("penstock_retractions", "Running requests that gave up their device slots.", value=stats.retractions)
         blocked = "Seconds that the engine thread spent waiting or in cache calls."
         yield _by_label(CounterMetricFamily, "penstock_engine_blocked_seconds", blocked, "where", stats.blocked_s)
