@@ -72,6 +72,9 @@ class ModelSource:
         _need(self.weights in WEIGHT_FORMS, f"--weights must be one of {', '.join(WEIGHT_FORMS)}, got {self.weights!r}")
 
 
+FEWEST_RESIDENT = 8  # blocks of a deep sequence on the device: what is computed, and what is being saved meanwhile
+
+
 @dataclass(frozen=True, slots=True)
 class KvConfig:
     """The device arena and what is kept in it."""
@@ -85,7 +88,7 @@ class KvConfig:
     def __post_init__(self) -> None:
         _need(self.block_tokens in (8, 16, 32, 64, 128), f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}")
         _need(self.device_gib is None or self.device_blocks is None, "give --device-kv-gib or --device-kv-blocks, not both")
-        fewest = 8 * self.block_tokens
+        fewest = FEWEST_RESIDENT * self.block_tokens
         some = self.resident_tokens is None or self.resident_tokens >= fewest
         _need(some, f"--kv-resident-tokens {self.resident_tokens}: what is computed and what is being saved take at least {fewest} tokens")
         _need(self.device_gib is None or 0 < self.device_gib < math.inf, f"--device-kv-gib must be positive, got {self.device_gib}")

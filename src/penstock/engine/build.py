@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.config import GIB, Config
+from penstock.config import FEWEST_RESIDENT, GIB, Config
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine, EngineParts
 from penstock.engine.execution.attention import Attention
@@ -247,7 +247,7 @@ def _with_deep(budget: Budget, config: Config, num_blocks: int) -> Budget:
     """Sequences that do not fit have half of the device, or what they were given: others find room beside them."""
     resident = config.kv.resident_tokens
     if resident is None:
-        return replace(budget, deep_blocks=num_blocks, resident_blocks=max(1, num_blocks // 2))
+        return replace(budget, deep_blocks=num_blocks, resident_blocks=min(num_blocks, max(FEWEST_RESIDENT, num_blocks // 2)))
     num = min(num_blocks, resident // config.kv.block_tokens)
     return replace(budget, deep_blocks=num, resident_blocks=num)
 
@@ -269,6 +269,8 @@ def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pagea
     size = f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} tokens"
     if not config.offload.enabled or not config.kv.prefix_cache:
         raise ConfigError(f"{size}; raise --device-kv-gib, or let it be paged out with --kv-offload and a prefix cache")
+    if num_blocks < FEWEST_RESIDENT:
+        raise ConfigError(f"{size}; raise --device-kv-gib: what is paged out needs {FEWEST_RESIDENT} blocks there all the same")
     if any(dims.windows):
         raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")
     if num_pageable is not None and blocks_for(wanted, config.kv.block_tokens) > num_pageable:
