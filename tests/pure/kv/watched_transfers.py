@@ -175,7 +175,7 @@ def share_what_was_promoted_for_another(sequencer: Sequencer) -> None:
     world.finish(table, world.compute.record())
     assert seen == ["a"] * 2 * LAYERS, seen
     world.cache.reset(("device",))
-    assert world.cache.match(keys) == (0, 0, False, 0), "nobody waits for what came and went"
+    assert world.cache.match(keys) == Match(0, 0, pending=False), "nobody waits for what came and went"
     world.close()
 
 
