@@ -48,6 +48,11 @@ class Exchange:
     ended_s: float = 0.0
 
     @property
+    def is_anthropic(self) -> bool:
+        """Its answers, errors too, are in the shapes of Anthropic's API."""
+        return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
+
+    @property
     def generating(self) -> bool:
         return self.prompt_tokens > 0
 
@@ -108,7 +113,8 @@ class AccessLog:
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), exchange.id.encode())]
+                names = (ID_HEADER, "request-id") if exchange.is_anthropic else (ID_HEADER,)
+                message["headers"] = [*message.get("headers", ()), *((name.encode(), exchange.id.encode()) for name in names)]
             await send(message)
 
         try:

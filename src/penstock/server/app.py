@@ -120,7 +120,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and not self._is_open(scope) and not self._admits(scope):
-            error = Refused(401, "give the server's API key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+            error = Refused(401, "give the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'", code="invalid_api_key")
             refusal = error_response(error, exchange_of(scope))
             refusal.headers["WWW-Authenticate"] = "Bearer"
             await refusal(scope, receive, send)
@@ -133,9 +133,16 @@ class KeyCheck:
     def _admits(self, scope: Scope) -> bool:
         """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never made text: blanks of HTTP
         are space and tab, and a key may well end in a byte that some alphabet calls blank."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        return hmac.compare_digest(_digest(key.strip(BLANKS)), self._digest) and scheme.lower() == b"bearer"
+        scheme, _, bearer = _only(scope, b"authorization").partition(b" ")
+        keys = (bearer if scheme.lower() == b"bearer" else b"", _only(scope, b"x-api-key"))  # OpenAI's way and Anthropic's
+        found = [hmac.compare_digest(_digest(key.strip(BLANKS)), self._digest) for key in keys]
+        return any(found)
+
+
+def _only(scope: Scope, header: bytes) -> bytes:
+    """A header that is there once; empty where it is not, or more than once."""
+    given = [value for name, value in scope["headers"] if name == header]
+    return given[0] if len(given) == 1 else b""
 
 
 def _digest(key: bytes) -> bytes:
