@@ -185,8 +185,8 @@ class Generate:
         data = await read_body(scope, receive, self._service.config)
         given = schema.decode(data, self._kind.body)
         self._service.check_model(given.model)
+        body = self._kind.translate(given, reasons(self._service.config, self._service.engine.tokenizer))
         with in_words_of(self._kind.names):
-            body = self._kind.translate(given, reasons(self._service.config, self._service.engine.tokenizer))
             body.check()
         return Posted(given, body, len(data))
 

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
-from penstock.server.replies import Blocks, Heading, Json, Step, event
+from penstock.server.replies import Blocks, BlockStep, Heading, Json, event
 from penstock.server.schema import (
     CacheHintOptions,
     ChatBody,
@@ -108,7 +108,7 @@ _ROLES: dict[type[_Block], tuple[str, ...]] = {
 }
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
+class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
@@ -177,7 +177,7 @@ class Choice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
-class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
     display: Literal["summarized"] | None = None
@@ -208,11 +208,11 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Everything that a prompt is made of."""
 
     model: str
-    messages: Annotated[list[Turn], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[MessageTurn], msgspec.Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[CustomTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Choice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: str | None = None
@@ -336,7 +336,7 @@ class MessagesReply:
         for step in self._blocks.steps(piece):
             yield from self._write(step)
 
-    def _write(self, step: Step) -> Iterator[Json]:
+    def _write(self, step: BlockStep) -> Iterator[Json]:
         if step.what == "open":
             self._content.append(self._block(step))
             yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(self._content[-1])}
@@ -351,7 +351,7 @@ class MessagesReply:
             block["input"] = _object(self._input)
         yield {"type": "content_block_stop", "index": index}
 
-    def _block(self, step: Step) -> Json:
+    def _block(self, step: BlockStep) -> Json:
         match step.kind:
             case "reasoning":
                 return {"type": "thinking", "thinking": "", "signature": ""}
@@ -360,7 +360,7 @@ class MessagesReply:
         self._input = ""
         return {"type": "tool_use", "id": self._reading.call_id().replace("call_", "toolu_"), "name": step.text, "input": {}}
 
-    def _add(self, step: Step, block: Json) -> Json:
+    def _add(self, step: BlockStep, block: Json) -> Json:
         if step.kind == "call":
             self._input += step.text
             return {"type": "input_json_delta", "partial_json": step.text}

@@ -271,7 +271,7 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
 # ------------------------------------------------------------------------------------------------- answers made of blocks
 
 
-class Step(NamedTuple):
+class BlockStep(NamedTuple):
     """One step in writing an answer that is a row of blocks: each is opened, added to, and closed before the next."""
 
     what: Literal["open", "add", "close"]
@@ -287,7 +287,7 @@ class Blocks:
         self._parser = reading.parser()
         self._kind: Literal["reasoning", "text", "call"] | None = None  # of the block that is open
 
-    def steps(self, piece: ChoiceDelta) -> Iterator[Step]:
+    def steps(self, piece: ChoiceDelta) -> Iterator[BlockStep]:
         parts = self._parser.push(piece.text, last=piece.finish is not None)
         if parts.reasoning:
             yield from self._add("reasoning", parts.reasoning)
@@ -297,26 +297,26 @@ class Blocks:
             if call.name is not None:
                 yield from self._open("call", call.name)
             if call.arguments:
-                yield Step("add", "call", call.arguments)
+                yield BlockStep("add", "call", call.arguments)
         if piece.finish is not None:
             self.finish = "tool_calls" if piece.finish == "stop" and self._parser.num_calls else piece.finish
             if self._kind is None:
                 yield from self._open("text")
             yield from self._close()
 
-    def _add(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[Step]:
+    def _add(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockStep]:
         if self._kind != kind:
             yield from self._open(kind)
-        yield Step("add", kind, text)
+        yield BlockStep("add", kind, text)
 
-    def _open(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[Step]:
+    def _open(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[BlockStep]:
         yield from self._close()
         self._kind = kind
-        yield Step("open", kind, name)
+        yield BlockStep("open", kind, name)
 
-    def _close(self) -> Iterator[Step]:
+    def _close(self) -> Iterator[BlockStep]:
         if self._kind is not None:
-            yield Step("close", self._kind)
+            yield BlockStep("close", self._kind)
 
 
 def event(content: Json) -> bytes:

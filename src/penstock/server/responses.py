@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from penstock.errors import InvalidRequest
-from penstock.server.replies import Blocks, Heading, Json, Step, event, obfuscated
+from penstock.server.replies import Blocks, BlockStep, Heading, Json, event, obfuscated
 from penstock.server.schema import (
     CacheHintOptions,
     ChatBody,
@@ -70,14 +70,14 @@ NAMES = {
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None  # of what we or others gave out before
     logprobs: list[Any] | None = None
 
 
-Content = str | list[Part]
+Content = str | list[ContentPart]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -334,7 +334,7 @@ class ResponsesReply:
             else:
                 yield from self._close(step)
 
-    def _open(self, step: Step) -> Iterator[tuple[str, Json]]:
+    def _open(self, step: BlockStep) -> Iterator[tuple[str, Json]]:
         number = len(self._output)
         prefix = {"text": "msg", "call": "fc", "reasoning": "rs"}[step.kind]
         item: Json = {"id": f"{prefix}_{self._unique}_{number}", "status": "in_progress"}
@@ -351,7 +351,7 @@ class ResponsesReply:
             item["content"].append(_part(step.kind))
             yield "response.content_part.added", {**self._at(item), "part": _part(step.kind)}
 
-    def _add(self, step: Step) -> tuple[str, Json]:
+    def _add(self, step: BlockStep) -> tuple[str, Json]:
         item = self._output[-1]
         if step.kind == "call":
             item["arguments"] += step.text
@@ -360,7 +360,7 @@ class ResponsesReply:
         scores: Json = {"logprobs": []} if step.kind == "text" else {}
         return f"response.{_STREAMED[step.kind]}.delta", {**self._at(item), "delta": step.text, **scores}
 
-    def _close(self, step: Step) -> Iterator[tuple[str, Json]]:
+    def _close(self, step: BlockStep) -> Iterator[tuple[str, Json]]:
         item = self._output[-1]
         item["status"] = "incomplete" if self._blocks.finish == "length" else "completed"
         if step.kind == "call":

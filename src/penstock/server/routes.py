@@ -102,8 +102,8 @@ class Small:
             tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
 
             def reply() -> Response:
+                body = messages.as_counted(given, reasons(self._service.config, tokenizer))
                 with in_words_of(messages.NAMES):
-                    body = messages.as_counted(given, reasons(self._service.config, tokenizer))
                     body.check()
                     return json_response({"input_tokens": len(chat_prompts(tokenizer, body, rules)[0].ids)})
 
