@@ -209,11 +209,12 @@ def examples_of(name: str) -> list[str]:
 
 def page(outcomes: list[Outcome]) -> str:
     today = datetime.datetime.now(datetime.UTC).date()
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     head = (
         "# Clients that were tried\n\nWritten by `make clients`, which installs each client into an environment of its own and runs its\n"
-        "script of [tools/clients](../tools/clients) against a server with the embedded model, on a CPU. Every tool is forced, and every schema\n"
-        f"is strict. One example of each is in [integrations.md](integrations.md). Last run: {today}, Python "
-        f"{sys.version_info.major}.{sys.version_info.minor}.\n\n| client | version | what was run | result |\n|---|---|---|---|\n"
+        "script of [tools/clients](../tools/clients) against a server with the embedded model, on a CPU. Every tool is forced, and\n"
+        "every schema is strict. One example of each is in [integrations.md](integrations.md).\n\n"
+        f"Last run: {today}, Python {python}.\n\n| client | version | what was run | result |\n|---|---|---|---|\n"
     )
     return head + "".join(map(row, outcomes))
 

@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING
 
+import anyio
+import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,6 +28,7 @@ from penstock.server.service import Service
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.loop import EngineLoop
+    from penstock.server.tracing import Tracing
 
 logger = logging.getLogger("penstock.server")
 
@@ -37,6 +40,7 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
     if config.api_key is not None:
         _check_key(config.api_key)
     service = Service(engine, loop, config)
+    tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -48,10 +52,12 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
         finally:
             watcher.cancel()
             await service.wait_stopped()
+            if tracing is not None:
+                await anyio.to_thread.run_sync(tracing.close)
 
     app = Starlette(
         routes=make_routes(service),
-        middleware=_middleware(config, service),
+        middleware=_middleware(config, service, tracing),
         exception_handlers={PenstockError: on_error, HTTPException: on_error, Hangup: on_hangup},
         lifespan=lifespan,
     )
@@ -60,9 +66,18 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
     return app
 
 
-def _middleware(config: ServerConfig, service: Service) -> list[Middleware]:
+def _tracing(config: ServerConfig) -> Tracing | None:
+    """Nothing of OpenTelemetry is imported where nobody asked for it."""
+    if config.otlp_endpoint is None:
+        return None
+    from penstock.server.tracing import Tracing, exporting
+
+    return Tracing(exporting(config.otlp_endpoint))
+
+
+def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None) -> list[Middleware]:
     """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its rules come before the key."""
-    stack = [Middleware(AccessLog, figures=service.figures)]
+    stack = [Middleware(AccessLog, figures=service.figures, tracing=tracing)]
     if config.cors_origins:
         seen = (ID_HEADER, "retry-after")
         methods = ("GET", "POST")

@@ -129,8 +129,9 @@ class RunningRequest:
     def _note(self, events: Iterable[TokenEvent]) -> None:
         exchange = self.exchange
         for event in events:
-            if event.waited_s is not None:
-                exchange.queue_s = max(event.waited_s, exchange.queue_s or 0.0)
+            if event.waited_s is not None and event.waited_s >= (exchange.queue_s or 0.0):
+                exchange.queue_s = event.waited_s
+                exchange.matched_s, exchange.loaded_s = event.matched_s or 0.0, event.loaded_s or 0.0
             if exchange.first_s is None and event.tokens:
                 exchange.first_s = time.monotonic()
 
@@ -199,6 +200,7 @@ class Generate:
         read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
         codec = showing(engine.tokenizer, read_as)
         stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
+        exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
