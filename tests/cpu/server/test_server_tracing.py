@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -133,8 +134,16 @@ def test_a_collector_that_is_not_there_keeps_nobody_waiting() -> None:
 
 
 def test_nothing_of_it_is_imported_without_the_flag() -> None:
-    program = "import sys, penstock.server.run, penstock.cli; print([name for name in sys.modules if name.startswith('opentelemetry')])"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    """In a process of its own: the client of these tests has it imported already."""
+    program = (
+        "import sys; from penstock.config import ServerConfig; from penstock.server.app import make_app; import penstock.cli\n"
+        "from support.scripted_engine import ScriptedEngine, ScriptedLoop\n"
+        "engine = ScriptedEngine(); make_app(engine, ScriptedLoop(engine), ServerConfig())\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert made.stdout.strip() == "[]", made.stderr
 
 
 @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:4318", "grpc://x:4317", "http://", "http://x?a=b"])
