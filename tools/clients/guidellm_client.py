@@ -9,7 +9,7 @@ from pathlib import Path
 from checks import MODEL, URL, check
 
 folder = Path(tempfile.mkdtemp())
-(folder / "prompts.jsonl").write_text('{"prompt": "What is the capital of France? Answer in one word."}\n' * 3)
+(folder / "prompts.jsonl").write_text('{"prompt": "What is the capital of France?", "output_tokens_count": 16}\n' * 3)
 with check("stream"):
     command = [str(Path(sys.executable).parent / "guidellm"), "run", "--profile", "kind=synchronous", "--disable-console-interactive"]
     command += ["--backend", f"kind=openai_http,target={URL},model={MODEL}", "--constraint", "kind=max_requests,count=3"]

@@ -86,7 +86,7 @@ def main() -> int:
         if outcome.why:
             print(f"{outcome.client.name}: {outcome.why}")
     if given.write:
-        PAGE.write_text(page(outcomes))
+        PAGE.write_text(page(outcomes, PAGE.read_text() if PAGE.exists() else ""))
     return int(any(check["ok"] is False for outcome in outcomes for check in outcome.checks))
 
 
@@ -207,7 +207,8 @@ def examples_of(name: str) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- the page
 
 
-def page(outcomes: list[Outcome]) -> str:
+def page(outcomes: list[Outcome], before: str) -> str:
+    """Rows of clients that were not run now stay as they were."""
     today = datetime.datetime.now(datetime.UTC).date()
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     head = (
@@ -216,7 +217,9 @@ def page(outcomes: list[Outcome]) -> str:
         "every schema is strict. One example of each is in [integrations.md](integrations.md).\n\n"
         f"Last run: {today}, Python {python}.\n\n| client | version | what was run | result |\n|---|---|---|---|\n"
     )
-    return head + "".join(map(row, outcomes))
+    rows = {outcome.client.name: row(outcome) for outcome in outcomes}
+    kept = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in before.splitlines() if line.startswith("| ")}
+    return head + "".join(rows.get(client.name) or kept.get(client.name, "") for client in CLIENTS)
 
 
 def row(outcome: Outcome) -> str:

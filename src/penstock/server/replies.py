@@ -288,23 +288,18 @@ class Blocks:
         self._kind: Literal["reasoning", "text", "call"] | None = None  # of the block that is open
 
     def steps(self, piece: ChoiceDelta) -> Iterator[BlockStep]:
-        parts = self._parser.push(piece.text, last=piece.finish is not None)
-        if parts.reasoning:
-            yield from self._add("reasoning", parts.reasoning)
-        if parts.content:
-            yield from self._add("text", parts.content)
-        for call in parts.calls:
-            if call.name is not None:
-                yield from self._open("call", call.name)
-            if call.arguments:
-                yield BlockStep("add", "call", call.arguments)
+        for kind, text in self._parser.push(piece.text, last=piece.finish is not None).row:
+            if kind == "call":
+                yield from self._open("call", text)
+            elif text:
+                yield from self._add("call" if kind == "arguments" else kind, text)
         if piece.finish is not None:
             self.finish = "tool_calls" if piece.finish == "stop" and self._parser.num_calls else piece.finish
             if self._kind is None:
                 yield from self._open("text")
             yield from self._close()
 
-    def _add(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockStep]:
+    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockStep]:
         if self._kind != kind:
             yield from self._open(kind)
         yield BlockStep("add", kind, text)

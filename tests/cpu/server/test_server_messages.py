@@ -156,6 +156,13 @@ def test_calls_are_blocks_and_come_back_with_their_results() -> None:
     assert "Let me see.<tool_call>weather" in prompt and "</tool_call>[tool]21 C[tool]Error: no clock[user]Well?" in prompt
 
 
+def test_blocks_are_in_the_order_in_which_the_model_wrote_them_whole_and_streamed() -> None:
+    with serving(saying('A<tool_call>{"name": "now"}</tool_call>B<tool_call>{"name": "now"}</tool_call>C')) as served:
+        for message in (answer(served, tools=TOOLS), put_together(events(served, tools=TOOLS))):
+            said = [block.get("text") or block["name"] for block in message["content"]]
+            assert said == ["A", "now", "B", "now", "C"]
+
+
 def test_calls_that_are_no_json_are_handed_on_as_text() -> None:
     with serving(saying('<tool_call>{"name": "weather", "arguments": {"city": ')) as served:
         (block,) = answer(served, tools=TOOLS)["content"]
