@@ -18,7 +18,7 @@ const providers = [
   { id: `anthropic:messages:${model}`, label: 'messages', config: { apiBaseUrl: url, apiKey: 'none', max_tokens: 24 } },
 ];
 const tests = [{ vars: { country: 'France' }, assert: [{ type: 'javascript', value: 'output.length > 0' }] }];
-writeFileSync(join(folder, 'config.json'), JSON.stringify({ prompts: ['What is the capital of {{country}}?'], providers, tests }));
+writeFileSync(join(folder, 'config.json'), JSON.stringify({ prompts: ['The capital of {{country}} is'], providers, tests }));
 const env = { ...process.env, PROMPTFOO_DISABLE_TELEMETRY: '1', PROMPTFOO_DISABLE_UPDATE: '1', PROMPTFOO_CONFIG_DIR: folder };
 const words = ['promptfoo', 'eval', '--no-cache', '--no-progress-bar', '-c', join(folder, 'config.json'), '-o', join(folder, 'made.json')];
 try {
