@@ -139,7 +139,7 @@ def tried(client: Client, environments: Path, url: str, tokenizer: str) -> Outco
         return Outcome(client, "", [], f"not installed: {error}"[:300])
     known = {"PENSTOCK_URL": url, "PENSTOCK_MODEL": "smollm2-135m", "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_ROOT": str(ROOT)}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | known
-    checks = ran(command_of(client, folder, HERE / client.script), folder, environment)
+    checks = ran(command_of(client, folder, HERE / client.script), folder, {**environment, "PYTHONPATH": str(HERE)})
     for number, example in enumerate(examples_of(client.name), 1):
         source = folder / f"example{number}{'.mjs' if client.kind == 'npm' else '.py'}"
         source.write_text(example.replace("http://127.0.0.1:8000", url))
@@ -189,8 +189,7 @@ def command_of(client: Client, folder: Path, script: Path) -> list[str]:
 
 
 def ran(command: list[str], folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
-    with_helper = {**environment, "PYTHONPATH": str(HERE)}
-    made = subprocess.run(command, cwd=folder, env=with_helper, capture_output=True, text=True, timeout=TIMEOUT_S)
+    made = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     checks = [json.loads(line.removeprefix("RESULT ")) for line in made.stdout.splitlines() if line.startswith("RESULT ")]
     if not checks or made.returncode or any(check["ok"] is False for check in checks):
         print(made.stdout[-2000:], made.stderr[-4000:], file=sys.stderr)
