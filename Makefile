@@ -22,7 +22,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test soak crash fuzz mutants test-gpu lint format types size trace bench clean
+.PHONY: help setup setup-dev serve chat test clients soak crash fuzz mutants test-gpu lint format types size trace bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make soak       random trouble, minutes long, every answer checked (options: make soak SOAK_S=600 CROWDS=1000)"
 	@echo "make crash      the SSD cache's writers killed hundreds of times, what is left checked (options: make crash KILLS=300 CRASHES=600)"
 	@echo "make fuzz       random requests to every route of a server, every answer checked (options: make fuzz FUZZ_S=600 FUZZ_SEED=7)"
+	@echo "make clients    the clients that people use, each in an environment of its own, against a server; writes docs/clients.md"
 	@echo "make mutants    faults put into copies of the source, and which check finds each, minutes long (ARGS='--only replay')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
@@ -109,6 +110,10 @@ fuzz: setup-dev
 	$(ONE_THREAD) PENSTOCK_FUZZ_S=$(FUZZ_S) PENSTOCK_FUZZ_SEED=$(FUZZ_SEED) PENSTOCK_FUZZ_ROUND=$(FUZZ_ROUND) $(BIN)/python -m pytest -s \
 		-o faulthandler_timeout=0 tests/e2e/server/test_fuzz.py $(ARGS)
 
+# Needs a network; npm and promtool where there are clients that want them. ARGS='--only anthropic' for one of them.
+clients: setup-dev
+	$(ONE_THREAD) PYTHONPATH=src $(BIN)/python tools/clients/run.py --write $(ARGS)
+
 # One fault at a time in a copy of the tree, tested there; writes docs/mutants.md.
 mutants: setup-dev
 	$(BIN)/python tools/mutants.py $(ARGS)
@@ -136,5 +141,5 @@ trace: setup
 	@$(ONE_THREAD) $(BIN)/python tools/trace_request.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
+	rm -rf $(VENV) .clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
 	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,11 +12,29 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from penstock.server import schema
+from penstock.server import messages, responses, schema
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- tables: tools/compatibility.py --write -->", "<!-- end of tables -->"
 BODIES: dict[str, type[Any]] = {"completions": schema.CompletionBody, "chat": schema.ChatBody}
+# Routes of other APIs: each has fields of its own, and values of its own that change nothing.
+DOORS: dict[str, tuple[type[Any], dict[str, schema.Neutral], tuple[str, ...]]] = {
+    "/v1/responses": (responses.ResponsesBody, responses.NEUTRAL, responses.NO_EFFECT),
+    "/v1/messages": (messages.MessagesBody, messages.NEUTRAL, messages.NO_EFFECT),
+    "/v1/messages/count_tokens": (messages.CountTokensBody, messages.NEUTRAL, messages.NO_EFFECT),
+}
+PARTS: dict[str, type[Any]] = {
+    "message": schema.Message,
+    "stream_options": schema.StreamOptions,
+    "cache_hint": schema.CacheHintOptions,
+    "an item of `/v1/responses`": responses.Item,
+    "a tool of `/v1/responses`": responses.FunctionTool,
+    "`text.format` of `/v1/responses`": responses.TextFormat,
+    "a tool of `/v1/messages`": messages.CustomTool,
+    "`tool_choice` of `/v1/messages`": messages.Choice,
+    "`thinking` of `/v1/messages`": messages.ThinkingOptions,
+    **{f"a block of the type `{kind.__struct_config__.tag}`": kind for kind in get_args(messages.Block)},
+}
 # Fields of OpenAI's and vLLM's APIs that the schema has never heard of. One that it learns leaves this list by itself.
 ELSEWHERE = (
     "allowed_token_ids", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
@@ -32,12 +50,15 @@ def tables() -> str:
         "",
         "Fields of OpenAI's or vLLM's that are not known here, and so refused: " + ", ".join(f"`{name}`" for name in unknown) + ".",
     ]
-    parts = {"message": schema.Message, "stream_options": schema.StreamOptions, "cache_hint": schema.CacheHintOptions}
+    for path, (body, neutral, no_effect) in DOORS.items():
+        known = hints(body)
+        lines += ["", f"| field of `{path}` | | |", "|---|---|---|"]
+        lines += [f"| `{field}` | {_cell(field, known, neutral, no_effect)} | {_why(field, neutral)} |" for field in known]
     lines += ["", "| object | fields that are taken | taken as null only |", "|---|---|---|"]
-    for name, kind in parts.items():
+    for name, kind in PARTS.items():
         taken = [field for field, hint in hints(kind).items() if hint is not NoneType]
         null = [field for field, hint in hints(kind).items() if hint is NoneType]
-        lines.append(f"| `{name}` | {_listed(taken)} | {_listed(null)} |")
+        lines.append(f"| {name if ' ' in name else f'`{name}`'} | {_listed(taken)} | {_listed(null)} |")
     return "\n".join(lines)
 
 
@@ -54,20 +75,26 @@ def _rows() -> Iterator[str]:
         yield f"| `{field}` | {' | '.join(cells)} | {_note(field)} |"
 
 
-def _cell(field: str, known: dict[str, Any]) -> str:
+def _cell(
+    field: str, known: dict[str, Any], neutral: dict[str, schema.Neutral] = schema.NEUTRAL, no_effect: tuple[str, ...] = schema.NO_EFFECT
+) -> str:
     if field not in known:
         return "refused"
-    if known[field] is NoneType:
+    if known[field] is NoneType or (field in neutral and not neutral[field].values):
         return "null only"
-    if field in schema.NEUTRAL:
-        return "only " + ", ".join(f"`{json.dumps(value)}`" for value in schema.NEUTRAL[field].values)
-    return "taken, no effect" if field in schema.NO_EFFECT else "yes"
+    if field in neutral:
+        return "only " + ", ".join(f"`{json.dumps(value)}`" for value in neutral[field].values)
+    return "taken, no effect" if field in no_effect else "yes"
 
 
 def _note(field: str) -> str:
     if field == "response_format":
         return "types: " + ", ".join(f"`{name}`" for name in _types(get_type_hints(schema.ChatBody)[field]))
-    return schema.NEUTRAL[field].why if field in schema.NEUTRAL else ""
+    return _why(field, schema.NEUTRAL)
+
+
+def _why(field: str, neutral: dict[str, schema.Neutral]) -> str:
+    return neutral[field].why if field in neutral else ""
 
 
 def _types(hint: Any) -> list[str]:

@@ -6,6 +6,7 @@ Commands are imported when they run, so that `--help` and argument errors need n
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -96,6 +97,11 @@ def _add_serve(commands: Any) -> None:
     group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
     group.add_argument("--public-metrics", action="store_true", help="with a key: /metrics is answered without it")
     group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)",
+    )
+    group.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model (unset: the name of its file)"
     )
     group.add_argument(
@@ -157,9 +163,20 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
     limits = (args.max_body_bytes, args.max_concurrent, args.shutdown_s, args.read_timeout_s, args.write_timeout_s)
     parsers = {"tool_call_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
+    if args.otlp_endpoint is not None and not _has_opentelemetry():
+        raise ConfigError("--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install 'penstock[otel]'")
     names, origins = tuple(args.served_model_name), tuple(args.cors_origin)
     server = ServerConfig(
-        args.host, args.port, api_key, *limits, args.allow_special_tokens_in_text, names, origins, args.public_metrics, **parsers
+        args.host,
+        args.port,
+        api_key,
+        *limits,
+        args.allow_special_tokens_in_text,
+        names,
+        origins,
+        args.public_metrics,
+        args.otlp_endpoint,
+        **parsers,
     )
     if None not in (args.served_model, args.model):
         raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
@@ -168,6 +185,14 @@ def _serve(args: argparse.Namespace) -> int:
     from penstock.commands.serve import serve
 
     return serve(config, server, LogSettings(args.log_level, args.log_format))
+
+
+def _has_opentelemetry() -> bool:
+    """Looked for, not imported: without the flag nothing of it is."""
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _add_generate(commands: Any) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError
 
@@ -204,6 +205,7 @@ class ServerConfig:
     served_names: tuple[str, ...] = ()  # what clients call the model; empty: the name that it was loaded under
     cors_origins: tuple[str, ...] = ()  # web pages whose scripts may call; "*": any
     public_metrics: bool = False  # whether /metrics is answered without the key
+    otlp_endpoint: str | None = None  # where spans of requests are sent, by OTLP over HTTP; None: nowhere
     tool_call_parser: ToolCallParser = "auto"  # the format in which the model writes calls of tools; auto: its chat template says
     reasoning_parser: ReasoningParser = "auto"  # whether <think>...</think> is reasoning; auto: where the chat template has it
 
@@ -217,6 +219,10 @@ class ServerConfig:
         _need(len(set(self.served_names)) == len(self.served_names), "--served-model-name gives one name twice")
         for origin in self.cors_origins:
             _need(_ORIGIN.fullmatch(origin) is not None, f"--cors-origin {origin!r} must be * or like https://example.org:8443")
+        if self.otlp_endpoint is not None:
+            url = urlsplit(self.otlp_endpoint)
+            right = url.scheme in ("http", "https") and bool(url.hostname) and not url.query
+            _need(right, f"--otlp-endpoint {self.otlp_endpoint!r} must be like http://127.0.0.1:4318")
         _need(not self.public_metrics or self.api_key is not None, "--public-metrics needs --api-key: without a key everything is public")
         parsers = get_args(ToolCallParser)
         _need(self.tool_call_parser in parsers, f"--tool-call-parser must be one of {', '.join(parsers)}, got {self.tool_call_parser}")

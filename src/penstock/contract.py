@@ -311,6 +311,8 @@ class TokenEvent(NamedTuple):
     source: KvSource | None = None  # on the first event
     error: str | None = None
     waited_s: float | None = None  # on the first event: from its arrival to the first step that it took part in
+    matched_s: float | None = None  # on the first event: of that, what it took to key its prompt and look it up in colder tiers
+    loaded_s: float | None = None  # on the first event: of that, how long it waited for KV from colder tiers
 
 
 Listener = Callable[[TokenEvent], None]

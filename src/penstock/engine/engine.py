@@ -138,7 +138,11 @@ class Engine:
             lease = cache.lease(request.id, prefix) if prefix is not None and request.may_match else None
             if lease is not None:
                 undo.callback(lease.end)
-            run, fail = functools.partial(self._add, request, listener, lease), functools.partial(self._give_up, request, listener, lease)
+            matched_s = time.monotonic() - arrival_s
+            run, fail = (
+                functools.partial(self._add, request, listener, lease, matched_s),
+                functools.partial(self._give_up, request, listener, lease),
+            )
             self._inbox.put(run, fail=fail, only_open=True)
             undo.pop_all()
         return request.id
@@ -299,6 +303,7 @@ class Engine:
         self._inbox.run_some()
         settled = self._settle()
         plan = self._plan()
+        self._outbox.note_lives(self._parts.scheduler.lives)
         launched = None if plan is None else self._launch(plan)
         previous, self._running = self._running, launched
         if previous is not None:
@@ -432,12 +437,12 @@ class Engine:
                 done.set_result(result) if error is None else done.set_exception(error)
         self._flushes = [(save, done) for save, done in self._flushes if not done.done()]
 
-    def _add(self, request: Request, listener: Listener, lease: Lease | None) -> None:
+    def _add(self, request: Request, listener: Listener, lease: Lease | None, matched_s: float) -> None:
         if request.id in self._outbox:
             self._give_up(request, listener, lease, InvalidRequest(f"request id {request.id} is in use"))
             return
         self._parts.scheduler.add(request, lease)  # where it raises, the request was never open
-        self._outbox.open(request.id, listener, request.arrival_s)
+        self._outbox.open(request.id, listener, request.arrival_s, matched_s)
 
     def _give_up(self, request: Request, listener: Listener, lease: Lease | None, error: BaseException) -> None:
         """What was submitted is not added."""

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 class _Open:
     listener: Listener
     arrival_s: float
+    matched_s: float = 0.0  # seconds; the others are instants
+    loading_s: float = 0.0
     started_s: float = 0.0
     last_token_s: float = 0.0
     retracted_s: float = 0.0
@@ -42,8 +44,8 @@ class Outbox:
     def open_ids(self) -> list[str]:
         return list(self._open)
 
-    def open(self, request_id: str, listener: Listener, arrival_s: float) -> None:
-        self._open[request_id] = _Open(listener, arrival_s)
+    def open(self, request_id: str, listener: Listener, arrival_s: float, matched_s: float = 0.0) -> None:
+        self._open[request_id] = _Open(listener, arrival_s, matched_s)
 
     def note_starts(self, starts: Iterable[Start]) -> None:
         """A step that these take part in has been launched. A request that was retracted has started before."""
@@ -54,11 +56,13 @@ class Outbox:
                 entry.started_s = now
 
     def note_lives(self, lives: list[tuple[str, State]]) -> None:
-        """Requests that were retracted or came back since the last call; takes them out of the list."""
+        """Requests that began to load, were retracted or came back since the last call; takes them out of the list."""
         now = time.monotonic()
         for request_id, state in lives:
             entry = self._open.get(request_id)
-            if entry is not None and state is State.RETRACTED:
+            if entry is not None and state is State.LOADING:
+                entry.loading_s = entry.loading_s or now
+            elif entry is not None and state is State.RETRACTED:
                 entry.retracted_s = now
             elif entry is not None:
                 self.resume.add(now - entry.retracted_s)
@@ -78,7 +82,8 @@ class Outbox:
                     self.ttft.add(now - entry.arrival_s)
                 entry.last_token_s = now
             if event.source is not None:
-                event = event._replace(waited_s=entry.started_s - entry.arrival_s)
+                loaded_s = max(0.0, entry.started_s - entry.loading_s) if entry.loading_s else 0.0
+                event = event._replace(waited_s=entry.started_s - entry.arrival_s, matched_s=entry.matched_s, loaded_s=loaded_s)
             if event.finish is not None:
                 del self._open[event.request_id]
             try:

@@ -41,6 +41,7 @@ class TextStream:
 
     def __init__(self, tokenizer: TokenBytes, stops: Sequence[StopString] = (), begins: bool = False) -> None:
         self.first: int | None = None  # which of the consumed tokens began a text
+        self.stopped_by: str | None = None  # the stop string that is complete
         self._tokenizer = tokenizer
         self._begins = begins  # and no token had any text yet
         self._decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
@@ -104,6 +105,7 @@ class TextStream:
             self._matched = [stop.advance(matched, character) for stop, matched in zip(self._stops, self._matched, strict=True)]
             completed = max(matched if matched == stop.length else 0 for stop, matched in zip(self._stops, self._matched, strict=True))
             if completed:
+                self.stopped_by = self._held[end - completed : end]
                 certain, self._held, self._stopped = self._held[: end - completed], "", True
                 return certain
         cut = len(self._held) - max(self._matched)

@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 
 from penstock import __version__
-from penstock.server import schema
+from penstock.server import messages, responses, schema
 
 # Routes with what they are for, and what their bodies are made of. `/` itself is not worth a line.
 ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", schema.ChatBody),
     "/v1/completions": ("post", "Continue a text.", schema.CompletionBody),
+    "/v1/responses": ("post", "Answer a conversation, in the newer words of OpenAI.", responses.ResponsesBody),
+    "/v1/messages": ("post", "Answer a conversation, in the words of Anthropic.", messages.MessagesBody),
+    "/v1/messages/count_tokens": ("post", "How long the prompt of such a conversation is.", messages.CountTokensBody),
     "/v1/models": ("get", "The served model and its adapters.", None),
     "/v1/models/{model}": ("get", "One of them.", None),
     "/v1/load_lora_adapter": ("post", "Load an adapter.", schema.LoadLoraBody),

@@ -7,12 +7,15 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.request_figures import RequestFigures
+
+if TYPE_CHECKING:
+    from penstock.server.tracing import Tracing
 
 logger = logging.getLogger("penstock.access")
 
@@ -43,9 +46,17 @@ class Exchange:
     output_tokens: int = 0
     sources: dict[str, int] = field(default_factory=dict)  # prompt tokens by where their KV came from
     finish: list[str] = field(default_factory=list)  # by choice
-    queue_s: float | None = None  # of the choice that waited longest
+    queue_s: float | None = None  # of the choice that waited longest, from its submit to its first step
+    matched_s: float = 0.0  # of that, to key its prompt and look it up
+    loaded_s: float = 0.0  # of that, for KV from colder tiers
+    submitted_s: float = 0.0
     first_s: float | None = None
     ended_s: float = 0.0
+
+    @property
+    def is_anthropic(self) -> bool:
+        """Its answers, errors too, are in the shapes of Anthropic's API."""
+        return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
 
     @property
     def generating(self) -> bool:
@@ -91,10 +102,13 @@ def exchange_of(scope: Scope) -> Exchange:
 class AccessLog:
     """Outermost: gives every exchange its id and says how it ended, also where no route was reached."""
 
-    def __init__(self, app: ASGIApp, figures: RequestFigures, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, app: ASGIApp, figures: RequestFigures, clock: Callable[[], float] = time.monotonic, tracing: Tracing | None = None
+    ) -> None:
         self._app = app
         self._figures = figures
         self._clock = clock
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +122,8 @@ class AccessLog:
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), exchange.id.encode())]
+                names = (ID_HEADER, "request-id") if exchange.is_anthropic else (ID_HEADER,)
+                message["headers"] = [*message.get("headers", ()), *((name.encode(), exchange.id.encode()) for name in names)]
             await send(message)
 
         try:
@@ -118,6 +133,8 @@ class AccessLog:
             exchange.ended_s = self._clock()
             self._figures.add(exchange)
             _log(exchange)
+            if self._tracing is not None and not (exchange.path in QUIET and exchange.status < 400):
+                self._tracing.add(exchange, scope["headers"])
 
 
 def _log(exchange: Exchange) -> None:

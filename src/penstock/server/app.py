@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING
 
+import anyio
+import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,6 +28,7 @@ from penstock.server.service import Service
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.loop import EngineLoop
+    from penstock.server.tracing import Tracing
 
 logger = logging.getLogger("penstock.server")
 
@@ -37,6 +40,7 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
     if config.api_key is not None:
         _check_key(config.api_key)
     service = Service(engine, loop, config)
+    tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -48,10 +52,12 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
         finally:
             watcher.cancel()
             await service.wait_stopped()
+            if tracing is not None:
+                await anyio.to_thread.run_sync(tracing.close)
 
     app = Starlette(
         routes=make_routes(service),
-        middleware=_middleware(config, service),
+        middleware=_middleware(config, service, tracing),
         exception_handlers={PenstockError: on_error, HTTPException: on_error, Hangup: on_hangup},
         lifespan=lifespan,
     )
@@ -60,9 +66,18 @@ def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlett
     return app
 
 
-def _middleware(config: ServerConfig, service: Service) -> list[Middleware]:
+def _tracing(config: ServerConfig) -> Tracing | None:
+    """Nothing of OpenTelemetry is imported where nobody asked for it."""
+    if config.otlp_endpoint is None:
+        return None
+    from penstock.server.tracing import Tracing, exporting
+
+    return Tracing(exporting(config.otlp_endpoint))
+
+
+def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None) -> list[Middleware]:
     """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its rules come before the key."""
-    stack = [Middleware(AccessLog, figures=service.figures)]
+    stack = [Middleware(AccessLog, figures=service.figures, tracing=tracing)]
     if config.cors_origins:
         seen = (ID_HEADER, "retry-after")
         methods = ("GET", "POST")
@@ -120,7 +135,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and not self._is_open(scope) and not self._admits(scope):
-            error = Refused(401, "give the server's API key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+            error = Refused(401, "give the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'", code="invalid_api_key")
             refusal = error_response(error, exchange_of(scope))
             refusal.headers["WWW-Authenticate"] = "Bearer"
             await refusal(scope, receive, send)
@@ -133,9 +148,16 @@ class KeyCheck:
     def _admits(self, scope: Scope) -> bool:
         """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never made text: blanks of HTTP
         are space and tab, and a key may well end in a byte that some alphabet calls blank."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        return hmac.compare_digest(_digest(key.strip(BLANKS)), self._digest) and scheme.lower() == b"bearer"
+        scheme, _, bearer = _only(scope, b"authorization").partition(b" ")
+        keys = (bearer if scheme.lower() == b"bearer" else b"", _only(scope, b"x-api-key"))  # OpenAI's way and Anthropic's
+        found = [hmac.compare_digest(_digest(key.strip(BLANKS)), self._digest) for key in keys]
+        return any(found)
+
+
+def _only(scope: Scope, header: bytes) -> bytes:
+    """A header that is there once; empty where it is not, or more than once."""
+    given = [value for name, value in scope["headers"] if name == header]
+    return given[0] if len(given) == 1 else b""
 
 
 def _digest(key: bytes) -> bytes:

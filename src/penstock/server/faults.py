@@ -60,6 +60,27 @@ class Fault:
         param = None if self.param is None else shortened(self.param)
         return {"error": {"message": shortened(self.message), "type": self.type, "param": param, "code": self.code}}
 
+    def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
+        """In Anthropic's shape, with the words that its clients look for before they shorten a conversation."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        fields = self.body()["error"]
+        if self.code == "context_length_exceeded":
+            fields["message"] = f"prompt is too long: {fields['message']}"
+        made = {"type": "error", "error": {**fields, "type": kind}}
+        return made if request_id is None else {**made, "request_id": request_id}
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 def shortened(text: str) -> str:
     """Its beginning and its end: a message names the field first, and says last what is wrong with it."""
@@ -96,8 +117,30 @@ def fault_of(error: BaseException) -> Fault:
             return Fault(500, "internal error; the server's log says more", _type_of(500), code="internal")
 
 
-def _http_fault(error: HTTPException) -> Fault:
+# Routes of other servers, by how their paths begin, and why they are not here.
+NOT_HERE = {
+    "/v1/embeddings": "causal models are served for the text that they write, and make no embeddings",
+    "/v1/responses/": "answers are not stored",
+    "/v1/chat/completions/": "answers are not stored",
+    "/v1/messages/batches": "there are no batches: send requests at once, they share steps",
+    "/v1/batches": "there are no batches: send requests at once, they share steps",
+    "/v1/files": "files are not stored",
+    "/v1/audio": "models are served for text",
+    "/v1/images": "models are served for text",
+    "/v1/moderations": "models are served for the text that they write, and judge none",
+    **dict.fromkeys(
+        ("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/pooling"),
+        "causal models are served for the text that they write, and score none",
+    ),
+}
+HERE = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages generate text; GET /openapi.json lists every route"
+
+
+def _http_fault(error: HTTPException, path: str = "") -> Fault:
     message = {404: "there is no such path", 405: "this path does not take that method"}.get(error.status_code, error.detail)
+    why = next((why for start, why in NOT_HERE.items() if path == start or path.startswith(start.rstrip("/") + "/")), None)
+    if error.status_code == 404 and why is not None:
+        message = f"there is no such path here: {why}. {HERE}"
     code = http.HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     return Fault(error.status_code, message, _type_of(error.status_code), code=code, headers=dict(error.headers or {}))
 
@@ -112,10 +155,12 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
 
 
 def error_response(error: BaseException, exchange: Exchange | None = None) -> Response:
-    """The answer; `exchange` is told why, for the log."""
-    fault = fault_of(error)
+    """The answer, in the shape of the API that was asked; `exchange` is told why, for the log."""
+    fault = fault_of(error) if exchange is None or not isinstance(error, HTTPException) else _http_fault(error, exchange.path)
     if exchange is not None:
         exchange.error = shortened(fault.message)
+        if exchange.is_anthropic:
+            return json_response(fault.anthropic(exchange.id), fault.status, fault.headers)
     return json_response(fault.body(), fault.status, fault.headers)
 
 

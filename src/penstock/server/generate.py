@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -16,17 +17,17 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract import TokenEvent
 from penstock.engine.text import stop_strings
-from penstock.errors import PenstockError
-from penstock.server import schema, text
+from penstock.errors import InvalidRequest, PenstockError
+from penstock.server import messages, responses, schema, text
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
 from penstock.server.limits import read_body
-from penstock.server.replies import SSE_DONE, CallingReply, ChatReply, CompletionReply, Reply, heading, obfuscated, sse, usage_of
+from penstock.server.replies import CallingReply, ChatReply, ChunkedReply, CompletionReply, Heading, Reply, heading, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.stream import Generations, while_connected
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
-from penstock.server.tools import AnswerFormat, format_of, showing
+from penstock.server.tools import AnswerFormat, format_of, reasons, showing
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -38,16 +39,58 @@ SCORE_BYTES = 64  # of JSON for one token and one score
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """What makes one generating route differ from the other."""
+    """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are chats in other words."""
 
     body: type[Any]
     prompts: Callable[[TextCodec, Any, Rules], list[Prompt]]
-    reply: Callable[..., Reply]
+    reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
     id_prefix: str
+    translate: Callable[[Any, bool], CompletionBody | ChatBody] = lambda given, reasons: given  # the second: whether the model reasons
+    names: Mapping[str, str] = field(default_factory=dict)  # what a field of the translation is called in what was given
+    queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl")
-CHAT = RouteKind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl")
+class Posted(NamedTuple):
+    """A checked body. Its raw bytes are not kept while the request runs."""
+
+    given: Any
+    body: CompletionBody | ChatBody  # the same, translated
+    num_bytes: int
+
+
+def completion_reply(tokenizer: TextCodec, body: CompletionBody, head: Heading, read_as: AnswerFormat | None) -> Reply:
+    return ChunkedReply(CompletionReply(tokenizer, head, body.num_logprobs), body)
+
+
+def chat_reply(tokenizer: TextCodec, body: ChatBody, head: Heading, read_as: AnswerFormat | None) -> Reply:
+    shapes = ChatReply(tokenizer, head, body.num_logprobs)
+    return ChunkedReply(shapes if read_as is None else CallingReply(shapes, read_as), body)
+
+
+COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, completion_reply, "cmpl-")
+CHAT = RouteKind(ChatBody, text.chat_prompts, chat_reply, "chatcmpl-")
+MESSAGES = RouteKind(
+    messages.MessagesBody,
+    text.chat_prompts,
+    messages.MessagesReply,
+    "msg_",
+    messages.as_chat,
+    messages.NAMES,
+    messages.QUERIES,
+)
+RESPONSES = RouteKind(responses.ResponsesBody, text.chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
+
+
+@contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """A field that is refused has the name that the client gave it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if (name := names.get(error.param or "")) is not None:
+            error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
+            error.param = name
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +129,9 @@ class RunningRequest:
     def _note(self, events: Iterable[TokenEvent]) -> None:
         exchange = self.exchange
         for event in events:
-            if event.waited_s is not None:
-                exchange.queue_s = max(event.waited_s, exchange.queue_s or 0.0)
+            if event.waited_s is not None and event.waited_s >= (exchange.queue_s or 0.0):
+                exchange.queue_s = event.waited_s
+                exchange.matched_s, exchange.loaded_s = event.matched_s or 0.0, event.loaded_s or 0.0
             if exchange.first_s is None and event.tokens:
                 exchange.first_s = time.monotonic()
 
@@ -115,16 +159,18 @@ class Generate:
     def __init__(self, service: Service, kind: RouteKind) -> None:
         self._service = service
         self._kind = kind
+        schema.decoder(kind.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with self._service.open_reading(exchange.unique) as reading:
-            body, num_bytes = await self._read(scope, receive)
+            posted = await self._read(scope, receive)
+            body = posted.body
             reading.widen(body.num_prompts * body.num_choices)
 
             async def work() -> None:
                 kept = await self._service.compile(body.asked())  # for the submits that follow
-                running = await self._service.compute(lambda: self._submit(body, reading, exchange), num_bytes)
+                running = await self._service.compute(lambda: self._submit(posted, reading, exchange), posted.num_bytes)
                 del kept
                 answer = _stream if body.stream else _whole
                 try:
@@ -132,26 +178,29 @@ class Generate:
                 finally:
                     running.settle()
 
-            await while_connected(receive, reading.abandon, work)
+            with in_words_of(self._kind.names):
+                await while_connected(receive, reading.abandon, work)
 
-    async def _read(self, scope: Scope, receive: Receive) -> tuple[CompletionBody | ChatBody, int]:
-        """The checked body, and its size; its raw bytes are not kept while the request runs."""
-        schema.check_query(Request(scope).query_params)
+    async def _read(self, scope: Scope, receive: Receive) -> Posted:
+        schema.check_query(Request(scope).query_params, **self._kind.queries)
         data = await read_body(scope, receive, self._service.config)
-        body = schema.decode(data, self._kind.body)
-        self._service.check_model(body.model)
-        body.check()
-        return body, len(data)
+        given = schema.decode(data, self._kind.body)
+        self._service.check_model(given.model)
+        body = self._kind.translate(given, reasons(self._service.config, self._service.engine.tokenizer))
+        with in_words_of(self._kind.names):
+            body.check()
+        return Posted(given, body, len(data))
 
-    def _submit(self, body: CompletionBody | ChatBody, reading: Generations, exchange: Exchange) -> RunningRequest:
+    def _submit(self, posted: Posted, reading: Generations, exchange: Exchange) -> RunningRequest:
         """On a worker thread where the body is large."""
-        engine = self._service.engine
+        engine, body = self._service.engine, posted.body
         with text.within_context():
             prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
         read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
         codec = showing(engine.tokenizer, read_as)
         stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
+        exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
@@ -161,9 +210,7 @@ class Generate:
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         head = heading(self._kind.id_prefix, reading.id, body.model, body.usage_in_stream)
         exchange.model, exchange.stream = body.model, bool(body.stream)
-        reply = self._kind.reply(engine.tokenizer, head, body.num_logprobs)
-        if read_as is not None:
-            reply = CallingReply(reply, read_as)
+        reply = self._kind.reply(engine.tokenizer, posted.given, head, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)
 
     def _reading(self, body: ChatBody, prompt: Prompt) -> AnswerFormat | None:
@@ -182,7 +229,7 @@ async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: 
 
 def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return ChoiceDelta("".join(piece.text for piece in pieces), tokens, pieces[-1].finish)
+    return ChoiceDelta("".join(piece.text for piece in pieces), tokens, pieces[-1].finish, pieces[-1].stop)
 
 
 async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,8 +237,8 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
-        await _send_chunks(running, send)
-        last = SSE_DONE
+        await _send_events(running, send)
+        last = running.reply.closing(running.usage)
     except PenstockError as error:
         logger.error("a stream ended early: %s", error)
         last = _last_event(running, error)
@@ -204,28 +251,11 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
 def _last_event(running: RunningRequest, error: Exception) -> bytes:
     fault = fault_of(error)
     running.exchange.error = fault.message
-    return sse(fault.body())
+    return running.reply.failed(fault)
 
 
-async def _send_chunks(running: RunningRequest, send: Send) -> None:
-    silent = set(range(len(running.choices)))  # choices that have said nothing yet
+async def _send_events(running: RunningRequest, send: Send) -> None:
     while not running.over:
         pieces = await running.next_pieces()
-        opened = silent & pieces.keys()
-        silent -= opened
-        if data := await running.write(partial(_chunks, running, pieces, opened), pieces.values()):
+        if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
             await send({"type": "http.response.body", "body": data, "more_body": True})
-    if running.body.include_usage:
-        data = sse(running.reply.usage_chunk(running.usage()))
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-def _chunks(running: RunningRequest, pieces: Mapping[int, ChoiceDelta], opened: Collection[int]) -> bytes:
-    """What the choices say now; `opened` are those that say something for the first time."""
-    reply, usage = running.reply, running.usage() if running.body.usage_in_every_chunk else None
-    chunks = []
-    for index, piece in pieces.items():
-        if index in opened and (opening := reply.opening(index)) is not None:
-            chunks.append(opening if usage is None else {**opening, "usage": usage})
-        chunks.append(reply.chunk(index, piece, usage))
-    return b"".join(sse(obfuscated(chunk) if running.body.obfuscate else chunk) for chunk in chunks)

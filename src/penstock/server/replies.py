@@ -1,11 +1,12 @@
-"""The JSON that clients get: choices, chunks, scores and usage in OpenAI's shapes. Owns shapes, not where their content came from."""
+"""The JSON that clients get: choices, chunks, scores and usage in OpenAI's shapes, and what the shapes of other APIs are made of. Owns
+shapes, not where their content came from."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +17,8 @@ from penstock.server.tools import AnswerFormat
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
+    from penstock.server.faults import Fault
+    from penstock.server.schema import Generating
 
 Json = dict[str, Any]
 OBFUSCATION_BYTES = 512  # a chunk without logprobs is smaller than that
@@ -23,7 +26,22 @@ LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON can
 
 
 class Reply(Protocol):
-    """One route's reply to one request."""
+    """One route's answer to one request: whole, or as events of a stream. `usage` is worked out where it is wanted."""
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json: ...
+
+    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
+        """What the choices say now."""
+
+    def closing(self, usage: Callable[[], Json]) -> bytes:
+        """Behind the last of them."""
+
+    def failed(self, fault: Fault) -> bytes:
+        """In place of what would have come: the status line is out."""
+
+
+class ChunkShapes(Protocol):
+    """The objects of one of OpenAI's routes whose streams are chunks of choices."""
 
     def opening(self, index: int) -> Json | None:
         """A chunk to be sent with the first that the choice says, right before it: clients time the first token by it."""
@@ -33,6 +51,34 @@ class Reply(Protocol):
     def usage_chunk(self, usage: Json) -> Json: ...
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json: ...
+
+
+class ChunkedReply:
+    """Chunks of choices in a row, then perhaps the usage, then `[DONE]`."""
+
+    def __init__(self, shapes: ChunkShapes, body: Generating) -> None:
+        self._shapes = shapes
+        self._body = body
+        self._opened: set[int] = set()  # choices that have said something
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
+        return self._shapes.whole(pieces, usage)
+
+    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
+        so_far = usage() if self._body.usage_in_every_chunk else None
+        chunks = []
+        for index, piece in pieces.items():
+            if index not in self._opened and (opening := self._shapes.opening(index)) is not None:
+                chunks.append(opening if so_far is None else {**opening, "usage": so_far})
+            self._opened.add(index)
+            chunks.append(self._shapes.chunk(index, piece, so_far))
+        return b"".join(sse(obfuscated(chunk) if self._body.obfuscate else chunk) for chunk in chunks)
+
+    def closing(self, usage: Callable[[], Json]) -> bytes:
+        return (sse(self._shapes.usage_chunk(usage())) if self._body.include_usage else b"") + SSE_DONE
+
+    def failed(self, fault: Fault) -> bytes:
+        return sse(fault.body())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +98,7 @@ class Heading:
 
 
 def heading(prefix: str, request_id: str, model: str, with_usage: bool) -> Heading:
-    return Heading(f"{prefix}-{request_id}", model, int(time.time()), with_usage)
+    return Heading(f"{prefix}{request_id}", model, int(time.time()), with_usage)
 
 
 class CompletionReply:
@@ -148,7 +194,7 @@ class ChatReply:
 class CallingReply:
     """A chat's reply whose text is taken apart on its way out: reasoning, content, calls."""
 
-    def __init__(self, inner: Reply, reading: AnswerFormat) -> None:
+    def __init__(self, inner: ChunkShapes, reading: AnswerFormat) -> None:
         self._inner = inner
         self._reading = reading
         self._parsers: dict[int, MessageParser] = {}
@@ -220,6 +266,58 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": num_prompt - by_source.get("computed", num_prompt), "kv_source": by_source},
     }
+
+
+# ------------------------------------------------------------------------------------------------- answers made of blocks
+
+
+class BlockStep(NamedTuple):
+    """One step in writing an answer that is a row of blocks: each is opened, added to, and closed before the next."""
+
+    what: Literal["open", "add", "close"]
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""  # what is added; of a call that is opened, its name
+
+
+class Blocks:
+    """Takes an answer apart into blocks as it comes. There is at least one, though it be empty."""
+
+    def __init__(self, reading: AnswerFormat) -> None:
+        self.finish: str | None = None
+        self._parser = reading.parser()
+        self._kind: Literal["reasoning", "text", "call"] | None = None  # of the block that is open
+
+    def steps(self, piece: ChoiceDelta) -> Iterator[BlockStep]:
+        for kind, text in self._parser.push(piece.text, last=piece.finish is not None).row:
+            if kind == "call":
+                yield from self._open("call", text)
+            elif text:
+                yield from self._add("call" if kind == "arguments" else kind, text)
+        if piece.finish is not None:
+            self.finish = "tool_calls" if piece.finish == "stop" and self._parser.num_calls else piece.finish
+            if self._kind is None:
+                yield from self._open("text")
+            yield from self._close()
+
+    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockStep]:
+        if self._kind != kind:
+            yield from self._open(kind)
+        yield BlockStep("add", kind, text)
+
+    def _open(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[BlockStep]:
+        yield from self._close()
+        self._kind = kind
+        yield BlockStep("open", kind, name)
+
+    def _close(self) -> Iterator[BlockStep]:
+        if self._kind is not None:
+            yield BlockStep("close", self._kind)
+
+
+def event(content: Json) -> bytes:
+    """An event that has its name in front, too."""
+    name: str = content["type"]
+    return b"event: " + name.encode() + b"\n" + sse(content)
 
 
 def sse(content: object) -> bytes:

@@ -15,13 +15,14 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.figures import Traffic
-from penstock.server import about, metrics, schema
+from penstock.server import about, messages, metrics, schema
 from penstock.server.adapters import Adapters, adapter_card
 from penstock.server.faults import Refused, json_response
-from penstock.server.generate import CHAT, COMPLETIONS, Generate
+from penstock.server.generate import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Generate, in_words_of
 from penstock.server.limits import read_body
 from penstock.server.service import Service
-from penstock.server.text import check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
+from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
+from penstock.server.tools import reasons
 
 if TYPE_CHECKING:
     from penstock.engine.engine import FlushLevel
@@ -37,6 +38,9 @@ def make_routes(service: Service) -> list[Route]:
     return [
         Route("/v1/completions", Generate(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, CHAT), methods=["POST"]),
+        Route("/v1/responses", Generate(service, RESPONSES), methods=["POST"]),
+        Route("/v1/messages", Generate(service, MESSAGES), methods=["POST"]),
+        Route("/v1/messages/count_tokens", small.count_tokens, methods=["POST"]),
         Route("/v1/models", small.models, methods=["GET"]),
         Route("/v1/models/{model:path}", small.model, methods=["GET"]),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
@@ -89,6 +93,19 @@ class Small:
                 else:
                     tokens = tokenizer.encode(body.prompt, add_special=body.add_special_tokens, most=rules.most)
                 return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.engine.max_model_len})
+
+            return await self._service.compute(reply, num_bytes)
+
+    async def count_tokens(self, request: Request) -> Response:
+        with self._service.side.take(1):
+            given, num_bytes = await self._body(request, messages.CountTokensBody, **messages.QUERIES)
+            tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
+
+            def reply() -> Response:
+                body = messages.as_counted(given, reasons(self._service.config, tokenizer))
+                with in_words_of(messages.NAMES):
+                    body.check()
+                    return json_response({"input_tokens": len(chat_prompts(tokenizer, body, rules)[0].ids)})
 
             return await self._service.compute(reply, num_bytes)
 
@@ -202,8 +219,8 @@ class Small:
             ("key", "needed" if service.config.api_key is not None else "not needed"),
         ]
 
-    async def _body(self, request: Request, kind: type[msgspec.Struct]) -> tuple[Any, int]:
-        schema.check_query(request.query_params)
+    async def _body(self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]) -> tuple[Any, int]:
+        schema.check_query(request.query_params, **queries)
         data = await read_body(request.scope, request.receive, self._service.config)
         body: Any = schema.decode(data, kind)
         self._service.check_model(body.model)

@@ -188,7 +188,7 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
         }
 
     def _check_shared(self) -> None:
-        _check_neutral(self)
+        check_neutral(self, NEUTRAL)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed where stream is true", "stream_options")
         if self.cache_hint is not None:
@@ -198,13 +198,20 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
                 raise InvalidRequest(message, "cache_hint")
 
 
-def _check_neutral(body: Generating) -> None:
+OWN = ("seed", "cache_salt", "priority", "session_id", "cache_hint")  # fields of ours that routes of other APIs take, too
+
+
+def own_fields(body: msgspec.Struct) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in OWN}
+
+
+def check_neutral(body: msgspec.Struct, table: Mapping[str, Neutral]) -> None:
     """Nothing that would change the answer is ignored."""
-    for name, neutral in NEUTRAL.items():
+    for name, neutral in table.items():
         value = getattr(body, name, None)
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral.values):
-            allowed = " or ".join(msgspec.json.encode(one).decode() for one in neutral.values)
-            raise InvalidRequest(f"{name} is not supported by this server, except as {allowed}: {neutral.why}", name)
+            allowed = ", except as " + " or ".join(msgspec.json.encode(one).decode() for one in neutral.values) if neutral.values else ""
+            raise InvalidRequest(f"{name} is not supported by this server{allowed}: {neutral.why}", name)
 
 
 class CompletionBody(Generating, kw_only=True):
@@ -397,21 +404,25 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 _AT = " - at `$"  # msgspec's mark between what is wrong and where
 _AT_KEY = " - at `key` in `$"  # and where it is the name of a field of an object
+_KIND = re.compile(r"Invalid (enum )?value (?P<value>'.*')", re.DOTALL)
 _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
-# Made once: working out what a type allows takes milliseconds.
-_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, PrefetchBody, LoadLoraBody, UnloadLoraBody, NoFields)
-}
+_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
+
+
+def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    """Made once: working out what a type allows takes milliseconds. Generating routes make theirs before the first request."""
+    if kind not in _DECODERS:
+        _DECODERS[kind] = msgspec.json.Decoder(kind)
+    return _DECODERS[kind]
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """`data` as `kind`; anything else is an InvalidRequest that names the field."""
     _check_shape(data)
     try:
-        body: Body = _DECODERS[kind].decode(data)
+        body: Body = decoder(kind).decode(data)
         return body
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
@@ -441,6 +452,15 @@ def _check_shape(data: bytes) -> None:
         raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} lists and objects")
 
 
+def _no_such(path: str) -> str | None:
+    """Why an object of another type than those that are known is refused, where that can be said."""
+    if not path.endswith(".type"):
+        return None
+    if path.startswith("tools["):
+        return "this server runs no tools itself; functions are called by the client"
+    return "this server reads and writes text" if re.search(r"(content|output|system)\[", path) else None
+
+
 def _explain(text: str) -> InvalidRequest:
     what, found, path = text.replace(_AT_KEY, _AT).rpartition(_AT)
     what, path = (what, path.removeprefix(".").removesuffix("`")) if found else (text, "")
@@ -448,6 +468,8 @@ def _explain(text: str) -> InvalidRequest:
         name = f"{path}.{field['field']}" if path else field["field"]
         known = "is required and missing" if field["verb"].startswith("missing") else "is not a field that this server knows"
         return InvalidRequest(f"{name} {known}", name)
+    if (kind := _KIND.fullmatch(what)) and (reason := _no_such(path)):
+        return InvalidRequest(f"{path}: {kind['value']} is not supported here: {reason}", path)
     if what.startswith("Expected `null`"):
         return InvalidRequest(f"{path} is not supported by this server", path)
     return InvalidRequest(f"{path or 'the body'}: {what[0].lower()}{what[1:]}", path or None)

@@ -45,6 +45,7 @@ class ChoiceDelta(NamedTuple):
     text: str
     tokens: tuple[ScoredToken, ...]
     finish: str | None
+    stop: str | None = None  # the stop string that ended it
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.finish)
@@ -176,7 +177,7 @@ class ChoiceText:
                 ended = True
         text = "".join(parts)
         self._shown += len(text)
-        return ChoiceDelta(text, self._release(ended), self.finish)
+        return ChoiceDelta(text, self._release(ended), self.finish, self._stream.stopped_by)
 
     def _open(self, event: TokenEvent) -> str:
         """The echoed prompt, before anything else; it waits for the first event, which has its scores."""

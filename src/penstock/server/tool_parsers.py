@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 _BLANK = " \n\r\t"
 
@@ -22,12 +22,16 @@ class CallDelta(NamedTuple):
     arguments: str = ""
 
 
+PartKind = Literal["reasoning", "text", "call", "arguments"]
+
+
 class Parts(NamedTuple):
     """What some text adds to a message."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    row: tuple[tuple[PartKind, str], ...] = ()  # the same in the order in which it was written; of a call its name
 
 
 class Sink:
@@ -41,18 +45,28 @@ class Sink:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[CallDelta] = []
+        self._row: list[tuple[PartKind, list[str]]] = []
 
     def content(self, text: str) -> None:
         self._content.append(text)
+        self._add("text", text)
 
     def reasoning(self, text: str) -> None:
         self._reasoning.append(text)
+        self._add("reasoning", text)
+
+    def _add(self, kind: PartKind, text: str) -> None:
+        if self._row and self._row[-1][0] == kind != "call":
+            self._row[-1][1].append(text)
+        else:
+            self._row.append((kind, [text]))
 
     def call(self, name: str) -> None:
         if self._is_full:
             self._dropped = True
             return
         self._calls.append(CallDelta(self.num_calls, name))
+        self._add("call", name)
         self.num_calls += 1
 
     @property
@@ -62,6 +76,7 @@ class Sink:
     def arguments(self, text: str) -> None:
         if self._dropped:
             return
+        self._add("arguments", text)
         last = self._calls[-1] if self._calls else None
         if last is not None and last.number == self.num_calls - 1:
             self._calls[-1] = last._replace(arguments=last.arguments + text)
@@ -69,8 +84,9 @@ class Sink:
             self._calls.append(CallDelta(self.num_calls - 1, None, text))
 
     def take(self) -> Parts:
-        parts = Parts("".join(self._content), "".join(self._reasoning), tuple(self._calls))
-        self._content, self._reasoning, self._calls = [], [], []
+        row = tuple((kind, "".join(texts)) for kind, texts in self._row)
+        parts = Parts("".join(self._content), "".join(self._reasoning), tuple(self._calls), row)
+        self._content, self._reasoning, self._calls, self._row = [], [], [], []
         return parts
 
 

@@ -199,6 +199,9 @@ class AnswerFormat(NamedTuple):
         return uuid4().hex[:9] if self.reader == "mistral" else f"call_{uuid4().hex[:24]}"
 
 
+PLAIN = AnswerFormat("none", None, False, False, None)  # all of it is content
+
+
 def format_of(
     asking: ToolRequest, is_formed: bool, config: ServerConfig, tokenizer: TextCodec, prompt: Sequence[int]
 ) -> AnswerFormat | None:
@@ -206,11 +209,17 @@ def format_of(
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
     forced = asking.choice.function.name if isinstance(asking.choice, NamedTool) else None
     reader = "json" if asking.choice == "required" else parser_name(config.tool_call_parser, template) if asking.shown else "none"
-    thinks = not is_formed and (config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and Thinking.end in template))
+    thinks = not is_formed and reasons(config, tokenizer)
     if reader == "none" and forced is None and not thinks:
         return None
     begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(Thinking.begin)
     return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1)
+
+
+def reasons(config: ServerConfig, tokenizer: TextCodec) -> bool:
+    """Whether reasoning may come before an answer."""
+    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    return config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and Thinking.end in template)
 
 
 def parser_name(chosen: str, template: str) -> str:

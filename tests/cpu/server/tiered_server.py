@@ -51,18 +51,18 @@ class Tiered:
 
 
 @contextlib.contextmanager
-def tiered(**settings: Any) -> Iterator[Tiered]:
+def tiered(server: dict[str, Any] | None = None, **settings: Any) -> Iterator[Tiered]:
     engine, sanitizer = build_sanitized(tiny_config(MODEL, **{"host_blocks": NUM_HOST, **settings}))
-    server = HttpServer(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0))
-    thread = threading.Thread(target=server.run, daemon=True)
+    served = HttpServer(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0, **(server or {})))
+    thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
-    until(lambda: server.started, "the server is up")
-    running = Tiered(server.url, engine)
+    until(lambda: served.started, "the server is up")
+    running = Tiered(served.url, engine)
     try:
         yield running
     finally:
         running.http.close()
-        server.should_exit = True
+        served.should_exit = True
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
     check_silent(sanitizer)

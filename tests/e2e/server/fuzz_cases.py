@@ -14,7 +14,7 @@ import msgspec.inspect as mi
 from fuzz_json import BROKEN, HUGE, Pairs, anything, encode, fits, fits_not
 from hypothesis import strategies as st
 
-from penstock.server import schema
+from penstock.server import messages, responses, schema
 from penstock.server.routes import make_routes
 
 MODEL, ADAPTER = "tiny", "steady"  # the adapter that is there from start to end; others come and go
@@ -27,6 +27,9 @@ ROUTES: dict[str, set[str]] = {route.path: set(route.methods or ()) for route in
 BODIES: dict[str, type] = {
     "/v1/completions": schema.CompletionBody,
     "/v1/chat/completions": schema.ChatBody,
+    "/v1/responses": responses.ResponsesBody,
+    "/v1/messages": messages.MessagesBody,
+    "/v1/messages/count_tokens": messages.CountTokensBody,
     "/tokenize": schema.TokenizeBody,
     "/detokenize": schema.DetokenizeBody,
     "/v1/load_lora_adapter": schema.LoadLoraBody,
@@ -38,12 +41,18 @@ BODIES: dict[str, type] = {
 QUERIES: dict[str, dict[str, list[str]]] = {
     "/cache/flush": {"level": ["captured", "visible", "persisted"]},
     "/cache/reset": {"tier": ["device", "host", "ssd", "all"]},
+    "/v1/messages": {"beta": ["true"]},
+    "/v1/messages/count_tokens": {"beta": ["true"]},
 }
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+DOORS = {"/v1/responses": responses.NEUTRAL, "/v1/messages": messages.NEUTRAL}  # of other APIs, with values that change nothing
 HELLO = [{"role": "user", "content": "open the gate"}]
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": MODEL, "prompt": "When the gate opens", "max_tokens": 2, "seed": 1},
     "/v1/chat/completions": {"model": MODEL, "messages": HELLO, "max_tokens": 2, "seed": 1},
+    "/v1/responses": {"model": MODEL, "input": "open the gate", "max_output_tokens": 2, "seed": 1},
+    "/v1/messages": {"model": MODEL, "messages": HELLO, "max_tokens": 2, "seed": 1},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": HELLO},
     "/tokenize": {"prompt": "the dog"},
     "/detokenize": {"tokens": [5, 70, 300]},
     "/v1/load_lora_adapter": {"lora_name": "passing", "lora_path": "a1"},
@@ -59,7 +68,10 @@ RELATED: dict[str, set[str]] = {
     "messages": {"prompt", "session_id"},
     "prompt": {"max_tokens", "session_id"},
     "n": {"n"},
-    "tools": {"prompt"},  # the model is told of them in its prompt, which may be too long then
+    "tools": {"prompt", "messages", "input"},  # the model is told of them in its prompt, which may be too long then
+    "system": {"messages"},
+    "instructions": {"input"},
+    "tool_choice": {"tools"},
 }
 
 
@@ -161,13 +173,41 @@ LEGAL: dict[str, list[Any]] = {
 }
 
 
+TEXT_PARTS = [{"type": "text", "text": "y"}, {"type": "text", "text": "z", "cache_control": {"type": "ephemeral"}}]
+OF_DOOR: dict[str, dict[str, list[Any]]] = {
+    "/v1/responses": {
+        "input": [
+            "open",
+            [{"role": "user", "content": [{"type": "input_text", "text": "y"}]}],
+            [{"role": "user", "content": "na\u00efve"}],
+        ],
+        "instructions": [None, "", "x"],
+        "max_output_tokens": [6, 0, 1, 13],
+        "stream_options": [None, {"include_obfuscation": True}, {}],
+        "tool_choice": [None, "none"],
+        "text": [None, {"format": {"type": "text"}}],
+    },
+    "/v1/messages": {
+        "messages": [HELLO, [{"role": "user", "content": TEXT_PARTS}, {"role": "assistant", "content": "b"}, *HELLO]],
+        "system": [None, "x", TEXT_PARTS],
+        "stop_sequences": [None, [], ["the", " a"]],
+        "metadata": [None, {"user_id": "u"}],
+        "tool_choice": [None, {"type": "none"}],
+        "thinking": [None, {"type": "adaptive"}, {"type": "disabled"}],
+        "cache_control": [None, {"type": "ephemeral", "ttl": "5m"}],
+    },
+}
+
+
 def legal_options(path: str) -> dict[str, list[Any]]:
     """Every field of a generating route with its legal values. One that is new gets those of its type."""
     options = {}
+    table = DOORS.get(path, schema.NEUTRAL)
     for field in mi.type_info(BODIES[path]).fields:
         name = field.encode_name
-        neutral = [None, *schema.NEUTRAL[name].values] if name in schema.NEUTRAL else None
-        options[name] = LEGAL.get(name) or neutral or ([None, True, False] if _is_flag(field.type) else [None])
+        neutral = [None, *table[name].values] if name in table else None
+        own = OF_DOOR.get(path, {}).get(name)
+        options[name] = own or neutral or LEGAL.get(name) or ([None, True, False] if _is_flag(field.type) else [None])
     if path == "/v1/chat/completions":
         options["logprobs"] = [None, True, False]
     return options
@@ -194,7 +234,8 @@ def _drawn(path: str) -> st.SearchStrategy[Case]:
     return st.fixed_dictionaries(choices).map(lambda chosen: legal_case(path, chosen))
 
 
-legal = st.sampled_from(GENERATING).flatmap(_drawn)
+legal_in_choices = st.sampled_from(GENERATING).flatmap(_drawn)
+legal = legal_in_choices | st.sampled_from(sorted(DOORS)).flatmap(_drawn)
 
 
 # ---------------------------------------------------------------------------------------------------------- one wrong field
@@ -318,7 +359,7 @@ def any_route(draw: st.DrawFn) -> Case:
 @st.composite
 def leaving(draw: st.DrawFn) -> Case:
     """A legal request whose client hangs up before, within or after the answer."""
-    case = draw(legal)
+    case = draw(legal_in_choices)
     fields = {**case.fields, "max_tokens": draw(st.sampled_from([1, 30, 100])), "ignore_eos": True}
     return dataclasses.replace(case, body=encode(fields), fields=fields, legal=False, leave_after=draw(st.sampled_from([0, 1, 200, 2000])))
 

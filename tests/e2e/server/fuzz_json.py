@@ -111,7 +111,9 @@ def kinds(kind: mi.Type) -> set[str]:
             return {"int"}
         case mi.FloatType():
             return {"int", "float"}
-        case mi.StrType() | mi.LiteralType():
+        case mi.LiteralType():
+            return {"bool"} if isinstance(kind.values[0], bool) else {"str"}
+        case mi.StrType():
             return {"str"}
         case mi.ListType():
             return {"array"}
@@ -206,6 +208,8 @@ def _outside(kind: mi.IntType) -> Iterator[int]:
 
 def _struct(kind: mi.StructType) -> st.SearchStrategy[Any]:
     required = {field.encode_name: fits(field.type) for field in kind.fields if field.required}
+    if kind.tag_field is not None:
+        required[kind.tag_field] = st.just(kind.tag)
     optional = {field.encode_name: fits(field.type) for field in kind.fields if not field.required}
     return st.fixed_dictionaries(required, optional=optional)
 
@@ -214,6 +218,9 @@ def _broken_struct(kind: mi.StructType) -> st.SearchStrategy[Any]:
     """One of its fields is wrong or missing, or there is one more."""
     whole = _struct(kind)
     ways = [st.tuples(whole, st.text("abc_", min_size=6, max_size=9)).map(lambda both: {**both[0], both[1]: 1})]
+    if (tag := kind.tag_field) is not None:
+        ways.append(whole.map(lambda fields: {**fields, tag: "image"}))
+        ways.append(whole.map(lambda fields: {key: value for key, value in fields.items() if key != tag}))
     for field in kind.fields:
         name = field.encode_name
         ways.append(st.tuples(whole, st.just(name), fits_not(field.type)).map(lambda three: {**three[0], three[1]: three[2]}))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz_cases import GENERATING, MAX_MODEL_LEN, RELATED, Case
+from fuzz_cases import DOORS, GENERATING, MAX_MODEL_LEN, RELATED, Case
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.testing.tiny_models import tiny_tokenizer
@@ -74,6 +74,8 @@ def judge(case: Case, answer: Answer) -> None:
             raise Finding(f"an answer of another shape ({error!r}): {answer.body[:300]!r}") from error
         return
     error = check_error(answer)
+    if case.path in ("/v1/messages", "/v1/messages/count_tokens") and "not valid HTTP" not in error["message"]:
+        need(b'"request_id"' in answer.body, "an error of another API")
     need(not case.legal or status == 429, f"a legal request is refused: {error['message']}")
     _check_named(case, status, error)
     need(("allow" in answer.headers) == (status == 405), "405 says which methods there are, and nothing else does")
@@ -83,7 +85,7 @@ def judge(case: Case, answer: Answer) -> None:
 def check_error(answer: Answer) -> Json:
     need(answer.headers.get("content-type") == "application/json", f"an error of type {answer.headers.get('content-type')}")
     body = strict_json(answer.body)
-    need(isinstance(body, dict) and set(body) == {"error"}, "an error is an object with one key")
+    need(isinstance(body, dict) and set(body) in ({"error"}, {"type", "error", "request_id"}), "an error is OpenAI's or Anthropic's")
     error = body["error"]
     need(isinstance(error, dict) and set(error) == {"message", "type", "param", "code"}, f"an error has four keys, this one {list(error)}")
     need(isinstance(error["message"], str) and error["message"], "an error has a message")
@@ -131,6 +133,8 @@ class Generated:
 
 def generated(case: Case, answer: Answer) -> Generated:
     """What a 200 of a generating route says, streamed or not."""
+    if case.path in DOORS:
+        return of_door(case, answer)
     fields = {name: value for name, value in (case.fields or {}).items() if value is not None}
     chat = case.path == "/v1/chat/completions"
     if fields.get("stream"):
@@ -156,6 +160,64 @@ def generated(case: Case, answer: Answer) -> Generated:
     if usage is not None:
         _check_usage(fields, None if chat else sum(map(len, prompts)), choices, usage)
     return Generated(choices, usage)
+
+
+def of_door(case: Case, answer: Answer) -> Generated:
+    """What a 200 of another API says, in the same words as a choice."""
+    fields = {name: value for name, value in (case.fields or {}).items() if value is not None}
+    if not fields.get("stream"):
+        need(answer.headers.get("content-type") == "application/json", "a reply that is not streamed is JSON")
+        made = strict_json(answer.body)
+    else:
+        need(answer.headers.get("content-type", "").startswith("text/event-stream"), "a stream is a text/event-stream")
+        events = []
+        for event in answer.body.split(b"\n\n")[:-1]:
+            name, _, data = event.partition(b"\n")
+            events.append(strict_json(data.removeprefix(b"data: ")))
+            need(name.decode() == f"event: {events[-1]['type']}", f"an event named {name!r}")
+        made = _message(events) if case.path == "/v1/messages" else _response(events)
+    need(made["model"] == fields["model"], "the reply is of another model")
+    return Generated([_of_message(fields, made) if case.path == "/v1/messages" else _of_response(fields, made)], None)
+
+
+def _message(events: list[Json]) -> Json:
+    need([event["type"] for event in events[-2:]] == ["message_delta", "message_stop"], f"a stream ends with {events[-2:]}")
+    texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    begun = [event["index"] for event in events if event["type"] == "content_block_start"]
+    ended = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    need(begun == ended == [0], f"blocks begin {begun} and end {ended}")
+    return {
+        **events[0]["message"],
+        "content": [{"type": "text", "text": "".join(texts)}],
+        **events[-2]["delta"],
+        "usage": events[-2]["usage"],
+    }
+
+
+def _of_message(fields: Json, made: Json) -> Choice:
+    need(set(made) == {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}, f"a message has {list(made)}")
+    (block,) = made["content"]
+    need(made["usage"]["output_tokens"] <= fields["max_tokens"], f"usage {made['usage']}")
+    need((made["stop_sequence"] is None) == (made["stop_reason"] != "stop_sequence"), "a sequence goes with its reason")
+    for one in fields.get("stop_sequences") or []:
+        need(one not in block["text"], f"{one!r} is in {block['text']!r}")
+    return Choice(block["text"], made["stop_reason"], (), ())
+
+
+def _response(events: list[Json]) -> Json:
+    need([event["sequence_number"] for event in events] == list(range(len(events))), "events are numbered")
+    made = events[-1]["response"]
+    need(events[-1]["type"] in ("response.completed", "response.incomplete"), f"a stream ends with {events[-1]['type']}")
+    texts = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    need(texts == made["output"][0]["content"][0]["text"], "the deltas are not the text")
+    return dict(made)
+
+
+def _of_response(fields: Json, made: Json) -> Choice:
+    (item,) = made["output"]
+    need(made["object"] == "response" and item["status"] == made["status"], f"status {made['status']} and {item['status']}")
+    need(fields.get("max_output_tokens") is None or made["usage"]["output_tokens"] <= fields["max_output_tokens"], f"usage {made['usage']}")
+    return Choice(item["content"][0]["text"], made["status"], (), ())
 
 
 def _events(answer: Answer, options: Json) -> tuple[list[Json], Json | None]:
@@ -355,6 +417,8 @@ def _nothing(case: Case, answer: Answer) -> None:
 
 _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     **dict.fromkeys(GENERATING, lambda case, answer: generated(case, answer) if case.fields else None),
+    **dict.fromkeys(DOORS, lambda case, answer: of_door(case, answer) if case.legal else None),
+    "/v1/messages/count_tokens": _plain(lambda case, reply: set(reply) == {"input_tokens"} and reply["input_tokens"] > 0),
     "/v1/models": _plain(lambda case, reply: reply["object"] == "list" and all(map(_is_card, reply["data"]))),
     "/v1/load_lora_adapter": _plain(_loaded),
     "/v1/unload_lora_adapter": _plain(lambda case, reply: set(reply) == {"id", "object", "deleted"} and reply["deleted"] is True),

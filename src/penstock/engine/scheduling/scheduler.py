@@ -91,7 +91,9 @@ class Scheduler:
         self._went_on = 0.5  # the share of conversations that did so while they were kept, the latest counting most
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
-        self.lives: list[tuple[str, State]] = []  # retractions and resumptions, for whoever times them and clears the list
+        self.lives: list[
+            tuple[str, State]
+        ] = []  # loads that begin, retractions and resumptions, for whoever times them and clears the list
 
     # ------------------------------------------------------------------------------------------------ requests in and out
 
@@ -335,7 +337,9 @@ class Scheduler:
         track.end_prefetch()  # what it still lacks is its load's business
         if track.load is None:
             self._set_off(track)
-        elif track.load.settled:  # there was no room on its way: nobody will say that it is over
+            return True
+        self.lives.append((track.request.id, State.LOADING))
+        if track.load.settled:  # there was no room on its way: nobody will say that it is over
             self._end_load(track, track.load)
         return True
 
