@@ -84,17 +84,17 @@ class Row(NamedTuple):
     most: int  # drafts that there are, or that it can still use
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     drafts: list[int]  # by row
     step_s: float
     plain_s: float  # of the same step without drafts
 
 
-def choose(rows: Sequence[Row], costs: StepCosts, budget: int, other_tokens: int = 0) -> Choice:
+def choose(rows: Sequence[Row], costs: StepCosts, budget: int, other_tokens: int = 0) -> DraftChoice:
     """Drafts for each row: `budget` in all at most, beside `other_tokens` of prompts in the same step."""
     base = len(rows) + other_tokens
     plain_s = costs.of(base)
-    best = Choice([0] * len(rows), plain_s, plain_s)
+    best = DraftChoice([0] * len(rows), plain_s, plain_s)
     if not rows or budget <= 0:
         return best
     worth = _worth(rows)
@@ -110,11 +110,11 @@ def choose(rows: Sequence[Row], costs: StepCosts, budget: int, other_tokens: int
             rate = (len(rows) + gains[num - 1]) / step_s
             if rate > best_rate and step_s <= room_s:
                 best_rate = rate
-                best = Choice(np.bincount(taken[:num] // worth.shape[1], minlength=len(rows)).tolist(), step_s, plain_s)
+                best = DraftChoice(np.bincount(taken[:num] // worth.shape[1], minlength=len(rows)).tolist(), step_s, plain_s)
     return best
 
 
-def begin(rows: Sequence[Row], choice: Choice) -> None:
+def begin(rows: Sequence[Row], choice: DraftChoice) -> None:
     """The step is launched: accounts take it as if no draft were kept, until `settle` says more."""
     for row in rows:
         row.track.spent_s += choice.step_s

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from penstock.speculation import length
-from penstock.speculation.length import MAX_LOSS, Choice, DraftTrack, Row, StepCosts, begin, choose, settle
+from penstock.speculation.length import MAX_LOSS, DraftChoice, DraftTrack, Row, StepCosts, begin, choose, settle
 
 MAX_DRAFTS = 8
 # As measured on two cores: a step of two tokens costs nearly two; four to six cost 1.7.
@@ -73,7 +73,7 @@ def test_where_speculation_loses_there_is_none() -> None:
     assert choose([Row(seasoned(0.1), MAX_DRAFTS)], CPU, budget=64).drafts == [0]
     assert choose([Row(seasoned(0.9), 0)], CPU, budget=64).drafts == [0]
     assert choose([Row(seasoned(0.9), 8)], CPU, budget=0).drafts == [0]
-    assert choose([], CPU, budget=8) == Choice([], CPU.of(0), CPU.of(0))
+    assert choose([], CPU, budget=8) == DraftChoice([], CPU.of(0), CPU.of(0))
 
 
 def test_drafting_costs_by_its_depth() -> None:
@@ -115,7 +115,7 @@ def simulate(costs: StepCosts, kept: Kept, num_rows: int, book: Callable[..., No
     tracks = [DraftTrack(MAX_DRAFTS) for _ in range(num_rows)]
     rows = [Row(track, MAX_DRAFTS) for track in tracks]
     spent, tokens_s = [0.0] * num_rows, [0.0] * num_rows
-    unread: list[tuple[Choice, list[int]]] = []
+    unread: list[tuple[DraftChoice, list[int]]] = []
     for step in range(400):
         choice = choose(rows, costs, budget=64)
         book(rows, choice)
@@ -189,9 +189,9 @@ def test_without_the_account_an_adversary_makes_requests_slower(monkeypatch: pyt
 
 def test_an_account_that_hopes_for_results_that_are_not_read_yet_is_not_enough() -> None:
     """A step is booked when it is launched: by the time its result is read, the next one runs already."""
-    booked: list[tuple[Sequence[Row], Choice]] = []
+    booked: list[tuple[Sequence[Row], DraftChoice]] = []
 
-    def begin_late(rows: Sequence[Row], choice: Choice) -> None:
+    def begin_late(rows: Sequence[Row], choice: DraftChoice) -> None:
         booked.append((rows, choice))
         if len(booked) > 1:
             begin(*booked.pop(0))
