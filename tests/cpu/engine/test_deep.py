@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.recording import Recorder
 from penstock.engine.execution.recording import read as read_recording
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
+from penstock.kv.tiers import saves
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
 
 Make = Callable[..., Engine]
@@ -291,3 +293,31 @@ def test_a_recording_says_that_it_reads_host_memory(make_engine: Make, prompts: 
     recorded = read_recording(tmp_path / "plans")
     assert recorded.colder_from is not None
     assert any(chunk.num_paged for plan in recorded.plans for chunk in plan.chunks)
+
+
+def test_blocks_stay_on_the_device_until_all_that_is_saved_with_them_has_landed(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save lands block by block, and protects its slots to its end."""
+    monkeypatch.setattr(saves, "_PART_BLOCKS", 1)
+    engine = deep_engine(make_engine, 128)
+    copier, may_go_on, stopped = engine.cache.saves.mover.copier, threading.Event(), threading.Event()
+    num_copies = itertools.count(1)
+
+    def copy(*args: Any) -> None:
+        if next(num_copies) == 2:
+            stopped.set()
+            may_go_on.wait(30.0)
+        copier.copy(*args)
+
+    engine.cache.saves.mover.copier = types.SimpleNamespace(copy=copy)  # type: ignore[assignment]
+    prompt = prompts(512)
+    deep = submit(engine, prompt, max_tokens=5, logprobs=1)
+    idle = 0
+    while idle < 5:  # it has computed what there is room for, and waits
+        idle = 0 if engine.step() else idle + 1
+        engine.wait_work(0.01)
+    assert stopped.is_set() and engine.cache.stats().slots["host"].idle >= 1, "the first block of the save has landed"
+    may_go_on.set()
+    run_all(engine)
+    assert_same(deep, generate(full_engine(make_engine), prompt, max_tokens=5, logprobs=1))
