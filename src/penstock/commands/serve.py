@@ -34,6 +34,7 @@ def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
         name = hub_name(config.source.model)
         if name is not None and not server.served_names:
             server = replace(server, served_names=(name,))  # its directory is named after a revision
+        config = fetched(config)
         if server.api_processes == 0:
             return _serve_here(config, server, listener, run)
         from penstock.commands.serve_child import command
@@ -44,9 +45,10 @@ def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
 
 def _serve_here(config: Config, server: ServerConfig, listener: socket, run: ModuleType) -> int:
     """Engine and HTTP in this process."""
+    from penstock.engine.build import check_ahead
     from penstock.engine.loop import EngineLoop
 
-    config = _checked(config)
+    check_ahead(config)
     engine = load_engine(config)
     loop = EngineLoop(engine)
 
@@ -64,26 +66,17 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
 
 def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     """In the engine's process. Fronts are started while it loads."""
-    from penstock.engine.build import device_for
+    from penstock.engine.build import check_ahead, device_for
     from penstock.engine.loop import EngineLoop
     from penstock.server.engine_process import EngineProcess
     from penstock.server.messages import Starting
 
     parent.send(Starting(device_for(setup.config).type))
-    config = _checked(setup.config)
-    engine = load_engine(config)
+    check_ahead(setup.config)
+    engine = load_engine(setup.config)
     loop = EngineLoop(engine)
-    _log_summary(engine, config, setup.server, setup.url)
+    _log_summary(engine, setup.config, setup.server, setup.url)
     return EngineProcess(engine, loop, parent, setup.server.shutdown_s).run(lambda: start_loop(loop))
-
-
-def _checked(config: Config) -> Config:
-    """With the files of its model here, and all that can be said against it before they are read."""
-    from penstock.engine.build import check_ahead
-
-    config = fetched(config)
-    check_ahead(config)
-    return config
 
 
 def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> None:

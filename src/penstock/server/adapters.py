@@ -1,4 +1,4 @@
-"""The routes that load and unload adapters. Owns how many loads there are at once; names, files and weights are the engine's."""
+"""The routes that load and unload adapters. Owns that one comes after another; names, files and weights are the engine's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from penstock.contract import LoadedAdapter
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.faults import Refused, json_response
-from penstock.server.limits import Gate, read_body
-from penstock.server.seats import GateNumber
+from penstock.server.limits import read_body
 from penstock.server.service import Service
-
-NUM_LOADS = 8  # waiting for their turn, or at it
 
 
 class Adapters:
@@ -25,12 +22,11 @@ class Adapters:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._gate = Gate(NUM_LOADS, "adapter loads", service.fronts.count(GateNumber.LOADS))
         self._turn = anyio.CapacityLimiter(1)  # each reads and holds a whole file; the threads for prompts are others
 
     async def load(self, request: Request) -> Response:
         self._check_allowed()
-        with self._gate.take(1):
+        with self._service.loads.take(1):
             body = schema.decode(await self._data(request), schema.LoadLoraBody)
             if body.lora_name in self._service.names:
                 raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")

@@ -37,6 +37,7 @@ WATCH_S = 0.25  # how often a dead loop is looked for
 INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a thread would take longer than the work
 NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
 NUM_SIDE = 32  # tokenise, detokenise and prefetch calls in progress
+NUM_LOADS = 8  # adapters that are loaded, or wait for their turn
 SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
 RESET_TIMEOUT_S = 30.0
 PREFETCH_TIMEOUT_S = 10.0  # for the engine loop to come round and begin it
@@ -62,6 +63,7 @@ class Service:
         self.created = int(self.fronts.started_s)
         self.generations = Gate(config.max_concurrent, "generations", self.fronts.count(GateNumber.GENERATIONS))
         self.side = Gate(NUM_SIDE, "tokenize and prefetch calls", self.fronts.count(GateNumber.SIDE))
+        self.loads = Gate(NUM_LOADS, "adapter loads", self.fronts.count(GateNumber.LOADS))
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._askers = anyio.CapacityLimiter(NUM_WORKERS)
         self._bridge: Bridge | None = None
