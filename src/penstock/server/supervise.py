@@ -101,9 +101,8 @@ class Supervisor:
             raise PenstockError(f"the {wrong[0].name} process {wrong[0].ending()}")
         return 0
 
-    @property
-    def url(self) -> str:
-        return url_of(self.server.host, self.listener)
+    def __post_init__(self) -> None:
+        self.url = url_of(self.server.host, self.listener)
 
     def _is_running(self) -> bool:
         if not self._stopping:
@@ -295,6 +294,7 @@ class Supervisor:
         self._tell_all(messages.Stop(now))
 
     def _tell_all(self, message: messages.Stop) -> None:
+        self.listener.close()  # once the last front has closed it as well, connections are refused instead of left waiting
         for child in self._children():
             if child.process.poll() is None:
                 child.tell(message)
