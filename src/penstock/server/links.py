@@ -302,7 +302,7 @@ class FrontLinks:
             link.adapters_seen = self._adapters_version
             link.tell(messages.Hello(messages.VERSION, facts, spec_of(engine.tokenizer), list(engine.adapters.all())))
             self._links = [*self._links, link]
-        link.start()
+            link.start()
 
     def close(self) -> None:
         """Every request has had its last event. Blocks until the fronts have read theirs, or have had time to."""

@@ -445,6 +445,10 @@ class ManyFronts:
         stats, others = self._engine.stats_and_figures()
         return stats, own.with_others(others)
 
+    def note_connections(self, num: int) -> int:
+        """This front has `num` open; returns what the one with the fewest has."""
+        return self._book.note_connections(self._index, num)
+
     @property
     def engine_pid(self) -> int | None:
         return self._engine.pid

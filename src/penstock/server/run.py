@@ -41,8 +41,6 @@ class HttpServer(uvicorn.Server):
     It has its port from construction on, so that one that is taken is known before anything is started.
     """
 
-    backlog = BACKLOG
-
     def __init__(
         self,
         engine: EngineClient,
@@ -65,7 +63,7 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                backlog=self.backlog,
+                backlog=BACKLOG,
                 # The engine loop ends every request at its own deadline, so that readers are told; this is for those who do not read.
                 timeout_graceful_shutdown=math.ceil(config.shutdown_s + CLOSE_GRACE_S),
             )

@@ -14,11 +14,12 @@ import numpy as np
 
 
 class GateNumber(IntEnum):
-    """The gates of a server."""
+    """The gates of a server. Connections have no limit: they are counted so that fronts get equal shares of them."""
 
     GENERATIONS = 0
     SIDE = 1
     LOADS = 2
+    CONNECTIONS = 3
 
 
 class SeatBook:
@@ -54,6 +55,11 @@ class SeatBook:
     def remove(self, row: int, gate: GateNumber, num: int) -> None:
         """Without the lock: a row is one process's, and what is read meanwhile is too much at worst."""
         self._counts[row, gate] -= num
+
+    def note_connections(self, row: int, num: int) -> int:
+        """A front has `num` open; returns what the front with the fewest has."""
+        self._counts[row, GateNumber.CONNECTIONS] = num
+        return int(self._counts[:, GateNumber.CONNECTIONS].min())
 
     def clear(self, row: int) -> None:
         """Of a front process that is gone, once the engine has ended all that it asked for."""

@@ -24,7 +24,7 @@ from penstock.config import Config, ServerConfig
 from penstock.errors import PenstockError
 from penstock.server import messages
 from penstock.server.messages import ToParent, Wire, error_from
-from penstock.server.run import BACKLOG, url_of
+from penstock.server.run import url_of
 from penstock.server.seats import SeatBook
 from penstock.server.service import CLOSE_GRACE_S
 
@@ -157,7 +157,6 @@ class Supervisor:
                 self._start_fronts(self._num_fronts(message.device))
             case messages.Ready():
                 child.ready = True
-                self.listener.listen(BACKLOG)  # a front that starts to listen sets its own, smaller one
                 if not self._announced and all(one.ready for one in self._children()) and not self._stopping:
                     self._announced = True
                     print(f"Penstock is ready on {self.url}", flush=True)
