@@ -31,7 +31,7 @@ from penstock.server.service import CLOSE_GRACE_S
 logger = logging.getLogger("penstock.serve")
 
 LINGER_S = 2.0  # in which fronts say that the engine is gone, to clients and probes, before they end as well
-ENGINE_CLOSE_S = 35.0  # that the engine may take beyond the time of its requests: transfers, lanes, saying goodbye
+ENGINE_CLOSE_S = 30.0  # that the engine may take beyond the time of its requests: transfers, lanes, saying goodbye
 NOW_S = 10.0  # for everything to end once nobody's requests are waited for
 FRONT_END_S = 10.0  # for fronts to end when there is no engine any more
 MOST_RESTARTS = 5  # of fronts, within:
