@@ -61,7 +61,7 @@ class EngineProcess:
 
     def _do(self, message: FromParent) -> None:
         match message:
-            case messages.Seats():
+            case messages.SharedSeats():
                 self._seats = SeatBook(self._parent.take_fd(), message.num_fronts)
             case messages.Attach():
                 self._links.add(message.index, socket.socket(fileno=self._parent.take_fd()))

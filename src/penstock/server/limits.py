@@ -48,11 +48,11 @@ class Gate:
     def __init__(self, limit: int, what: str, count: Count | None = None) -> None:
         self.limit = limit
         self._what = what
-        self._count: Count = OwnCount() if count is None else count
+        self._counted: Count = OwnCount() if count is None else count
 
     @property
     def taken(self) -> int:
-        return self._count.total
+        return self._counted.total
 
     def take(self, num: int) -> Seats:
         """Seats that end with `give_back` or `with`; raises Overloaded and takes none where there are too few."""
@@ -61,11 +61,11 @@ class Gate:
         return seats
 
     def claim(self, num: int) -> None:
-        if not self._count.try_add(num, self.limit):
+        if not self._counted.try_add(num, self.limit):
             raise Overloaded(f"the server is at its limit of {self.limit} concurrent {self._what}; try again later")
 
     def give_back(self, num: int) -> None:
-        self._count.remove(num)
+        self._counted.remove(num)
 
 
 class Seats:

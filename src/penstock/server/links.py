@@ -163,16 +163,16 @@ class FrontLink:
             case messages.Cancel():
                 if (request_id := self._open.get(message.number)) is not None:
                     self._engine.cancel(request_id)
-            case messages.Hold():
+            case messages.HoldAdapter():
                 with contextlib.suppress(InvalidRequest):  # it is gone: what is submitted to it is refused
                     self._kept[message.number] = self._engine.adapters.hold(message.adapter)
             case messages.LetGo():
                 _end_kept(self._kept.pop(message.number, None))
-            case messages.Figures():
+            case messages.FrontFigures():
                 self._links.note(self, figures=message.state)
             case messages.AdaptersSeen():
                 self._links.note(self, adapters_seen=message.version)
-            case messages.Prefetch() | messages.Compile():
+            case messages.BeginPrefetch() | messages.Compile():
                 self._begin(message)
             case _:
                 work = functools.partial(self._answer, message.call, functools.partial(self._links.do, message, self))
@@ -200,7 +200,7 @@ class FrontLink:
             refusal = TokenEvent(message.request_id, finish=FinishReason.ERROR, error=str(error), failure=failure)
             self.tell(tokens_of([(message.number, refusal)]))
 
-    def _begin(self, message: messages.Prefetch | messages.Compile) -> None:
+    def _begin(self, message: messages.BeginPrefetch | messages.Compile) -> None:
         """What the engine answers with a future; never blocks."""
         try:
             if isinstance(message, messages.Compile):
@@ -218,7 +218,7 @@ class FrontLink:
             )
             future.add_done_callback(lambda done: self._answer(message.call, done.result))
         except Exception as error:
-            self.tell(messages.Reply(message.call, fault=_fault(error)))
+            self.tell(messages.Returned(message.call, fault=_fault(error)))
 
     def _compiled(self, pending: _Compiling, future: Future[Any]) -> None:
         """It is kept until its front has submitted what it is for."""
@@ -237,13 +237,13 @@ class FrontLink:
         for pending in [one for one in list(self._compiling) if one.late_s < now]:
             with contextlib.suppress(ValueError):
                 self._compiling.remove(pending)
-                self.tell(messages.Reply(pending.call, fault=_fault(self._engine.grammars.late(pending.future))))
+                self.tell(messages.Returned(pending.call, fault=_fault(self._engine.grammars.late(pending.future))))
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         try:
-            reply = messages.Reply(call, msgspec.msgpack.encode(work()))
+            reply = messages.Returned(call, msgspec.msgpack.encode(work()))
         except Exception as error:
-            reply = messages.Reply(call, fault=_fault(error))
+            reply = messages.Returned(call, fault=_fault(error))
         self.tell(reply)
 
     # --------------------------------------------------------------------------------------------------------------- ends
@@ -368,9 +368,9 @@ class FrontLinks:
             case messages.Flush():
                 with self._alone("a cache flush is in progress"):
                     return self.engine.wait_flushed(message.level, message.timeout_s)
-            case messages.Load():
+            case messages.LoadAdapter():
                 return self._change(message.name, lambda: self.engine.adapters.load_inside(message.name, message.path))
-            case messages.Unload():
+            case messages.UnloadAdapter():
                 return self._change(message.name, lambda: self.engine.adapters.unload(message.name))
         raise ProtocolBroken(f"{type(message).__name__} is no call")
 
@@ -406,7 +406,7 @@ class FrontLinks:
                 self._adapters_version += 1
                 version, links = self._adapters_version, self._links
                 for link in links:
-                    link.tell(messages.Adapters(version, list(self.engine.adapters.all())))
+                    link.tell(messages.AdapterList(version, list(self.engine.adapters.all())))
                 self._changed.wait_for(lambda: all(one.adapters_seen >= version or one not in self._links for one in links), ANSWER_S)
             return done
 
@@ -414,7 +414,7 @@ class FrontLinks:
 def tokens_of(batch: list[tuple[int, TokenEvent]]) -> messages.Tokens:
     """Of each request in order: once one has an event that is more than a token, what follows it in the batch is among those, too."""
     plain: list[int] = []
-    rest: list[messages.Event] = []
+    rest: list[messages.SentEvent] = []
     seen: set[int] = set()
     for number, event in batch:
         tokens = event.tokens
@@ -423,14 +423,14 @@ def tokens_of(batch: list[tuple[int, TokenEvent]]) -> messages.Tokens:
             plain.append(tokens[0])
         else:
             seen.add(number)
-            rest.append(messages.Event.of(number, event))
+            rest.append(messages.SentEvent.of(number, event))
     return messages.Tokens(plain, rest)
 
 
 _PLAIN = TokenEvent("")[2:]
 
 
-def _fault(error: BaseException) -> messages.Fault:
+def _fault(error: BaseException) -> messages.SentError:
     if not isinstance(error, PenstockError):
         logger.error("a call of a front process failed", exc_info=error)
     return messages.fault_from(error)

@@ -49,7 +49,7 @@ class ProtocolBroken(PenstockError):
 # --------------------------------------------------------------------------------------------------------------- plain data
 
 
-class Fault(msgspec.Struct, array_like=True, frozen=True):
+class SentError(msgspec.Struct, array_like=True, frozen=True):
     """An exception of ours."""
 
     kind: str
@@ -63,12 +63,12 @@ _KINDS: dict[str, type[PenstockError]] = {
 }
 
 
-def fault_from(error: BaseException) -> Fault:
+def fault_from(error: BaseException) -> SentError:
     kind = next((one.__name__ for one in type(error).__mro__ if _KINDS.get(one.__name__) is one), "")
-    return Fault(kind, str(error), getattr(error, "param", None), getattr(error, "retry_after_s", None))
+    return SentError(kind, str(error), getattr(error, "param", None), getattr(error, "retry_after_s", None))
 
 
-def error_from(fault: Fault) -> Exception:
+def error_from(fault: SentError) -> Exception:
     """The same exception, as far as anybody asks: its type, its text and what it names. What was no exception of ours is a defect there."""
     kind = _KINDS.get(fault.kind)
     if kind is None:
@@ -128,7 +128,7 @@ class Scores(msgspec.Struct, array_like=True):
         )
 
 
-class Event(msgspec.Struct, array_like=True, omit_defaults=True):
+class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     """A `TokenEvent` that has more to say than one token."""
 
     number: int
@@ -140,17 +140,17 @@ class Event(msgspec.Struct, array_like=True, omit_defaults=True):
     source: KvSource | None = None
     error: str | None = None
     waited_s: float | None = None
-    fault: Fault | None = None
+    fault: SentError | None = None
 
     @staticmethod
-    def of(number: int, event: TokenEvent) -> Event:
+    def of(number: int, event: TokenEvent) -> SentEvent:
         scored = event.prompt_logprobs
         parts = None
         if isinstance(scored, PromptLogprobs):
             parts = [None if part is None else Scores.of(part) for part in scored.parts]
         fault = None if event.failure is None else fault_from(event.failure)
         rest = (event.finish, event.stop_token, event.source, event.error, event.waited_s, fault)
-        return Event(number, event.tokens, event.logprobs, parts, *rest)
+        return SentEvent(number, event.tokens, event.logprobs, parts, *rest)
 
     def made(self, request_id: str) -> TokenEvent:
         scored = self.prompt_logprobs
@@ -178,13 +178,13 @@ class Tokens(msgspec.Struct, array_like=True, tag=2):
     others of a message follow, of each request in order."""
 
     plain: list[int]
-    rest: list[Event]
+    rest: list[SentEvent]
 
 
-class Reply(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class Returned(msgspec.Struct, array_like=True, frozen=True, tag=3):
     call: int
     value: bytes = b""  # MessagePack of what the call returns
-    fault: Fault | None = None
+    fault: SentError | None = None
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True, tag=4):
@@ -193,7 +193,7 @@ class Beat(msgspec.Struct, array_like=True, frozen=True, tag=4):
     age_s: float
 
 
-class Adapters(msgspec.Struct, array_like=True, frozen=True, tag=5):
+class AdapterList(msgspec.Struct, array_like=True, frozen=True, tag=5):
     """All that are loaded now. Answered with AdaptersSeen."""
 
     version: int
@@ -201,7 +201,7 @@ class Adapters(msgspec.Struct, array_like=True, frozen=True, tag=5):
 
 
 class WantFigures(msgspec.Struct, array_like=True, frozen=True, tag=6):
-    """Answered with Figures."""
+    """Answered with FrontFigures."""
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=7):
@@ -214,7 +214,7 @@ class Bye(msgspec.Struct, array_like=True, frozen=True, tag=8):
     """The engine has closed as it was told to; every request has had its last event."""
 
 
-FromEngine = Hello | Tokens | Reply | Beat | Adapters | WantFigures | Failed | Bye
+FromEngine = Hello | Tokens | Returned | Beat | AdapterList | WantFigures | Failed | Bye
 
 # ---------------------------------------------------------------------------------------------------------- front to engine
 
@@ -237,7 +237,7 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=2):
     number: int
 
 
-class Hold(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class HoldAdapter(msgspec.Struct, array_like=True, frozen=True, tag=3):
     """Keep what the adapter is now until LetGo."""
 
     number: int
@@ -250,7 +250,7 @@ class LetGo(msgspec.Struct, array_like=True, frozen=True, tag=4):
     number: int
 
 
-class Figures(msgspec.Struct, array_like=True, tag=5):
+class FrontFigures(msgspec.Struct, array_like=True, tag=5):
     state: FiguresState
 
 
@@ -273,7 +273,7 @@ class Flush(msgspec.Struct, array_like=True, frozen=True, tag=12):
     timeout_s: float
 
 
-class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag=13):
+class BeginPrefetch(msgspec.Struct, array_like=True, frozen=True, tag=13):
     call: int
     prompt: bytes | None
     session: str
@@ -281,13 +281,13 @@ class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag=13):
     adapter: Adapter | None
 
 
-class Load(msgspec.Struct, array_like=True, frozen=True, tag=14):
+class LoadAdapter(msgspec.Struct, array_like=True, frozen=True, tag=14):
     call: int
     name: str
     path: str
 
 
-class Unload(msgspec.Struct, array_like=True, frozen=True, tag=15):
+class UnloadAdapter(msgspec.Struct, array_like=True, frozen=True, tag=15):
     call: int
     name: str
 
@@ -299,8 +299,22 @@ class Compile(msgspec.Struct, array_like=True, frozen=True, tag=16):
     grammar: Grammar
 
 
-Call = Stats | Reset | Flush | Prefetch | Load | Unload | Compile
-FromFront = Submit | Cancel | Hold | LetGo | Figures | AdaptersSeen | Stats | Reset | Flush | Prefetch | Load | Unload | Compile
+Call = Stats | Reset | Flush | BeginPrefetch | LoadAdapter | UnloadAdapter | Compile
+FromFront = (
+    Submit
+    | Cancel
+    | HoldAdapter
+    | LetGo
+    | FrontFigures
+    | AdaptersSeen
+    | Stats
+    | Reset
+    | Flush
+    | BeginPrefetch
+    | LoadAdapter
+    | UnloadAdapter
+    | Compile
+)
 
 # --------------------------------------------------------------------------------------------- the parent and its processes
 
@@ -333,13 +347,13 @@ class Stop(msgspec.Struct, array_like=True, frozen=True, tag=4):
     now: bool = False
 
 
-class Seats(msgspec.Struct, array_like=True, frozen=True, tag=5):
+class SharedSeats(msgspec.Struct, array_like=True, frozen=True, tag=5):
     """The memory with everybody's seats comes along."""
 
     num_fronts: int
 
 
-FromParent = EngineSetup | FrontSetup | Attach | Stop | Seats
+FromParent = EngineSetup | FrontSetup | Attach | Stop | SharedSeats
 
 
 class Starting(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -361,7 +375,7 @@ class Detached(msgspec.Struct, array_like=True, frozen=True, tag=3):
 class Broken(msgspec.Struct, array_like=True, frozen=True, tag=4):
     """The process cannot go on, and why."""
 
-    fault: Fault
+    fault: SentError
 
 
 ToParent = Starting | Ready | Detached | Broken

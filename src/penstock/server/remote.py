@@ -175,7 +175,7 @@ class RemoteEngine:
     ) -> Future[Prefetched | None]:
         tokens = None if prompt is None else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
         call = next(self._numbers)
-        return self.call(messages.Prefetch(call, tokens, session, cache_salt, adapter), call, Prefetched | None)
+        return self.call(messages.BeginPrefetch(call, tokens, session, cache_salt, adapter), call, Prefetched | None)
 
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
         call = next(self._numbers)
@@ -270,18 +270,18 @@ class RemoteEngine:
         match message:
             case messages.Tokens():
                 self._deliver(message)
-            case messages.Reply():
+            case messages.Returned():
                 self._settle(message)
             case messages.Beat():
                 self._beat_s, self._beat_age_s = time.monotonic(), message.age_s
                 while self.dropped:
                     self.send(messages.LetGo(self.dropped.popleft()))
-            case messages.Adapters():
+            case messages.AdapterList():
                 self.adapters.loaded = {one.adapter.name: one for one in message.loaded}
                 self.send(messages.AdaptersSeen(message.version))
             case messages.WantFigures():
                 if self.own_figures is not None:
-                    self.send(messages.Figures(self.own_figures.state()))
+                    self.send(messages.FrontFigures(self.own_figures.state()))
             case messages.Failed():
                 self._fail(EngineClosed(f"the engine has failed: {message.why}"))
             case messages.Bye():
@@ -299,7 +299,7 @@ class RemoteEngine:
             if found is not None:
                 found.listener(event.made(found.request_id))
 
-    def _settle(self, reply: messages.Reply) -> None:
+    def _settle(self, reply: messages.Returned) -> None:
         future, kind = self._calls.pop(reply.call, (None, None))
         if future is None or not future.set_running_or_notify_cancel():
             return
@@ -311,9 +311,9 @@ class RemoteEngine:
     def _send_figures(self, before: bytes | None) -> None:
         now = before
         if self.own_figures is not None:
-            now = messages.frame(messages.Figures(self.own_figures.state()))
+            now = messages.frame(messages.FrontFigures(self.own_figures.state()))
             if now != before:
-                self.send(messages.Figures(self.own_figures.state()))
+                self.send(messages.FrontFigures(self.own_figures.state()))
         if self._loop is not None and not self._over.is_set():
             self._loop.call_later(FIGURES_S, self._send_figures, now)
 
@@ -372,12 +372,12 @@ class RemoteAdapters:
 
     def load_inside(self, name: str, path: str) -> LoadedAdapter:
         call = next(self._engine._numbers)
-        loaded: LoadedAdapter = _result(self._engine.call(messages.Load(call, name, path), call, LoadedAdapter), SLOW_S)
+        loaded: LoadedAdapter = _result(self._engine.call(messages.LoadAdapter(call, name, path), call, LoadedAdapter), SLOW_S)
         return loaded
 
     def unload(self, name: str) -> bool:
         call = next(self._engine._numbers)
-        return bool(_result(self._engine.call(messages.Unload(call, name), call, bool), SLOW_S))
+        return bool(_result(self._engine.call(messages.UnloadAdapter(call, name), call, bool), SLOW_S))
 
 
 class RemoteHold:
@@ -387,7 +387,7 @@ class RemoteHold:
         self._engine = engine
         self._adapter = adapter
         self._number = next(engine._numbers)
-        engine.send(messages.Hold(self._number, adapter))
+        engine.send(messages.HoldAdapter(self._number, adapter))
 
     def __enter__(self) -> Adapter:
         return self._adapter

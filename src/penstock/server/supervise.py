@@ -200,7 +200,7 @@ class Supervisor:
 
     def _start_fronts(self, num: int) -> None:
         self._seats = SeatBook.make(num)
-        self._engine.tell(messages.Seats(num), [self._seats.fd])
+        self._engine.tell(messages.SharedSeats(num), [self._seats.fd])
         for index in range(num):
             self._start_front(index)
 

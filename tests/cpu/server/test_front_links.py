@@ -283,13 +283,13 @@ def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytes
     one.send(messages.Reset(1, ("device",)))
     assert began.wait(DEADLINE_S)
     other.send(messages.Reset(1, ("device",)))
-    assert _reply(other).fault == messages.Fault("Overloaded", "a cache reset is in progress", None, 1.0)
+    assert _reply(other).fault == messages.SentError("Overloaded", "a cache reset is in progress", None, 1.0)
     go.set()
     assert msgspec.msgpack.decode(_reply(one).value) == {"device": 0}
 
 
-def _reply(wire: Wire[FromEngine]) -> messages.Reply:
-    while not isinstance(message := wire.receive(), messages.Reply):
+def _reply(wire: Wire[FromEngine]) -> messages.Returned:
+    while not isinstance(message := wire.receive(), messages.Returned):
         assert message is not None
     return message
 
@@ -378,7 +378,9 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
     made = Linked()
     facts = messages.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, True)
     loaded = LoadedAdapter(Adapter("new", "d"), "root", 1.0, False)
-    engine.sendall(frame(messages.Hello(messages.VERSION, facts, spec_of(ByteTokenizer(300)), [])) + frame(messages.Adapters(4, [loaded])))
+    engine.sendall(
+        frame(messages.Hello(messages.VERSION, facts, spec_of(ByteTokenizer(300)), [])) + frame(messages.AdapterList(4, [loaded]))
+    )
 
     async def run() -> None:
         client = RemoteEngine(front, greeted(front))
