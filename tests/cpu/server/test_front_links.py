@@ -115,8 +115,8 @@ def test_a_step_is_left_for_a_front_as_one_list_of_all_its_requests() -> None:
     made.links._links = [link]
     for number in range(1, 9):
         link._submit(submit(number, max_tokens=20))
-    left = []
-    while not left or made.engine.has_work():
+    left: list[object] = []
+    for _ in range(40):
         made.engine.step()
         assert link._queue.qsize() <= 1
         left += [link._queue.get() for _ in range(link._queue.qsize())]
@@ -288,6 +288,28 @@ def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytes
     assert msgspec.msgpack.decode(_reply(one).value) == {"device": 0}
 
 
+def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "ANSWER_S", DEADLINE_S)
+    one, other = linked.front(), linked.front()
+    _, second = linked.links._links
+    seen_when_answered = []
+    tell = FrontLink.tell
+
+    def watched(link: FrontLink, message: msgspec.Struct) -> None:
+        if isinstance(message, messages.Returned):
+            seen_when_answered.append(second.adapters_seen)
+        tell(link, message)
+
+    monkeypatch.setattr(FrontLink, "tell", watched)
+    one.send(messages.UnloadAdapter(1, "none"))
+    for wire in (one, other):
+        while not isinstance(message := wire.receive(), messages.AdapterList):
+            assert message is not None
+        wire.send(messages.AdaptersSeen(message.version))
+    assert _reply(one).value == msgspec.msgpack.encode(False)
+    assert seen_when_answered == [1]
+
+
 def _reply(wire: Wire[FromEngine]) -> messages.Returned:
     while not isinstance(message := wire.receive(), messages.Returned):
         assert message is not None
@@ -410,6 +432,32 @@ def test_seats_are_counted_over_all_fronts_and_those_of_one_that_is_gone_come_ba
     assert one.total == 4
     book.clear(0)
     assert one.total == 2 and SharedCount(book, 1, GateNumber.SIDE).total == 0
+
+
+ADD = """
+import sys
+from penstock.server.seats import GateNumber, SeatBook
+book = SeatBook(int(sys.argv[1]), 2)
+print(book.try_add(1, GateNumber.GENERATIONS, 1, 3))
+"""
+
+
+def test_who_looks_and_takes_is_alone() -> None:
+    """A process that wants a seat waits while another one is at it, and sees what that one has taken."""
+    book = SeatBook.make(2)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ADD, str(book.fd)]
+    with book._locked():
+        taker = subprocess.Popen(command, pass_fds=[book.fd], env=environment, stdout=subprocess.PIPE, text=True)
+        until(lambda: _waits_for_a_lock(taker.pid), "it does not wait")
+        book._counts[0, GateNumber.GENERATIONS] = 3
+    assert taker.communicate()[0] == "False\n"
+    assert book.total(GateNumber.GENERATIONS) == 3
+
+
+def _waits_for_a_lock(pid: int) -> bool:
+    """As the kernel lists it: a waiter has an arrow before it."""
+    return any(words[1] == "->" and str(pid) in words for words in map(str.split, open("/proc/locks")))
 
 
 TAKE = """

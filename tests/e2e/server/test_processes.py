@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -164,6 +165,26 @@ def test_fronts_have_no_torch_and_the_engine_no_port(two: Running) -> None:
     for front in fronts:
         assert not any("torch" in mapped.path for mapped in front.memory_maps())
     assert not [one for one in two.engine().net_connections() if one.status == psutil.CONN_LISTEN]
+
+
+def test_a_front_that_has_more_connections_leaves_new_ones_to_the_others(two: Running) -> None:
+    one, other = two.children("front")
+    address = ("127.0.0.1", int(two.url.rsplit(":", 1)[1]))
+
+    def num_open(front: psutil.Process) -> int:
+        return sum(found.status == psutil.CONN_ESTABLISHED for found in front.net_connections("tcp"))
+
+    with contextlib.ExitStack() as stack:
+        before = num_open(one), num_open(other)
+        other.suspend()
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(address))
+        until(lambda: num_open(one) == before[0] + 20, "the front that runs takes all")
+        other.resume()
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(address))
+        until(lambda: num_open(one) + num_open(other) == sum(before) + 40, "all are taken")
+        assert num_open(other) - before[1] >= 17
 
 
 def test_seats_are_the_servers_and_a_refusal_is_exact(two: Running) -> None:
