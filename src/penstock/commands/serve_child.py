@@ -65,5 +65,19 @@ def _check_version(version: int) -> None:
         raise ProtocolBroken(f"the parent speaks version {version} of the protocol, and this process {messages.VERSION}")
 
 
+def _run() -> None:
+    """Ends without waiting for threads that are left: what has to be closed is closed by then, and the parent waits."""
+    code = 1
+    try:
+        code = main(sys.argv[1:])
+    except BaseException:
+        logger.exception("this process cannot go on")
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _run()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.server")
 
-MOST_EVENTS = 1 << 18  # that wait for one front: seconds of a full machine, and some 50 MiB
+MOST_EVENTS = 1 << 16  # that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
 BEAT_S = 0.25
 ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
 DRAIN_S = 5.0  # for a front to read what it is told last

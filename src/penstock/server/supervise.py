@@ -196,7 +196,7 @@ class Supervisor:
     def _num_fronts(self, device: str) -> int:
         if self.server.api_processes is not None:
             return self.server.api_processes
-        return 1 if device != "cuda" else max(1, min(CUDA_FRONTS, (os.cpu_count() or 1) // 4))
+        return 1 if device != "cuda" else max(1, min(CUDA_FRONTS, len(os.sched_getaffinity(0)) // 4))
 
     def _start_fronts(self, num: int) -> None:
         self._seats = SeatBook.make(num)

@@ -394,6 +394,26 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
     made.close()
 
 
+def test_a_beat_says_how_long_the_loop_has_been_silent() -> None:
+    engine, front = socket.socketpair()
+    made = Linked()
+    facts = messages.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, False)
+    hello = messages.Hello(messages.VERSION, facts, spec_of(ByteTokenizer(300)), [])
+    engine.sendall(frame(hello) + frame(messages.Beat(50.0)))
+
+    async def run() -> None:
+        client = RemoteEngine(front, greeted(front))
+        assert client.beat_age_s() < 50.0
+        client.start()
+        assert 50.0 <= client.beat_age_s() < 100.0
+
+    asyncio.run(run())
+    for one in (engine, front):
+        one.close()
+    made.loop.start()
+    made.close()
+
+
 def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_acknowledged() -> None:
     """What came right behind the greeting is not lost."""
     engine, front = socket.socketpair()
