@@ -88,7 +88,6 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.max_model_len = parts.max_model_len
         self.sampling = parts.sampling
-        self.limits = PromptLimits(parts.max_model_len, parts.vocab, parts.cache.num_blocks * parts.cache.block_tokens)
         self._parts = parts
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")  # elsewhere compute has better use for the core
         self._outbox = Outbox()
@@ -168,6 +167,12 @@ class Engine:
         """Call it on the engine thread when the listeners have heard all events that there are for now: a step's, usually. Before the first
         submission."""
         self._outbox.after.append(callback)
+
+    @property
+    def limits(self) -> PromptLimits:
+        """What every prompt has to keep to."""
+        cache = self._parts.cache
+        return PromptLimits(self.max_model_len, self._parts.vocab, cache.num_blocks * cache.block_tokens)
 
     @property
     def max_open(self) -> int:

@@ -22,6 +22,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import penstock
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
 from support.adapters import write_random_adapter
 
@@ -96,7 +97,8 @@ class Running:
 def running(*flags: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        source = str(Path(penstock.__file__).parents[1])  # the tree that these tests are of, whatever is installed
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True)
         assert process.stdout is not None
         try:
