@@ -164,6 +164,7 @@ async def client(host: str, port: int, streams: list[list[bytes]]) -> None:
     for stream, _ in opened:
         stream.ask()
     await asyncio.gather(*(done for _, done in opened))
+    print("over", flush=True)
     gaps = [gap for stream, _ in opened for gap in stream.gaps]
     firsts = [first for stream, _ in opened for first in stream.firsts]
     print(json.dumps({"gaps": gaps, "firsts": firsts}), flush=True)
@@ -229,8 +230,10 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
         assert one.stdin is not None
         one.stdin.write("\n")
         one.stdin.flush()
-    replies = [json.loads(one.stdout.readline()) for one in clients if one.stdout is not None]
+    for one in clients:
+        assert one.stdout is not None and one.stdout.readline().strip() == "over"
     seconds = time.perf_counter() - begun
+    replies = [json.loads(one.stdout.readline()) for one in clients if one.stdout is not None]
     for one in clients:
         one.wait(60)
     gaps = [gap for reply in replies for gap in reply["gaps"]]

@@ -79,6 +79,10 @@ class EngineProcess:
         self._closed.set()
 
     def _detached(self, index: int) -> None:
+        """May be called on the engine's thread, which waits for no lock that fronts take."""
+        threading.Thread(target=self._detach, args=(index,), name=f"detach-{index}", daemon=True).start()
+
+    def _detach(self, index: int) -> None:
         """The seats of a front that is gone are free when the engine has ended all that it asked for, which is now."""
         if self._seats is not None:
             self._seats.clear(index)

@@ -272,6 +272,7 @@ class FrontLinks:
 
     def __init__(self, engine: Engine, loop: EngineLoop, detached: Callable[[int], None]) -> None:
         self.engine = engine
+        self._tokenizer = spec_of(engine.tokenizer)
         self._loop = loop
         self._detached = detached
         self._links: list[FrontLink] = []
@@ -300,7 +301,7 @@ class FrontLinks:
         )
         with self._changed:
             link.adapters_seen = self._adapters_version
-            link.tell(messages.Hello(messages.VERSION, facts, spec_of(engine.tokenizer), list(engine.adapters.all())))
+            link.tell(messages.Hello(messages.VERSION, facts, self._tokenizer, list(engine.adapters.all())))
             self._links = [*self._links, link]
             link.start()
 
