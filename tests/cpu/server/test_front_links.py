@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from served import DEADLINE_S, until
 
-from penstock.config import ServerConfig
+from penstock.config import Config, ServerConfig
 from penstock.contract import (
     Adapter,
     FinishReason,
@@ -44,6 +44,7 @@ from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.messages import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
 from penstock.server.remote import RemoteEngine, greeted
 from penstock.server.seats import GateNumber, SeatBook, SharedCount
+from penstock.server.supervise import Supervisor
 from support.driving import tiny_config
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -251,7 +252,9 @@ def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linke
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\xff" * 64, b"\x05\0\0\0hello", b"\x01\0\0\0\xc1", frame(messages.Tokens([], [])), b"GET / HTTP/1.1\r\n\r\n"]
+    "garbage",
+    [b"\xff" * 64, b"\x05\0\0\0hello", b"\x01\0\0\0\xc1", frame(messages.Tokens([], [])), b"GET / HTTP/1.1\r\n\r\n"],
+    ids=["length", "text", "no MessagePack", "the other end's", "HTTP"],
 )
 def test_garbage_cuts_off_whoever_says_it_and_nobody_else(linked: Linked, garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     bad, good = linked.front(), linked.front()
@@ -501,3 +504,19 @@ def test_processes_that_take_seats_at_once_never_take_more_than_there_are_nor_fe
     ]
     taken = [int(taker.communicate()[0]) for taker in takers]
     assert sum(taken) == 1000 == book.total(GateNumber.GENERATIONS)
+
+
+# ----------------------------------------------------------------------------------------------------------------- how many fronts
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "num_cores", "expected"),
+    [(None, "cpu", 64, 1), (None, "cuda", 2, 1), (None, "cuda", 8, 2), (None, "cuda", 16, 4), (None, "cuda", 64, 4), (7, "cpu", 2, 7)],
+)
+def test_how_many_fronts_there_are_unless_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, given: int | None, device: str, num_cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        parent = Supervisor(Config(), ServerConfig(api_processes=given), ("info", "text"), listener, lambda kind, fds: [])
+        assert parent._num_fronts(device) == expected
