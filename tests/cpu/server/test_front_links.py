@@ -358,6 +358,7 @@ def test_a_child_of_another_version_says_so_and_ends() -> None:
         source = os.path.dirname(os.path.dirname(remote.__file__))
         environment = {**os.environ, "PYTHONPATH": os.path.dirname(source)}
         with subprocess.Popen(command, pass_fds=[fd], env=environment) as child:
+            theirs.close()
             wire: Wire[messages.ToParent] = Wire(ours, messages.ToParent)
             wire.send(messages.FrontSetup(messages.VERSION + 1, ServerConfig(), ("info", "text"), 0, 1))
             said = wire.receive()
