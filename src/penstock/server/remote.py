@@ -30,7 +30,7 @@ from penstock.contract import (
     TokenEvent,
 )
 from penstock.engine.stats import EngineStats
-from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded, PenstockError
+from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Overloaded, PenstockError
 from penstock.models.tokenizer import tokenizer_of
 from penstock.server import messages
 from penstock.server.client import FlushLevel
@@ -345,6 +345,9 @@ class RemoteEngine:
 
 
 def _result(future: Future[Any], timeout_s: float) -> Any:
+    """Block for the answer, which the event loop reads: on its own thread nobody would."""
+    if asyncio._get_running_loop() is not None:
+        raise InvariantBroken("the event loop would wait for itself: call this on another thread")
     try:
         return future.result(timeout_s)
     except FutureTimeout:

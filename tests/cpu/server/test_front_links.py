@@ -36,7 +36,7 @@ from penstock.contract import (
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded, StoreFailed
+from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
 from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tokenizer_of
 from penstock.server import links as links_module
 from penstock.server import messages, remote
@@ -380,6 +380,8 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
         heard: list[TokenEvent] = []
         client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
         asked = client.prefetch([1])
+        with pytest.raises(InvariantBroken):  # the loop would wait for itself
+            client.stats()
         if end == "hang up":
             engine.close()
         else:
