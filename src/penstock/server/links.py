@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.server")
 
 MOST_EVENTS = 1 << 16  # that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
+MOST_MESSAGES = 1 << 12  # of any kind: a front that stands still is found by its beats, too, within minutes
 BEAT_S = 0.25
 ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
 DRAIN_S = 5.0  # for a front to read what it is told last
@@ -65,6 +66,7 @@ class FrontLink:
         self._num_queued = self._num_sent = 0  # events; each counted by one thread
         self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
         self._compiling: list[_Compiling] = []
+        self._is_cut = False
         self._gone = False  # nobody reads what it says any more
         self._over = threading.Lock()  # taken for good by whoever sees that nothing of it is left
         self._threads = [
@@ -79,6 +81,9 @@ class FrontLink:
     # ------------------------------------------------------------------------------------------------------- to the front
 
     def tell(self, message: msgspec.Struct) -> None:
+        if self._queue.qsize() > MOST_MESSAGES:
+            self.cut(f"does not read: more than {MOST_MESSAGES} messages wait for it")
+            return
         self._queue.put(messages.frame(message))
 
     def hear(self, number: int, event: TokenEvent) -> None:
@@ -104,6 +109,9 @@ class FrontLink:
 
     def cut(self, why: str) -> None:
         """Its process sees that as the end of the engine, and its requests are cancelled."""
+        if self._is_cut:
+            return
+        self._is_cut = True
         logger.error("front process %d is cut off: it %s", self.index, why)
         with contextlib.suppress(OSError):
             self._wire.sock.shutdown(socket.SHUT_RDWR)

@@ -251,6 +251,18 @@ def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linke
     assert linked.engine.stats().generated_tokens < 2 * 1900
 
 
+def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats gather, and answers: nothing may grow without bound for somebody who does not read."""
+    monkeypatch.setattr(links_module, "MOST_MESSAGES", 16)
+    deaf = linked.front(small=True)
+    (link,) = linked.links._links
+    for _ in range(2000):  # more than the socket takes
+        link.tell(messages.AdapterList(0, [LoadedAdapter(Adapter("a" * 128, "d"), "root", 1.0, False)]))
+    until(lambda: linked.detached == [0], "it was cut off")
+    assert link._queue.qsize() <= 32
+    assert deaf.sock.fileno() >= 0
+
+
 @pytest.mark.parametrize(
     "garbage",
     [b"\xff" * 64, b"\x05\0\0\0hello", b"\x01\0\0\0\xc1", frame(messages.Tokens([], [])), b"GET / HTTP/1.1\r\n\r\n"],
