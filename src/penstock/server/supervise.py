@@ -141,6 +141,8 @@ class Supervisor:
     def _hear(self, child: Child) -> None:
         try:
             message = child.wire.receive()
+        except ConnectionResetError:  # it has ended without reading all that it was told
+            message = None
         except (OSError, PenstockError) as error:
             logger.error("the connection to the %s process failed: %s", child.name, error)
             message = None
