@@ -157,6 +157,8 @@ class FrontLink:
                 self._handle(message)
         except ProtocolBroken as error:
             self.cut(f"says what cannot be: {error}")
+        except ConnectionResetError:
+            logger.debug("front process %d has ended without reading all that it was told", self.index)
         except OSError as error:
             logger.error("the connection to front process %d failed: %s", self.index, error)
         except Exception:

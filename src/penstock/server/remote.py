@@ -253,6 +253,8 @@ class RemoteEngine:
             data = self._sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
+        except ConnectionResetError:  # it has ended without reading all that it was told
+            data = b""
         except OSError as error:
             self._fail(EngineClosed(f"the connection to the engine's process failed: {error}"))
             return
