@@ -18,7 +18,7 @@ from typing import Any
 from penstock.contract import TokenEvent
 from penstock.server import messages
 from penstock.server.links import tokens_of
-from penstock.server.messages import FromEngine, Wire, frame
+from penstock.server.wire import FromEngine, Wire, frame
 
 NUM_REQUESTS = 256
 NUM_MESSAGES = 20_000

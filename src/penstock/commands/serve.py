@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.loop import EngineLoop
-    from penstock.server.messages import EngineSetup, FromParent, Wire
+    from penstock.server.wire import EngineSetup, FromParent, Wire
 
 logger = logging.getLogger("penstock.serve")
 
@@ -69,7 +69,7 @@ def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     from penstock.engine.build import check_ahead, device_for
     from penstock.engine.loop import EngineLoop
     from penstock.server.engine_process import EngineProcess
-    from penstock.server.messages import Starting
+    from penstock.server.wire import Starting
 
     parent.send(Starting(device_for(setup.config).type))
     check_ahead(setup.config)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from penstock.commands.logs import LogSettings, set_up_logs
 from penstock.errors import PenstockError
 from penstock.server import messages
-from penstock.server.messages import FromParent, ProtocolBroken, Wire
+from penstock.server.wire import FromParent, ProtocolBroken, Wire
 
 logger = logging.getLogger("penstock.serve")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import EngineClosed, PenstockError
 from penstock.server import messages
 from penstock.server.links import FrontLinks
-from penstock.server.messages import FromParent, ProtocolBroken, Wire, fault_from
+from penstock.server.wire import FromParent, ProtocolBroken, Wire, fault_from
 from penstock.server.seats import SeatBook
 
 if TYPE_CHECKING:

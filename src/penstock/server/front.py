@@ -15,7 +15,7 @@ from dataclasses import replace
 import uvicorn
 
 from penstock.config import ServerConfig
-from penstock.server.messages import FromParent, FrontSetup, Ready, Stop, Wire
+from penstock.server.wire import FromParent, FrontSetup, Ready, Stop, Wire
 from penstock.server.remote import ManyFronts, RemoteEngine, greeted
 from penstock.server.run import BACKLOG, HttpServer
 from penstock.server.seats import SeatBook

@@ -27,7 +27,7 @@ from penstock.engine.execution.grammars import COMPILE_S
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import spec_of
 from penstock.server import messages
-from penstock.server.messages import FiguresState, FromFront, ProtocolBroken, Wire
+from penstock.server.wire import FiguresState, FromFront, ProtocolBroken, Wire
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine

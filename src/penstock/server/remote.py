@@ -35,7 +35,7 @@ from penstock.models.tokenizer import tokenizer_of
 from penstock.server import messages
 from penstock.server.client import FlushLevel
 from penstock.server.limits import Count
-from penstock.server.messages import FiguresState, Frames, FromEngine, Hello, ProtocolBroken, Wire
+from penstock.server.wire import FiguresState, Frames, FromEngine, Hello, ProtocolBroken, Wire
 from penstock.server.request_figures import RequestFigures
 from penstock.server.seats import GateNumber, SeatBook, SharedCount
 

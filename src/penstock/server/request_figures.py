@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.figures import Histogram
-from penstock.server.messages import FiguresState
+from penstock.server.wire import FiguresState
 
 if TYPE_CHECKING:
     from penstock.server.access import Exchange

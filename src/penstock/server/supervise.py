@@ -23,7 +23,7 @@ from typing import Any
 from penstock.config import Config, ServerConfig
 from penstock.errors import PenstockError
 from penstock.server import messages
-from penstock.server.messages import ToParent, Wire, error_from
+from penstock.server.wire import ToParent, Wire, error_from
 from penstock.server.run import url_of
 from penstock.server.seats import SeatBook
 from penstock.server.service import CLOSE_GRACE_S

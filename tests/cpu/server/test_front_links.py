@@ -41,7 +41,7 @@ from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tok
 from penstock.server import links as links_module
 from penstock.server import messages, remote
 from penstock.server.links import FrontLink, FrontLinks, tokens_of
-from penstock.server.messages import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
+from penstock.server.wire import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
 from penstock.server.remote import RemoteEngine, greeted
 from penstock.server.seats import GateNumber, SeatBook, SharedCount
 from penstock.server.supervise import Supervisor
