@@ -39,6 +39,7 @@ KINDS = {
     "failure": "What becomes of an error",
     "limits": "One client against the others",
     "answer": "An answer, a figure or a limit that is wrong",
+    "front-processes": "Processes of one server that end, stall or disagree",
 }
 WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
 TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides

@@ -152,6 +152,12 @@ def _add_serve(commands: Any) -> None:
         default="auto",
         help="auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says",
     )
+    group.add_argument(
+        "--api-processes",
+        type=int,
+        metavar="N",
+        help="processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)",
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="how lines on stderr look")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
@@ -162,7 +168,7 @@ def _serve(args: argparse.Namespace) -> int:
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
     limits = (args.max_body_bytes, args.max_concurrent, args.shutdown_s, args.read_timeout_s, args.write_timeout_s)
-    parsers = {"tool_call_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
+    more = {"tool_call_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser, "api_processes": args.api_processes}
     if args.otlp_endpoint is not None and not _has_opentelemetry():
         raise ConfigError("--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install 'penstock[otel]'")
     names, origins = tuple(args.served_model_name), tuple(args.cors_origin)
@@ -176,7 +182,7 @@ def _serve(args: argparse.Namespace) -> int:
         origins,
         args.public_metrics,
         args.otlp_endpoint,
-        **parsers,
+        **more,
     )
     if None not in (args.served_model, args.model):
         raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")

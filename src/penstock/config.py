@@ -208,6 +208,7 @@ class ServerConfig:
     otlp_endpoint: str | None = None  # where spans of requests are sent, by OTLP over HTTP; None: nowhere
     tool_call_parser: ToolCallParser = "auto"  # the format in which the model writes calls of tools; auto: its chat template says
     reasoning_parser: ReasoningParser = "auto"  # whether <think>...</think> is reasoning; auto: where the chat template has it
+    api_processes: int | None = None  # that speak HTTP, beside the engine's; 0: one process does both; None: 1 on CPU, up to 4 on CUDA
 
     def __post_init__(self) -> None:
         _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
@@ -224,6 +225,8 @@ class ServerConfig:
             right = url.scheme in ("http", "https") and bool(url.hostname) and not url.query
             _need(right, f"--otlp-endpoint {self.otlp_endpoint!r} must be like http://127.0.0.1:4318")
         _need(not self.public_metrics or self.api_key is not None, "--public-metrics needs --api-key: without a key everything is public")
+        within = self.api_processes is None or 0 <= self.api_processes <= 64
+        _need(within, f"--api-processes must be between 0 and 64, got {self.api_processes}")
         parsers = get_args(ToolCallParser)
         _need(self.tool_call_parser in parsers, f"--tool-call-parser must be one of {', '.join(parsers)}, got {self.tool_call_parser}")
         thinking = get_args(ReasoningParser)

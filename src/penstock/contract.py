@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidRequest, InvariantBroken, TransferFailed
+from penstock.errors import ContextExceeded, InvalidRequest, InvariantBroken, PenstockError, TransferFailed
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -154,6 +155,22 @@ class Adapter(NamedTuple):
     digest: str  # of its content
 
 
+class LoadedAdapter(NamedTuple):
+    """An adapter under its name."""
+
+    adapter: Adapter
+    root: str  # the directory, as it was given
+    loaded_s: float  # time.time()
+    replaced: bool  # the name was another's before
+
+
+class Prefetched(NamedTuple):
+    """What came of asking for a prefetch."""
+
+    num_blocks: int  # found in tiers behind host memory
+    started: bool
+
+
 class Weight(enum.IntEnum):
     """How much a session's KV matters among those that are retained: the lightest are given up first."""
 
@@ -199,6 +216,37 @@ class Request:
     def may_match(self) -> bool:
         """Echo with prompt logprobs needs every prompt token computed, so restored KV is of no use to it."""
         return self.prefix is not None and self.sampling.prompt_logprobs is None
+
+
+class PromptLimits(NamedTuple):
+    """What any prompt of an engine has to keep to: known wherever requests come in, so that a refusal needs no engine."""
+
+    max_model_len: int
+    vocab: int
+    kv_tokens: int  # that fit into device memory, or into host memory where a sequence is paged out
+
+    def checked(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], NDArray[np.uint32]]:
+        """Its tokens as a list of our own, and the same in an array."""
+        if len(prompt) == 0:
+            raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
+        total = len(prompt) + sampling.max_tokens
+        if total > self.max_model_len:
+            asked = f"you requested {total} tokens ({len(prompt)} in the prompt, {sampling.max_tokens} in the completion)"
+            raise ContextExceeded(self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens")
+        tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+        try:
+            known = np.frombuffer(array("I", tokens), np.uint32)  # a third of the time that numpy takes for a list
+        except TypeError as error:
+            raise InvalidRequest(f"the prompt must be a list of token ids: {error}", "prompt") from None
+        except OverflowError:  # below zero, or above all that fits
+            known = None
+        if known is None or int(known.max()) >= self.vocab:
+            raise InvalidRequest(f"token ids must lie between 0 and {self.vocab - 1}", "prompt")
+        if any(not 0 <= token < self.vocab for token, _ in sampling.logit_bias):
+            raise InvalidRequest(f"token ids of logit_bias must lie between 0 and {self.vocab - 1}", "logit_bias")
+        if total > self.kv_tokens:
+            raise InvalidRequest(f"{total} tokens do not fit into the {self.kv_tokens} of KV memory", "max_tokens")
+        return tokens, known
 
 
 class TokenLogprob(NamedTuple):
@@ -257,6 +305,11 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
         self._num = sum(1 if part is None else len(part.tokens) for part in parts)
         self._made: tuple[TokenLogprob | None, ...] | None = None
 
+    @property
+    def parts(self) -> Sequence[TokenScores | None]:
+        """As the steps gave them."""
+        return self._parts
+
     def followed_by(self, scores: TokenScores, first: int = 0) -> PromptLogprobs:
         """These and then `scores` from number `first` on."""
         return PromptLogprobs((*self._parts, scores.from_number(first)))
@@ -313,6 +366,7 @@ class TokenEvent(NamedTuple):
     waited_s: float | None = None  # on the first event: from its arrival to the first step that it took part in
     matched_s: float | None = None  # on the first event: of that, what it took to key its prompt and look it up in colder tiers
     loaded_s: float | None = None  # on the first event: of that, how long it waited for KV from colder tiers
+    failure: PenstockError | None = None  # what the error is, where no step has failed: the request was refused, or its engine is gone
 
 
 Listener = Callable[[TokenEvent], None]

@@ -22,6 +22,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def take_in(self, other: Histogram) -> None:
+        """With the same bounds."""
+        self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
     def copy(self) -> Histogram:
         return Histogram(self.bounds, list(self.counts), self.total)
 

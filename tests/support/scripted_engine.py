@@ -15,9 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract import Adapter, CacheHint, FinishReason, KvSource, Listener, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import Adapter, CacheHint, FinishReason, KvSource, Listener, Prefetched, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.adapters import AdapterStore
-from penstock.engine.sessions import Prefetched
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
 from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest
 from penstock.figures import Histogram

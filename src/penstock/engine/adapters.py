@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from penstock.config import ADAPTER_NAME, LoraConfig
-from penstock.contract import Adapter, Listener, TokenEvent
+from penstock.contract import Adapter, Listener, LoadedAdapter, TokenEvent
 from penstock.errors import ConfigError, HandleEnded, InvalidRequest, ModelError, UserError
 from penstock.models.adapters import CONFIG_FILE, TENSORS_FILE, AdapterFiles
 from penstock.models.lora import AdapterWeights
@@ -22,15 +21,6 @@ from penstock.models.progress import Progress
 log = logging.getLogger(__name__)
 
 MAX_NAMES = 1024  # names cost nothing but must not grow without bound; equal content is kept once, under however many names
-
-
-class LoadedAdapter(NamedTuple):
-    """An adapter under its name."""
-
-    adapter: Adapter
-    root: str  # the directory, as it was given
-    loaded_s: float  # time.time()
-    replaced: bool  # the name was another's before
 
 
 class AdapterHold:

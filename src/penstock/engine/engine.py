@@ -10,16 +10,27 @@ import math
 import random
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.contract import Adapter, CacheHint, Grammar, Lease, Listener, Prefix, Request, SamplingParams, StepPlan, TokenEvent
+from penstock.contract import (
+    Adapter,
+    CacheHint,
+    Grammar,
+    Lease,
+    Listener,
+    Prefetched,
+    Prefix,
+    PromptLimits,
+    Request,
+    SamplingParams,
+    StepPlan,
+    TokenEvent,
+)
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.grammars import Grammars
@@ -28,11 +39,10 @@ from penstock.engine.execution.recording import Recorder
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
-from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.sessions import RETAINED_SHARE, Prefetched, SessionLimits, Sessions
+from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
-from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
@@ -117,7 +127,7 @@ class Engine:
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
-        tokens, known = self._checked_prompt(prompt, sampling)
+        tokens, known = self.limits.checked(prompt, sampling)
         if sampling.grammar is not None:  # compiled here, where nobody else waits; found again for as long as the request is open
             listener = functools.partial(_pass_on, listener, self.grammars.wait_compiled(sampling.grammar))
         if sampling.seed is None:
@@ -161,6 +171,22 @@ class Engine:
         """Ask for the request to end; it does at the next step, wherever it is. No error if it has ended."""
         self._inbox.put(lambda: self._outbox.publish([self._parts.scheduler.cancel(request_id)]))
 
+    def call_after_events(self, callback: Callable[[], None]) -> None:
+        """Call it on the engine thread when the listeners have heard all events that there are for now: a step's, usually. Before the first
+        submission."""
+        self._outbox.after.append(callback)
+
+    @property
+    def limits(self) -> PromptLimits:
+        """What every prompt has to keep to."""
+        cache = self._parts.cache
+        return PromptLimits(self.max_model_len, self._parts.vocab, max(cache.num_blocks, cache.num_pageable) * cache.block_tokens)
+
+    @property
+    def max_open(self) -> int:
+        """Requests known at once; one more is refused as overload."""
+        return self._parts.max_open
+
     @property
     def resident_tokens(self) -> int:
         """Of a sequence that are on the device at most: all, where they fit."""
@@ -198,7 +224,7 @@ class Engine:
         session. Overloaded in it: too many are under way."""
         asked: str | Prefix | None = session
         if prompt is not None:
-            asked = self._parts.cache.prefix_of(self._checked_prompt(prompt, SamplingParams(max_tokens=0))[1], cache_salt, adapter)
+            asked = self._parts.cache.prefix_of(self.limits.checked(prompt, SamplingParams(max_tokens=0))[1], cache_salt, adapter)
         done: Future[Prefetched | None] = Future()
 
         def run() -> None:
@@ -451,30 +477,6 @@ class Engine:
                 lease.end()
         finally:
             self._outbox.refuse(request.id, listener, str(error))
-
-    def _checked_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], NDArray[np.uint32]]:
-        """Its tokens as a list of our own, and the same in an array."""
-        if len(prompt) == 0:
-            raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
-        total = len(prompt) + sampling.max_tokens
-        if total > self.max_model_len:
-            asked = f"you requested {total} tokens ({len(prompt)} in the prompt, {sampling.max_tokens} in the completion)"
-            raise ContextExceeded(self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens")
-        tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
-        try:
-            known = np.frombuffer(array("I", tokens), np.uint32)  # a third of the time that numpy takes for a list
-        except TypeError as error:
-            raise InvalidRequest(f"the prompt must be a list of token ids: {error}", "prompt") from None
-        except OverflowError:  # below zero, or above all that fits
-            known = None
-        if known is None or int(known.max()) >= self._parts.vocab:
-            raise InvalidRequest(f"token ids must lie between 0 and {self._parts.vocab - 1}", "prompt")
-        if any(not 0 <= token < self._parts.vocab for token, _ in sampling.logit_bias):
-            raise InvalidRequest(f"token ids of logit_bias must lie between 0 and {self._parts.vocab - 1}", "logit_bias")
-        cache = self._parts.cache
-        if blocks_for(total, cache.block_tokens) > max(cache.num_blocks, cache.num_pageable):
-            raise InvalidRequest(f"{total} tokens do not fit into the {cache.num_blocks * cache.block_tokens} of KV memory", "max_tokens")
-        return tokens, known
 
 
 def _pass_on(listener: Listener, kept: object, event: TokenEvent) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.contract import FinishReason, Listener, Start, TokenEvent
@@ -31,6 +31,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
+        self.after: list[Callable[[], None]] = []  # called when all listeners of a step have heard its events
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         self.resume = Histogram(TTFT_BOUNDS_S)  # seconds from a retraction to the first step after it
@@ -90,16 +91,24 @@ class Outbox:
                 entry.listener(event)
             except Exception:
                 log.exception("the listener of request %s raised; the request goes on", event.request_id)
+        self._tell_over()
 
     def end_all(self, why: str) -> None:
         """The last event of every open request: it ends with an error. Never raises: whatever one listener does, the others are told."""
         for request_id in self.open_ids():
             self.refuse(request_id, self._open.pop(request_id).listener, why)
 
-    @staticmethod
-    def refuse(request_id: str, listener: Listener, why: str) -> None:
+    def refuse(self, request_id: str, listener: Listener, why: str) -> None:
         """The only event of a request that was not opened, or the last of one that is no longer. Never raises."""
         try:
             listener(TokenEvent(request_id, finish=FinishReason.ERROR, error=why))
         except BaseException:
             log.exception("the listener of request %s raised when it was told: %s", request_id, why)
+        self._tell_over()
+
+    def _tell_over(self) -> None:
+        for callback in self.after:
+            try:
+                callback()
+            except BaseException:
+                log.exception("somebody who waits for the end of a step's events raised")

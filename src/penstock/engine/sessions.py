@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from penstock.contract import CacheHint, FinishReason, Listener, Prefix, Request, TokenEvent, Weight
+from penstock.contract import CacheHint, FinishReason, Listener, Prefetched, Prefix, Request, TokenEvent, Weight
 from penstock.errors import Overloaded
 from penstock.figures import SessionFigures
 from penstock.kv.blocks.key import KEY_BYTES, prefix_keys
@@ -74,13 +74,6 @@ class SessionLimits:
     sessions: int = 65_536
     known_blocks: int = 1 << 21  # keys of all sessions: 16 bytes each, and as much again for what they share
     prefetches: int = 16
-
-
-class Prefetched(NamedTuple):
-    """What came of asking for a prefetch."""
-
-    num_blocks: int  # found in tiers behind host memory
-    started: bool
 
 
 @dataclass(slots=True, eq=False)

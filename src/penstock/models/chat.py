@@ -49,7 +49,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template cannot be parsed: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, disguises: str = "", tools: Tools | None = None
@@ -60,7 +60,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 documents=None,
-                **{**self._special_tokens, _DISGUISES: disguises},
+                **{**self.special_tokens, _DISGUISES: disguises},
             )
         except Exception as error:  # templates index, add and call what the client sent: anything can come out of that
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error

@@ -106,6 +106,10 @@ class Tokenizer:
         """One more than the highest id that has a text. A model may have more rows than that; they decode to nothing."""
         return len(self._spelled)
 
+    def vocabulary(self) -> str:
+        """As a tokenizer.json."""
+        return self._backend.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
@@ -367,6 +371,33 @@ class ByteTokenizer:
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         return self._chat.render(messages, add_generation_prompt)
+
+
+class TokenizerSpec(NamedTuple):
+    """All that a tokenizer is made of, as plain data: another process makes the same one of it, without the model's files."""
+
+    vocabulary: str | None  # a tokenizer.json; None: plain bytes
+    vocab_size: int
+    eos_ids: tuple[int, ...] = ()
+    template: str | None = None
+    special_tokens: dict[str, str] = {}  # noqa: RUF012 - of the template
+
+
+def spec_of(codec: TextCodec) -> TokenizerSpec:
+    if isinstance(codec, ByteTokenizer):
+        return TokenizerSpec(None, codec.vocab_size)
+    if not isinstance(codec, Tokenizer):
+        raise TypeError(f"{type(codec).__name__} cannot be taken apart")
+    chat = codec.chat_template
+    template, special = (None, {}) if chat is None else (chat.source, dict(chat.special_tokens))
+    return TokenizerSpec(codec.vocabulary(), codec.vocab_size, tuple(sorted(codec.eos_ids)), template, special)
+
+
+def tokenizer_of(spec: TokenizerSpec) -> TextCodec:
+    if spec.vocabulary is None:
+        return ByteTokenizer(spec.vocab_size)
+    chat = None if spec.template is None else ChatTemplate(spec.template, spec.special_tokens)
+    return Tokenizer(tokenizers.Tokenizer.from_str(spec.vocabulary), spec.eos_ids, chat)
 
 
 def utf8(text: str) -> bytes:

@@ -1,24 +1,20 @@
-"""The routes that load and unload adapters. Owns how many loads there are at once; names, files and weights are the engine's."""
+"""The routes that load and unload adapters. Owns that one comes after another; names, files and weights are the engine's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.contract import LoadedAdapter
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.faults import Refused, json_response
-from penstock.server.limits import Gate, read_body
+from penstock.server.limits import read_body
 from penstock.server.service import Service
-
-if TYPE_CHECKING:
-    from penstock.engine.adapters import LoadedAdapter
-
-NUM_LOADS = 8  # waiting for their turn, or at it
 
 
 class Adapters:
@@ -26,12 +22,11 @@ class Adapters:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._gate = Gate(NUM_LOADS, "adapter loads")
         self._turn = anyio.CapacityLimiter(1)  # each reads and holds a whole file; the threads for prompts are others
 
     async def load(self, request: Request) -> Response:
         self._check_allowed()
-        with self._gate.take(1):
+        with self._service.loads.take(1):
             body = schema.decode(await self._data(request), schema.LoadLoraBody)
             if body.lora_name in self._service.names:
                 raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")
@@ -42,7 +37,7 @@ class Adapters:
     async def unload(self, request: Request) -> Response:
         self._check_allowed()
         body = schema.decode(await self._data(request), schema.UnloadLoraBody)
-        if not self._service.engine.adapters.unload(body.lora_name):
+        if not await anyio.to_thread.run_sync(self._service.engine.adapters.unload, body.lora_name, limiter=self._turn):
             raise Refused(404, f"there is no adapter {body.lora_name!r} here", param="lora_name", code="model_not_found")
         return json_response({"id": body.lora_name, "object": "model", "deleted": True})
 

@@ -21,13 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.server.access import ID_HEADER, AccessLog, exchange_of
+from penstock.server.client import EngineClient, EngineLife, Fronts
 from penstock.server.faults import Hangup, Refused, error_response, on_error, on_hangup
 from penstock.server.routes import OPEN_PATHS, make_routes
 from penstock.server.service import Service
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
-    from penstock.engine.loop import EngineLoop
     from penstock.server.tracing import Tracing
 
 logger = logging.getLogger("penstock.server")
@@ -35,11 +34,11 @@ logger = logging.getLogger("penstock.server")
 BLANKS = b" \t"  # of HTTP
 
 
-def make_app(engine: Engine, loop: EngineLoop, config: ServerConfig) -> Starlette:
+def make_app(engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None) -> Starlette:
     """The app starts `loop` when it starts and closes it when it stops; `app.state.service` is what its routes share."""
     if config.api_key is not None:
         _check_key(config.api_key)
-    service = Service(engine, loop, config)
+    service = Service(engine, loop, config, fronts)
     tracing = _tracing(config)
 
     @contextlib.asynccontextmanager

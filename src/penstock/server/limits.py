@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Protocol
 
 import anyio
 from starlette.datastructures import Headers
@@ -13,13 +14,45 @@ from penstock.errors import InvalidRequest, Overloaded
 from penstock.server.faults import Hangup, Refused
 
 
+class Count(Protocol):
+    """How much work is in progress in all of a server."""
+
+    @property
+    def total(self) -> int: ...
+
+    def try_add(self, num: int, limit: int) -> bool:
+        """False, and nothing is added, where there would be more than `limit` then."""
+
+    def remove(self, num: int) -> None: ...
+
+
+class OwnCount:
+    """Of a server that is one process."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def try_add(self, num: int, limit: int) -> bool:
+        if self.total + num > limit:
+            return False
+        self.total += num
+        return True
+
+    def remove(self, num: int) -> None:
+        self.total -= num
+
+
 class Gate:
     """Counts work in progress against a limit. Lives on the event loop's thread; says no rather than wait."""
 
-    def __init__(self, limit: int, what: str) -> None:
+    def __init__(self, limit: int, what: str, count: Count | None = None) -> None:
         self.limit = limit
-        self.taken = 0
         self._what = what
+        self._counted: Count = OwnCount() if count is None else count
+
+    @property
+    def taken(self) -> int:
+        return self._counted.total
 
     def take(self, num: int) -> Seats:
         """Seats that end with `give_back` or `with`; raises Overloaded and takes none where there are too few."""
@@ -28,12 +61,11 @@ class Gate:
         return seats
 
     def claim(self, num: int) -> None:
-        if self.taken + num > self.limit:
+        if not self._counted.try_add(num, self.limit):
             raise Overloaded(f"the server is at its limit of {self.limit} concurrent {self._what}; try again later")
-        self.taken += num
 
     def give_back(self, num: int) -> None:
-        self.taken -= num
+        self._counted.remove(num)
 
 
 class Seats:

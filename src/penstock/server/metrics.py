@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -13,24 +13,19 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from penstock import __version__
+from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, SessionFigures, Traffic
 from penstock.server.request_figures import RequestFigures
-
-if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
-    from penstock.engine.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class EngineCollector(Collector):
-    """One snapshot per scrape, so that the figures of one answer belong together."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
 
     def collect(self) -> Iterator[Any]:
-        stats = self._engine.stats()
+        stats = self._stats
         yield _by_label(GaugeMetricFamily, "penstock_requests", "Requests by state.", "state", stats.requests)
         sources = "Prompt tokens by where their KV came from; the sources sum to all prompt tokens."
         yield _by_label(CounterMetricFamily, "penstock_prompt_tokens", sources, "source", stats.prompt_tokens)
@@ -126,8 +121,8 @@ def _histogram(name: str, text: str, histogram: Histogram, labels: Mapping[str, 
 class RequestCollector(Collector):
     """Requests as their clients saw them, and what of all figures has a name in vLLM."""
 
-    def __init__(self, engine: Engine, figures: RequestFigures, model: str) -> None:
-        self._engine = engine
+    def __init__(self, stats: EngineStats, figures: RequestFigures, model: str) -> None:
+        self._stats = stats
         self._figures = figures
         self._model = model
 
@@ -147,7 +142,7 @@ class RequestCollector(Collector):
         yield _histogram("penstock_queue_seconds", "Seconds that requests waited for their first step.", figures.queue, model)
         yield _histogram("penstock_prompt_length_tokens", "Prompt tokens of one request.", figures.prompt_tokens, model)
         yield _histogram("penstock_output_length_tokens", "Generated tokens of one request.", figures.output_tokens, model)
-        yield from _vllm(self._engine.stats(), figures, {"model_name": self._model, "engine": "0"})
+        yield from _vllm(self._stats, figures, {"model_name": self._model, "engine": "0"})
 
 
 def _vllm(stats: EngineStats, figures: RequestFigures, labels: dict[str, str]) -> Iterator[Any]:
@@ -194,15 +189,14 @@ def _labelled(family: Any, name: str, text: str, labels: dict[str, str], value: 
     return metric
 
 
-class Exposition:
-    """What GET /metrics answers."""
-
-    def __init__(self, engine: Engine, figures: RequestFigures, model: str) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCollector(engine))
-        self._registry.register(RequestCollector(engine, figures, model))
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+def exposition(stats: EngineStats, figures: RequestFigures, model: str, engine_pid: int | None = None) -> bytes:
+    """What GET /metrics answers: one snapshot, so that its figures belong together. Figures of the process are those of the engine's,
+    whichever process answers."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EngineCollector(stats))
+    registry.register(RequestCollector(stats, figures, model))
+    PlatformCollector(registry=registry)
+    if engine_pid is None:
+        GCCollector(registry=registry)
+    ProcessCollector(pid=lambda: "self" if engine_pid is None else engine_pid, registry=registry)
+    return generate_latest(registry)

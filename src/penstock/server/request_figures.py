@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.figures import Histogram
+from penstock.server.boundary import FiguresState
 
 if TYPE_CHECKING:
     from penstock.server.access import Exchange
@@ -40,3 +42,24 @@ class RequestFigures:
         self.output_tokens.add(exchange.output_tokens)
         if exchange.queue_s is not None:
             self.queue.add(exchange.queue_s)
+
+    @property
+    def histograms(self) -> dict[str, Histogram]:
+        return {"e2e": self.e2e, "queue": self.queue, "prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+
+    def take_in(self, state: FiguresState) -> None:
+        """Those of another front process, or of one that is gone."""
+        self.by_status.update(state.by_status)
+        self.by_finish.update(state.by_finish)
+        for name, histogram in self.histograms.items():
+            histogram.take_in(state.histograms[name])
+
+    def state(self) -> FiguresState:
+        return FiguresState(dict(self.by_status), dict(self.by_finish), {name: one.copy() for name, one in self.histograms.items()})
+
+    def with_others(self, others: Iterable[FiguresState]) -> RequestFigures:
+        """A sum; these stay as they are."""
+        total = RequestFigures(self._paths)
+        for state in (self.state(), *others):
+            total.take_in(state)
+        return total

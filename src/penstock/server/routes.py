@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request
@@ -13,20 +13,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
+from penstock.contract import Prefetched
 from penstock.errors import InvalidRequest
 from penstock.figures import Traffic
 from penstock.server import about, messages, metrics, schema
 from penstock.server.adapters import Adapters, adapter_card
+from penstock.server.client import FlushLevel
 from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Generate, in_words_of
 from penstock.server.limits import read_body
 from penstock.server.service import Service
 from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
 from penstock.server.tools import reasons
-
-if TYPE_CHECKING:
-    from penstock.engine.engine import FlushLevel
-    from penstock.engine.sessions import Prefetched
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
@@ -65,7 +63,6 @@ class Small:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._exposition: metrics.Exposition | None = None
 
     async def models(self, request: Request) -> Response:
         schema.check_query(request.query_params)
@@ -136,7 +133,7 @@ class Small:
         level = request.query_params.get("level", "visible")
         if level == "persisted" and not LASTING & set(self._service.engine.tiers):
             raise InvalidRequest("no tier of this server outlives it (an ssd or a remote one would): nothing can be persisted", "level")
-        await self._service.flush_cache(cast("FlushLevel", level))
+        await self._service.flush_cache(cast(FlushLevel, level))
         return json_response({"level": level})
 
     async def cache_prefetch(self, request: Request) -> Response:
@@ -165,7 +162,7 @@ class Small:
 
     async def cache_stats(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        stats = self._service.engine.stats()
+        stats, _ = await self._service.snapshot()
         content: dict[str, Any] = {
             "kv_blocks": {tier: {"total": sum(states.values()), **states} for tier, states in stats.kv_blocks.items() if states},
             "cache": stats.cache,
@@ -188,9 +185,9 @@ class Small:
 
     async def metrics(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        if self._exposition is None:
-            self._exposition = metrics.Exposition(self._service.engine, self._service.figures, self._service.names[0])
-        return Response(self._exposition.text(), headers={"content-type": metrics.CONTENT_TYPE})
+        stats, figures = await self._service.snapshot()
+        text = metrics.exposition(stats, figures, self._service.names[0], self._service.fronts.engine_pid)
+        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:
         schema.check_query(request.query_params)
@@ -202,13 +199,14 @@ class Small:
 
     async def landing(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        return Response(about.landing(self._facts()), headers=about.LANDING_HEADERS, media_type="text/html")
+        return Response(about.landing(await self._facts()), headers=about.LANDING_HEADERS, media_type="text/html")
 
-    def _facts(self) -> list[tuple[str, str]]:
+    async def _facts(self) -> list[tuple[str, str]]:
         engine, service = self._service.engine, self._service
         trouble = "the server is shutting down" if service.stopping else service.trouble()
         adapters = ", ".join(loaded.adapter.name for loaded in engine.adapters.all()[:MAX_SHOWN_ADAPTERS])
-        requests = ", ".join(f"{num} {state}" for state, num in engine.stats().requests.items() if num)
+        states = {} if trouble else (await service.snapshot())[0].requests
+        requests = ", ".join(f"{num} {state}" for state, num in states.items() if num)
         return [
             ("status", trouble or "ready"),
             ("model", ", ".join(service.names)),

@@ -8,26 +8,22 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import uvicorn
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.app import make_app
+from penstock.server.client import EngineClient, EngineLife, Fronts
 from penstock.server.connection import connection_class
 from penstock.server.service import CLOSE_GRACE_S, Service
-
-if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
-    from penstock.engine.loop import EngineLoop
 
 BACKLOG = 2048  # connections that the kernel keeps while the event loop is busy
 
 
 def serve(
-    engine: Engine,
-    loop: EngineLoop,
+    engine: EngineClient,
+    loop: EngineLife,
     config: ServerConfig,
     listener: socket.socket | None = None,
     prepare: Callable[[str], None] = lambda url: None,
@@ -45,11 +41,18 @@ class HttpServer(uvicorn.Server):
     It has its port from construction on, so that one that is taken is known before anything is started.
     """
 
-    def __init__(self, engine: Engine, loop: EngineLoop, config: ServerConfig, listener: socket.socket | None = None) -> None:
-        app = make_app(engine, loop, config)
+    def __init__(
+        self,
+        engine: EngineClient,
+        loop: EngineLife,
+        config: ServerConfig,
+        listener: socket.socket | None = None,
+        fronts: Fronts | None = None,
+    ) -> None:
+        app = make_app(engine, loop, config, fronts)
         self.service: Service = app.state.service
         self._listener = listener or bind(config)
-        self.url = _url(config.host, self._listener)
+        self.url = url_of(config.host, self._listener)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -72,7 +75,11 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            print(f"Penstock is ready on {self.url}", flush=True)
+            self.announce()
+
+    def announce(self) -> None:
+        """Requests are answered from now on."""
+        print(f"Penstock is ready on {self.url}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.stop()
@@ -111,6 +118,6 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _url(host: str, listener: socket.socket) -> str:
+def url_of(host: str, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -10,27 +10,25 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
 
 from penstock.config import ServerConfig
-from penstock.contract import Adapter, FinishReason
+from penstock.contract import Adapter, FinishReason, Prefetched
 from penstock.engine.execution.grammars import COMPILE_S
+from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.server.about import ROUTES
+from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, OneFront
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.request_figures import RequestFigures
+from penstock.server.seats import GateNumber
 from penstock.server.stream import Bridge, Generations
 from penstock.server.structured import Asked, named
 from penstock.server.text import Rules
-
-if TYPE_CHECKING:
-    from penstock.engine.engine import Engine, FlushLevel
-    from penstock.engine.loop import EngineLoop
-    from penstock.engine.sessions import Prefetched
 
 logger = logging.getLogger("penstock.server")
 
@@ -39,6 +37,7 @@ WATCH_S = 0.25  # how often a dead loop is looked for
 INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a thread would take longer than the work
 NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
 NUM_SIDE = 32  # tokenise, detokenise and prefetch calls in progress
+NUM_LOADS = 8  # adapters that are loaded, or wait for their turn
 SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
 RESET_TIMEOUT_S = 30.0
 PREFETCH_TIMEOUT_S = 10.0  # for the engine loop to come round and begin it
@@ -49,21 +48,24 @@ T = TypeVar("T")
 
 
 class Service:
-    """One engine behind one event loop."""
+    """One engine behind one event loop, or behind several in as many processes: `fronts` is what those share."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None) -> None:
         self.engine = engine
         self.loop = loop
         self.config = config
-        self.created = int(time.time())
         self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
         self.figures = RequestFigures(frozenset(ROUTES))
         for name in self.names:
             if engine.adapters.find(name) is not None:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")
-        self.generations = Gate(config.max_concurrent, "generations")
-        self.side = Gate(NUM_SIDE, "tokenize and prefetch calls")
+        self.fronts: Fronts = OneFront(engine) if fronts is None else fronts
+        self.created = int(self.fronts.started_s)
+        self.generations = Gate(config.max_concurrent, "generations", self.fronts.count(GateNumber.GENERATIONS))
+        self.side = Gate(NUM_SIDE, "tokenize and prefetch calls", self.fronts.count(GateNumber.SIDE))
+        self.loads = Gate(NUM_LOADS, "adapter loads", self.fronts.count(GateNumber.LOADS))
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
+        self._askers = anyio.CapacityLimiter(NUM_WORKERS)
         self._bridge: Bridge | None = None
         self._reset: asyncio.Future[dict[str, int]] | None = None
         self._flush: asyncio.Future[None] | None = None
@@ -176,6 +178,10 @@ class Service:
         if num_bytes <= INLINE_BYTES:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
+
+    async def snapshot(self) -> tuple[EngineStats, RequestFigures]:
+        """How the engine is doing, and what all fronts have answered. It may have to be asked for, from another process."""
+        return await anyio.to_thread.run_sync(self.fronts.snapshot, self.figures, limiter=self._askers)
 
     async def compile(self, asked: Asked | None) -> object:
         """Have the form of an answer compiled, on threads of the engine's; whoever keeps what this returns finds it again at no cost."""

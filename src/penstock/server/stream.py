@@ -12,18 +12,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import anyio
 from starlette.types import Receive
 
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.server.client import EngineClient
 from penstock.server.faults import Hangup
 from penstock.server.limits import Seats
-
-if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
 
 logger = logging.getLogger("penstock.server")
 
@@ -65,7 +63,7 @@ class Generations:
     A seat is given back when its generation is over on both sides: read to the end or given up here, and ended by the engine.
     """
 
-    def __init__(self, engine: Engine, bridge: Bridge, seats: Seats, unique: str | None = None) -> None:
+    def __init__(self, engine: EngineClient, bridge: Bridge, seats: Seats, unique: str | None = None) -> None:
         self.id = unique or uuid4().hex
         self._engine = engine
         self._bridge = bridge

@@ -202,7 +202,7 @@ class ChoiceText:
 
     def _end(self, event: TokenEvent) -> str:
         if event.finish is FinishReason.ERROR:
-            self.failure = StepFailed(event.error or "the generation failed")
+            self.failure = event.failure or StepFailed(event.error or "the generation failed")
         elif event.finish is FinishReason.CANCELLED:
             self.failure = EngineClosed("the server is shutting down and gave this request up")
         else:

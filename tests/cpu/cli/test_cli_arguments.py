@@ -301,9 +301,9 @@ def test_every_server_flag_reaches_the_config(monkeypatch):
     given = (
         "serve --host 127.0.0.9 --port 81 --api-key k --max-body-bytes 2048 --max-concurrent 3 --shutdown-s 4 --read-timeout-s 5 "
         "--write-timeout-s 6 --allow-special-tokens-in-text --log-level error --log-format json --served-model-name a b/c --public-metrics "
-        "--cors-origin http://a --cors-origin https://b:1"
+        "--cors-origin http://a --cors-origin https://b:1 --api-processes 7"
     )
     assert cli.main(given.split()) == 0
     names, origins = ("a", "b/c"), ("http://a", "https://b:1")
-    server = ServerConfig("127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True, names, origins, True)
+    server = ServerConfig("127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True, names, origins, True, api_processes=7)
     assert seen == [(server, LogSettings("error", "json"))]

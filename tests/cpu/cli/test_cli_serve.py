@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock import cli
@@ -28,7 +29,7 @@ from support.scripted_engine import ScriptedEngine
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Engines that the command has loaded."""
+    """Engines that the command has loaded, in this process."""
     engines = []
 
     def load(config):
@@ -40,9 +41,13 @@ def loaded(monkeypatch):
     return engines
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_loaded(penstock, tiny, loaded):
+HERE = ("--api-processes", "0")
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(penstock, tiny, loaded, processes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ran = penstock("serve", *tiny, "--host", "127.0.0.1", "--port", str(taken.getsockname()[1]))
+        ran = penstock("serve", *tiny, "--host", "127.0.0.1", "--port", str(taken.getsockname()[1]), "--api-processes", processes)
     assert ran.code == 2 and "cannot listen on 127.0.0.1" in ran.err
     assert loaded == []
 
@@ -51,11 +56,22 @@ def test_a_refusal_after_loading_closes_the_engine(penstock, tiny, loaded, tmp_p
     """Its lanes, and the lock of a disk cache, would otherwise stay for as long as the process does."""
     write_random_adapter(tmp_path / "a", TINY_LLAMA, 1)
     named = ("--lora", f"mine={tmp_path / 'a'}", "--served-model-name", "mine")
-    ran = penstock("serve", *tiny, "--port", "0", *named)
+    ran = penstock("serve", *tiny, "--port", "0", *named, *HERE)
     assert ran.code == 2 and "an adapter has that name" in ran.err
     assert loaded[0].ended == "the engine is closed"
 
 
+def test_a_refusal_by_another_process_is_said_as_if_there_were_one(penstock, tiny, tmp_path):
+    """The front knows that the name is taken once the engine has said which adapters it has. Every process has ended by then."""
+    write_random_adapter(tmp_path / "a", TINY_LLAMA, 1)
+    named = ("--lora", f"mine={tmp_path / 'a'}", "--served-model-name", "mine")
+    before = set(psutil.Process().children(recursive=True))
+    ran = penstock("serve", *tiny, "--port", "0", *named, "--api-processes", "2")
+    assert ran.code == 2 and "an adapter has that name" in ran.err
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -64,9 +80,9 @@ def test_a_refusal_after_loading_closes_the_engine(penstock, tiny, loaded, tmp_p
         (("--device-kv-gib", "1000000"), "lower --device-kv-gib"),
     ],
 )
-def test_what_cannot_fit_is_said_before_weights_are_read(penstock, loaded, tmp_path, flags, said):
+def test_what_cannot_fit_is_said_before_weights_are_read(penstock, loaded, tmp_path, flags, said, processes):
     write_tiny_model(tmp_path / "m")
-    ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *flags)
+    ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *flags, "--api-processes", processes)
     assert ran.code == 2 and said in ran.err, ran.err
     assert loaded == []
 
@@ -74,7 +90,7 @@ def test_what_cannot_fit_is_said_before_weights_are_read(penstock, loaded, tmp_p
 def test_weights_larger_than_memory_are_not_read(penstock, loaded, tmp_path, monkeypatch):
     write_tiny_model(tmp_path / "m")
     monkeypatch.setattr("penstock.engine.build.free_bytes", lambda device: 1000)
-    ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0")
+    ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *HERE)
     assert ran.code == 2 and "the weights of m take" in ran.err
     assert loaded == []
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_metrics import STATS, Fixed
 
 from penstock import cli
-from penstock.server.metrics import Exposition
+from penstock.server.metrics import exposition
 from penstock.server.request_figures import RequestFigures
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +37,7 @@ def exposed() -> set[str]:
     engine: Any = Fixed(STATS)
     figures = RequestFigures(frozenset())
     figures.by_status["/x", "200"] = figures.by_finish["stop"] = 1
-    families = text_string_to_metric_families(Exposition(engine, figures, "m").text().decode())
+    families = text_string_to_metric_families(exposition(engine.stats(), figures, "m").decode())
     return {sample.name for family in families for sample in family.samples}
 
 

@@ -10,7 +10,7 @@ from served import Served
 
 from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, SessionFigures, Traffic
-from penstock.server.metrics import Exposition
+from penstock.server.metrics import exposition
 from penstock.server.request_figures import RequestFigures
 
 BOUNDS = (0.5, 1.0)
@@ -63,7 +63,7 @@ class Fixed:
 
 def scraped(stats: EngineStats) -> dict[str, float]:
     engine: Any = Fixed(stats)
-    families = text_string_to_metric_families(Exposition(engine, RequestFigures(frozenset()), "tiny").text().decode())
+    families = text_string_to_metric_families(exposition(engine.stats(), RequestFigures(frozenset()), "tiny").decode())
     return {
         " ".join((sample.name.removeprefix("penstock_"), *(sample.labels[name] for name in sorted(sample.labels)))): sample.value
         for family in families

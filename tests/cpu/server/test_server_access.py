@@ -16,7 +16,7 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
-from penstock.server.metrics import Exposition
+from penstock.server.metrics import exposition
 from penstock.server.request_figures import RequestFigures
 from penstock.server.run import HttpServer
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
@@ -241,7 +241,7 @@ def test_an_engine_without_blocks_has_a_usage(served: Served) -> None:
     stats = served.engine.stats()
     bare = EngineStats(**{**{n: getattr(stats, n) for n in EngineStats.__dataclass_fields__}, "kv_blocks": {}})
     engine: Any = type("Bare", (), {"stats": lambda self: bare})()
-    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in Exposition(engine, RequestFigures(frozenset()), "m").text()
+    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in exposition(engine.stats(), RequestFigures(frozenset()), "m")
 
 
 # -------------------------------------------------------------------------------------------------------- the small routes

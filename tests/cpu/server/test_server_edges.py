@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from penstock import errors
 from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest
-from penstock.server import adapters, connection, faults, schema, service
+from penstock.server import connection, faults, schema, service
 from penstock.server.faults import Refused, error_response, fault_of
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -134,7 +134,7 @@ def rows() -> list[str]:
         f"| generations at once (prompts × `n`), running or waiting | {of.max_concurrent} | `--max-concurrent` |",
         f"| tokens of a `/tokenize` or `/detokenize` call | {service.SIDE_TOKENS:,}, or `--max-model-len` if that is more |",
         f"| `/tokenize`, `/detokenize` and `/cache/prefetch` calls at once | {service.NUM_SIDE} |",
-        f"| adapter loads at once | {adapters.NUM_LOADS} |",
+        f"| adapter loads at once | {service.NUM_LOADS} |",
         f"| `cache_salt`, `session_id`, `prompt_cache_key`, `user`, `lora_name` | {schema.MAX_LABEL} characters each |",
         f"| what an error repeats of a request | {faults.MAX_SHOWN} characters of a message or name, its beginning and its end |",
         f"| running requests at the end | {of.shutdown_s:g} s | `--shutdown-s` |",

@@ -13,8 +13,7 @@ import pytest
 from served import MODEL, Served, completion, serving, until
 from tiered_server import PROMPT, Tiered, error_of, tiered
 
-from penstock.contract import CacheHint, Weight
-from penstock.engine.sessions import Prefetched
+from penstock.contract import CacheHint, Prefetched, Weight
 from penstock.errors import Overloaded
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

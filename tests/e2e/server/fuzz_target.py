@@ -191,8 +191,9 @@ class Target:
 
     def size(self) -> tuple[int, int]:
         """Resident bytes, and open files and connections."""
-        process = psutil.Process(self._process.pid)
-        return int(process.memory_info().rss), int(process.num_fds())
+        parent = psutil.Process(self._process.pid)
+        processes = [parent, *parent.children(recursive=True)]
+        return sum(int(one.memory_info().rss) for one in processes), sum(int(one.num_fds()) for one in processes)
 
 
 class Rest:

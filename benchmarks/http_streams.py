@@ -1,0 +1,282 @@
+"""What HTTP costs: tokens per second and time between tokens of 1, 32 and 256 streams, in process, over HTTP with engine and HTTP in one
+process, and over HTTP with front processes. One command, one machine, the same work each time.
+
+    PYTHONPATH=src python3 benchmarks/http_streams.py --model qwen3-4b --load-format dummy --device cuda [--json FILE]
+
+Each stream asks again as soon as it is answered. Every prompt is new, so that nothing is reused. Clients are processes of their own with
+bare sockets. Other flags are those of `penstock serve`, for all three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+READY = "Penstock is ready on "
+ROUNDS = {1: 4, 32: 4}  # requests of each stream, by how many there are; of others:
+OTHER_ROUNDS = 3
+VOCAB = 256  # token ids are below this
+
+
+# ------------------------------------------------------------------------------------------------------------------- figures
+
+
+def summary(num_tokens: int, seconds: float, gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(gaps)
+    return {
+        "tokens_per_s": num_tokens / seconds,
+        "gap_p50_ms": 1000 * ordered[len(ordered) // 2],
+        "gap_p99_ms": 1000 * ordered[int(len(ordered) * 0.99)],
+        "ttft_p50_ms": 1000 * statistics.median(firsts),
+    }
+
+
+def prompts(seed: int, num_tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- in process
+
+
+class Asking:
+    """One stream: the listener of its requests, one after another."""
+
+    def __init__(self, gaps: list[float], firsts: list[float], over: SimpleQueue[Asking], prompts: list[list[int]]) -> None:
+        self.prompts = prompts
+        self._gaps, self._firsts, self._over = gaps, firsts, over
+        self._last = self._started = 0.0
+
+    def next_prompt(self) -> list[int]:
+        self._last = self._started = time.perf_counter()
+        return self.prompts.pop()
+
+    def __call__(self, event: Any) -> None:
+        now = time.perf_counter()
+        if event.tokens:
+            (self._firsts if self._last == self._started else self._gaps).append(now - self._last)
+            self._last = now
+        if event.finish is not None:
+            assert event.finish == "length", event
+            self._over.put(self)
+
+
+def in_process(args: argparse.Namespace, rest: list[str]) -> None:
+    from penstock import cli
+    from penstock.commands.arguments import config_of
+    from penstock.contract import SamplingParams
+    from penstock.engine.build import build
+    from penstock.engine.loop import EngineLoop
+
+    engine = build(config_of(cli.make_parser().parse_args(["serve", *rest])))
+    loop = EngineLoop(engine)
+    loop.start()
+    sampling = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True, seed=1)
+    found = {}
+    for streams in args.streams:
+        rounds = ROUNDS.get(streams, OTHER_ROUNDS)
+        gaps: list[float] = []
+        firsts: list[float] = []
+        over: SimpleQueue[Asking] = SimpleQueue()
+        begun = time.perf_counter()
+        for stream in range(streams):
+            over.put(Asking(gaps, firsts, over, [prompts(hash((streams, stream, number)), args.prompt) for number in range(rounds)]))
+        left = streams
+        while left:
+            asking = over.get()
+            if asking.prompts:
+                engine.submit(asking.next_prompt(), sampling, asking)
+            else:
+                left -= 1
+        found[streams] = summary(streams * rounds * args.output, time.perf_counter() - begun, gaps, firsts)
+    print(json.dumps(found), flush=True)
+    loop.close(0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- over HTTP
+
+
+class Stream(asyncio.Protocol):
+    """One connection that asks `rounds` times, each when the answer before is over. It only looks for marks: parsing takes time."""
+
+    def __init__(self, bodies: list[bytes], done: asyncio.Future[None]) -> None:
+        self.gaps: list[float] = []
+        self.firsts: list[float] = []
+        self._bodies = bodies
+        self._done = done
+        self._tail = b""
+        self._over = False
+        self._last = self._started = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def ask(self) -> None:
+        self._last = self._started = time.perf_counter()
+        self._transport.write(self._bodies.pop())
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        seen = self._tail + data
+        if num := seen.count(b"data: {"):
+            if self._last == self._started:
+                self.firsts.append(now - self._last)
+            else:
+                self.gaps += [(now - self._last) / num] * num  # those that came together share the time
+            self._last = now
+        self._tail = seen[-6:]  # one byte less than a mark has
+        self._over = self._over or b"[DONE]" in seen
+        if self._over and seen.endswith(b"0\r\n\r\n"):
+            self._tail, self._over = b"", False
+            if self._bodies:
+                self.ask()
+            else:
+                self._done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_exception(error or ConnectionError("the server hung up"))
+
+
+async def client(host: str, port: int, streams: list[list[bytes]]) -> None:
+    """Says when it is connected, waits for a line, and says what it saw."""
+    loop = asyncio.get_running_loop()
+    opened: list[tuple[Stream, asyncio.Future[None]]] = []
+    for bodies in streams:
+        done: asyncio.Future[None] = loop.create_future()
+        _, stream = await loop.create_connection(lambda bodies=bodies, done=done: Stream(bodies, done), host, port)  # type: ignore[misc]
+        opened.append((stream, done))
+    print("connected", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    for stream, _ in opened:
+        stream.ask()
+    await asyncio.gather(*(done for _, done in opened))
+    print("over", flush=True)
+    gaps = [gap for stream, _ in opened for gap in stream.gaps]
+    firsts = [first for stream, _ in opened for first in stream.firsts]
+    print(json.dumps({"gaps": gaps, "firsts": firsts}), flush=True)
+
+
+def run_client(argv: list[str]) -> None:
+    host, port, model, streams, first, step, prompt, output, rounds = argv
+    bodies = []
+    for stream in range(int(first), int(streams), int(step)):
+        asked = []
+        for number in range(int(rounds)):
+            body = {"model": model, "prompt": prompts(hash((int(streams), stream, number, 7)), int(prompt)), "max_tokens": int(output)}
+            data = json.dumps({**body, "temperature": 0, "ignore_eos": True, "seed": 1, "stream": True}).encode()
+            asked.append(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        bodies.append(asked)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("uvloop").install()
+    asyncio.run(client(host, int(port), bodies))
+
+
+def over_http(args: argparse.Namespace, rest: list[str], flags: list[str]) -> dict[int, dict[str, float]]:
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "serve",
+        "--port",
+        "0",
+        "--max-concurrent",
+        "1024",
+        "--log-level",
+        "warning",
+        *rest,
+        *flags,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = next(line for line in server.stdout if line.startswith(READY)).removeprefix(READY).strip()
+        try:
+            return {streams: measure(args, url, streams) for streams in args.streams}
+        finally:
+            server.terminate()
+            server.wait(120)
+
+
+def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float]:
+    from urllib.request import urlopen
+
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    model = json.load(urlopen(f"{url}/v1/models"))["data"][0]["id"]
+    num_clients = min(streams, args.clients)
+    rounds = ROUNDS.get(streams, OTHER_ROUNDS)
+    shape = [str(number) for number in (args.prompt, args.output, rounds)]
+    commands = [
+        [sys.executable, __file__, "--as-client", host, port, model, str(streams), str(first), str(num_clients), *shape]
+        for first in range(num_clients)
+    ]
+    clients = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for command in commands]
+    for one in clients:
+        assert one.stdout is not None and one.stdout.readline().strip() == "connected"
+    begun = time.perf_counter()
+    for one in clients:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    for one in clients:
+        assert one.stdout is not None and one.stdout.readline().strip() == "over"
+    seconds = time.perf_counter() - begun
+    replies = [json.loads(one.stdout.readline()) for one in clients if one.stdout is not None]
+    for one in clients:
+        one.wait(60)
+    gaps = [gap for reply in replies for gap in reply["gaps"]]
+    firsts = [first for reply in replies for first in reply["firsts"]]
+    return summary(streams * rounds * args.output, seconds, gaps, firsts)
+
+
+# --------------------------------------------------------------------------------------------------------------------- main
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--as-client"]:
+        run_client(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--clients", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--processes", default="0,", help="values of --api-processes; an empty one is the default")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    args, rest = parser.parse_known_args()
+    if args.in_process:
+        in_process(args, rest)
+        return
+    here = subprocess.run([sys.executable, __file__, "--in-process", *sys.argv[1:]], stdout=subprocess.PIPE, text=True, check=True)
+    found = {"in process": {int(streams): figures for streams, figures in json.loads(here.stdout.splitlines()[-1]).items()}}
+    for value in args.processes.split(","):
+        flags = ["--api-processes", value] if value else []
+        found[f"HTTP, --api-processes {value}" if value else "HTTP, default"] = over_http(args, rest, flags)
+    print(
+        f"{'':26}{'streams':>8}{'tok/s':>10}{'of in process':>15}{'gap p50 ms':>12}{'of in process':>15}{'gap p99 ms':>12}{'ttft ms':>10}"
+    )
+    for name, by_streams in found.items():
+        for streams, figures in by_streams.items():
+            base = found["in process"][streams]
+            rate, gap = figures["tokens_per_s"] / base["tokens_per_s"], figures["gap_p50_ms"] / base["gap_p50_ms"]
+            row = f"{name:26}{streams:8}{figures['tokens_per_s']:10.0f}{rate:15.2f}{figures['gap_p50_ms']:12.2f}{gap:15.2f}"
+            print(row + f"{figures['gap_p99_ms']:12.2f}{figures['ttft_p50_ms']:10.1f}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

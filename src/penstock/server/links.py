@@ -1,0 +1,454 @@
+"""The engine's side of the connections to front processes: who asked for what, and what each is to hear. Owns their requests in the engine
+from submission to their last event, also where the front is gone; the engine and its loop are others'.
+
+Each front has a thread that reads and one that writes. The engine's thread only leaves a step's events as one list for each front: a front
+that does not read is cut off once too many have gathered, and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from penstock.contract import FinishReason, TokenEvent
+from penstock.engine.execution.grammars import COMPILE_S
+from penstock.errors import InvalidRequest, Overloaded, PenstockError
+from penstock.models.tokenizer import spec_of
+from penstock.server import boundary
+from penstock.server.boundary import FiguresState, FromFront, ProtocolBroken, Wire
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.loop import EngineLoop
+
+logger = logging.getLogger("penstock.server")
+
+MOST_EVENTS = 1 << 16  # that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
+MOST_MESSAGES = 1 << 12  # of any kind: a front that stands still is found by its beats, too, within minutes
+BEAT_S = 0.25
+ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
+DRAIN_S = 5.0  # for a front to read what it is told last
+COMPILE_MARGIN_S = 0.5  # sooner than the front gives up, which cannot know whose fault it is
+
+
+class _Compiling(NamedTuple):
+    late_s: float
+    call: int
+    future: Future[Any]
+
+
+class FrontLink:
+    """One front process."""
+
+    def __init__(self, index: int, sock: socket.socket, links: FrontLinks) -> None:
+        self.index = index
+        self.figures: FiguresState | None = None
+        self.num_figures = 0  # that have come
+        self.adapters_seen = 0
+        self._links = links
+        self._engine = links.engine
+        self._wire: Wire[FromFront] = Wire(sock, FromFront)
+        self._open: dict[int, str] = {}  # requests that have not had their last event
+        self._batch: list[tuple[int, TokenEvent]] = []  # the engine thread's
+        self._queue: SimpleQueue[list[tuple[int, TokenEvent]] | bytes | None] = SimpleQueue()
+        self._num_queued = self._num_sent = 0  # events; each counted by one thread
+        self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
+        self._compiling: list[_Compiling] = []
+        self._is_cut = False
+        self._gone = False  # nobody reads what it says any more
+        self._over = threading.Lock()  # taken for good by whoever sees that nothing of it is left
+        self._threads = [
+            threading.Thread(target=work, name=f"{name}-{index}", daemon=True)
+            for name, work in (("front-read", self._read_all), ("front-write", self._write_all))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------------------------------------------------- to the front
+
+    def tell(self, message: msgspec.Struct) -> None:
+        if self._queue.qsize() > MOST_MESSAGES:
+            self.cut(f"does not read: more than {MOST_MESSAGES} messages wait for it")
+            return
+        self._queue.put(boundary.frame(message))
+
+    def hear(self, number: int, event: TokenEvent) -> None:
+        """What a request's listener does, on the engine's thread."""
+        self._batch.append((number, event))
+        if event.finish is not None:
+            self._open.pop(number, None)
+            if self._gone:
+                self._settle()
+
+    def hand_over(self) -> None:
+        """The engine's thread: a step has said what it had to say."""
+        if not self._batch:
+            return
+        batch, self._batch = self._batch, []
+        if self._gone:
+            return
+        self._num_queued += len(batch)
+        if self._num_queued - self._num_sent > MOST_EVENTS:
+            self.cut(f"does not read: {self._num_queued - self._num_sent} events wait for it")
+            return
+        self._queue.put(batch)
+
+    def cut(self, why: str) -> None:
+        """Its process sees that as the end of the engine, and its requests are cancelled."""
+        if self._is_cut:
+            return
+        self._is_cut = True
+        logger.error("front process %d is cut off: it %s", self.index, why)
+        with contextlib.suppress(OSError):
+            self._wire.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Behind everything that was left for it comes the end."""
+        self.tell(boundary.Bye())
+        self._queue.put(None)
+
+    def wait_written(self, timeout_s: float) -> None:
+        self._threads[1].join(timeout_s)
+
+    def _write_all(self) -> None:
+        sock = self._wire.sock
+        with contextlib.suppress(OSError):
+            for data, num_events in self._to_write():
+                sock.sendall(data)
+                self._num_sent += num_events
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+
+    def _to_write(self) -> Iterator[tuple[bytes, int]]:
+        """One message for a step; for several where they have gathered."""
+        while (item := self._queue.get()) is not None:
+            batch: list[tuple[int, TokenEvent]] = []
+            while isinstance(item, list):
+                batch += item
+                try:
+                    item = self._queue.get_nowait()
+                except Empty:
+                    item = b""
+            if batch:
+                yield boundary.frame(tokens_of(batch)), len(batch)
+            if item is None:
+                return
+            yield item, 0
+
+    # ----------------------------------------------------------------------------------------------------- from the front
+
+    def _read_all(self) -> None:
+        try:
+            while (message := self._wire.receive()) is not None:
+                self._handle(message)
+        except ProtocolBroken as error:
+            self.cut(f"says what cannot be: {error}")
+        except ConnectionResetError:
+            logger.debug("front process %d has ended without reading all that it was told", self.index)
+        except OSError as error:
+            logger.error("the connection to front process %d failed: %s", self.index, error)
+        except Exception:
+            logger.exception("a message of front process %d could not be dealt with", self.index)
+        finally:
+            self._end()
+
+    def _handle(self, message: FromFront) -> None:
+        match message:
+            case boundary.Submit():
+                self._submit(message)
+            case boundary.Cancel():
+                if (request_id := self._open.get(message.number)) is not None:
+                    self._engine.cancel(request_id)
+            case boundary.HoldAdapter():
+                with contextlib.suppress(InvalidRequest):  # it is gone: what is submitted to it is refused
+                    self._kept[message.number] = self._engine.adapters.hold(message.adapter)
+            case boundary.LetGo():
+                _end_kept(self._kept.pop(message.number, None))
+            case boundary.FrontFigures():
+                self._links.note(self, figures=message.state)
+            case boundary.AdaptersSeen():
+                self._links.note(self, adapters_seen=message.version)
+            case boundary.BeginPrefetch() | boundary.Compile():
+                self._begin(message)
+            case _:
+                work = functools.partial(self._answer, message.call, functools.partial(self._links.do, message, self))
+                threading.Thread(target=work, name=f"front-call-{self.index}", daemon=True).start()
+
+    def _submit(self, message: boundary.Submit) -> None:
+        self._open[message.number] = message.request_id
+        try:
+            self._engine.submit(
+                np.frombuffer(message.prompt, np.uint32),  # type: ignore[arg-type]
+                message.sampling,
+                functools.partial(self.hear, message.number),
+                cache_salt=message.cache_salt,
+                request_id=message.request_id,
+                adapter=message.adapter,
+                priority=message.priority,
+                session=message.session,
+                hint=message.hint,
+            )
+        except Exception as error:
+            self._open.pop(message.number, None)
+            failure = error if isinstance(error, PenstockError) else None
+            if failure is None:
+                logger.exception("request %s could not be submitted", message.request_id)
+            refusal = TokenEvent(message.request_id, finish=FinishReason.ERROR, error=str(error), failure=failure)
+            self.tell(tokens_of([(message.number, refusal)]))
+
+    def _begin(self, message: boundary.BeginPrefetch | boundary.Compile) -> None:
+        """What the engine answers with a future; never blocks."""
+        try:
+            if isinstance(message, boundary.Compile):
+                future: Future[Any] = self._engine.grammars.begin(message.grammar)
+                pending = _Compiling(time.monotonic() + COMPILE_S - COMPILE_MARGIN_S, message.call, future)
+                self._compiling.append(pending)
+                future.add_done_callback(functools.partial(self._compiled, pending))
+                return
+            prompt = None if message.prompt is None else np.frombuffer(message.prompt, np.uint32)
+            future = self._engine.prefetch(
+                prompt,  # type: ignore[arg-type]
+                session=message.session,
+                cache_salt=message.cache_salt,
+                adapter=message.adapter,
+            )
+            future.add_done_callback(lambda done: self._answer(message.call, done.result))
+        except Exception as error:
+            self.tell(boundary.Returned(message.call, fault=_fault(error)))
+
+    def _compiled(self, pending: _Compiling, future: Future[Any]) -> None:
+        """It is kept until its front has submitted what it is for."""
+        try:
+            self._compiling.remove(pending)
+        except ValueError:
+            return  # it was late
+
+        def keep() -> None:
+            self._kept[pending.call] = future.result()
+
+        self._answer(pending.call, keep)
+
+    def refuse_late(self) -> None:
+        now = time.monotonic()
+        for pending in [one for one in list(self._compiling) if one.late_s < now]:
+            with contextlib.suppress(ValueError):
+                self._compiling.remove(pending)
+                self.tell(boundary.Returned(pending.call, fault=_fault(self._engine.grammars.late(pending.future))))
+
+    def _answer(self, call: int, work: Callable[[], Any]) -> None:
+        try:
+            reply = boundary.Returned(call, msgspec.msgpack.encode(work()))
+        except Exception as error:
+            reply = boundary.Returned(call, fault=_fault(error))
+        self.tell(reply)
+
+    # --------------------------------------------------------------------------------------------------------------- ends
+
+    def _end(self) -> None:
+        """The front is gone: nobody reads what its requests say."""
+        self._gone = True
+        self._queue.put(None)
+        self._links.note(self, gone=True)
+        for kept in list(self._kept.values()):
+            _end_kept(kept)
+        self._kept.clear()
+        for request_id in list(self._open.values()):
+            self._engine.cancel(request_id)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Once, by the thread that sees the last of its requests end."""
+        if not self._open and self._over.acquire(blocking=False):
+            self._wire.sock.close()
+            self._links.forget(self)
+
+
+class FrontLinks:
+    """All front processes of one engine. `detached` is called with the index of one of which nothing is left."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, detached: Callable[[int], None]) -> None:
+        self.engine = engine
+        self._tokenizer = spec_of(engine.tokenizer)
+        self._loop = loop
+        self._detached = detached
+        self._links: list[FrontLink] = []
+        self._changed = threading.Condition()  # of what links have heard, and of which there are
+        self._past: list[FiguresState] = []  # of fronts that are gone
+        self._adapters_version = 0
+        self._busy: set[str] = set()
+        self._loading = threading.Lock()
+        self._started_s = time.time()
+        self._stop = threading.Event()
+        engine.call_after_events(self._hand_over)
+        threading.Thread(target=self._beat, name="front-beat", daemon=True).start()
+
+    def add(self, index: int, sock: socket.socket) -> None:
+        link = FrontLink(index, sock, self)
+        engine = self.engine
+        facts = boundary.Facts(
+            engine.name,
+            engine.limits,
+            dict(engine.sampling),
+            engine.tiers,
+            engine.max_open,
+            os.getpid(),
+            self._started_s,
+            engine.adapters.root is not None,
+        )
+        with self._changed:
+            link.adapters_seen = self._adapters_version
+            link.tell(boundary.Hello(boundary.VERSION, facts, self._tokenizer, list(engine.adapters.all())))
+            self._links = [*self._links, link]
+            link.start()
+
+    def close(self) -> None:
+        """Every request has had its last event. Blocks until the fronts have read theirs, or have had time to."""
+        self._stop.set()
+        self._end_all(FrontLink.close)
+
+    def fail(self, why: str) -> None:
+        """The engine's loop has failed: requests were told, and now everybody is."""
+        self._stop.set()
+
+        def end(link: FrontLink) -> None:
+            link.tell(boundary.Failed(why))
+            link.close()
+
+        self._end_all(end)
+
+    def _end_all(self, end: Callable[[FrontLink], None]) -> None:
+        by_s = time.monotonic() + DRAIN_S
+        links = self._links
+        for link in links:
+            end(link)
+        for link in links:
+            link.wait_written(max(0.0, by_s - time.monotonic()))
+
+    def _hand_over(self) -> None:
+        for link in self._links:
+            link.hand_over()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            age_s = self._loop.beat_age_s()
+            for link in self._links:
+                link.tell(boundary.Beat(age_s))
+                link.refuse_late()
+
+    # ------------------------------------------------------------------------------------------------- what links have heard
+
+    def note(self, link: FrontLink, figures: FiguresState | None = None, adapters_seen: int = 0, gone: bool = False) -> None:
+        with self._changed:
+            if figures is not None:
+                link.figures = figures
+                link.num_figures += 1
+            link.adapters_seen = max(link.adapters_seen, adapters_seen)
+            if gone and link in self._links:
+                if link.figures is not None:
+                    self._past.append(link.figures)
+                self._links = [one for one in self._links if one is not link]
+            self._changed.notify_all()
+
+    def forget(self, link: FrontLink) -> None:
+        self._detached(link.index)
+
+    # ------------------------------------------------------------------------------------------------------------- slow calls
+
+    def do(self, message: FromFront, asking: FrontLink) -> Any:
+        """On a thread of its own."""
+        match message:
+            case boundary.Stats():
+                return self.engine.stats(), self._figures(asking)
+            case boundary.Reset():
+                with self._alone("a cache reset is in progress"):
+                    return self.engine.reset_cache(message.tiers)
+            case boundary.Flush():
+                with self._alone("a cache flush is in progress"):
+                    return self.engine.wait_flushed(message.level, message.timeout_s)
+            case boundary.LoadAdapter():
+                return self._change(message.name, lambda: self.engine.adapters.load_inside(message.name, message.path))
+            case boundary.UnloadAdapter():
+                return self._change(message.name, lambda: self.engine.adapters.unload(message.name))
+        raise ProtocolBroken(f"{type(message).__name__} is no call")
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        with self._changed:
+            if what in self._busy:
+                raise Overloaded(what)
+            self._busy.add(what)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(what)
+
+    def _figures(self, asking: FrontLink) -> list[FiguresState]:
+        """Of all fronts but the one that asks. One that does not answer in time counts as it last did."""
+        with self._changed:
+            asked = [(link, link.num_figures) for link in self._links if link is not asking]
+            for link, _ in asked:
+                link.tell(boundary.WantFigures())
+            self._changed.wait_for(lambda: all(link.num_figures > num or link not in self._links for link, num in asked), ANSWER_S)
+            current = [link.figures for link in self._links if link is not asking and link.figures is not None]
+            return [*self._past, *current]
+
+    def _change(self, name: str, change: Callable[[], Any]) -> Any:
+        """Load or unload. It is over when every front knows of it; until then requests may still ask for what had the name before."""
+        with self._loading, contextlib.ExitStack() as kept:
+            if (before := self.engine.adapters.try_hold(name)) is not None:
+                kept.enter_context(before)
+            done = change()
+            with self._changed:
+                self._adapters_version += 1
+                version, links = self._adapters_version, self._links
+                for link in links:
+                    link.tell(boundary.AdapterList(version, list(self.engine.adapters.all())))
+                self._changed.wait_for(lambda: all(one.adapters_seen >= version or one not in self._links for one in links), ANSWER_S)
+            return done
+
+
+def tokens_of(batch: list[tuple[int, TokenEvent]]) -> boundary.Tokens:
+    """Of each request in order: once one has an event that is more than a token, what follows it in the batch is among those, too."""
+    plain: list[int] = []
+    rest: list[boundary.SentEvent] = []
+    seen: set[int] = set()
+    for number, event in batch:
+        tokens = event.tokens
+        if len(tokens) == 1 and event[2:] == _PLAIN and number not in seen:
+            plain.append(number)
+            plain.append(tokens[0])
+        else:
+            seen.add(number)
+            rest.append(boundary.SentEvent.of(number, event))
+    return boundary.Tokens(plain, rest)
+
+
+_PLAIN = TokenEvent("")[2:]
+
+
+def _fault(error: BaseException) -> boundary.SentError:
+    if not isinstance(error, PenstockError):
+        logger.error("a call of a front process failed", exc_info=error)
+    return boundary.fault_from(error)
+
+
+def _end_kept(kept: Any) -> None:
+    """A hold ends; a grammar is only let go of."""
+    end = getattr(kept, "end", None)
+    if end is not None:
+        end()

@@ -1,0 +1,463 @@
+"""An engine in another process, as this front process sees it. Owns the connection, what was asked over it and is not answered yet, and the
+list of adapters as it was last told; the requests themselves are the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.contract import (
+    Adapter,
+    CacheHint,
+    FinishReason,
+    Grammar,
+    Listener,
+    LoadedAdapter,
+    Prefetched,
+    SamplingParams,
+    TokenEvent,
+)
+from penstock.engine.stats import EngineStats
+from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Overloaded, PenstockError
+from penstock.models.tokenizer import tokenizer_of
+from penstock.server import boundary
+from penstock.server.boundary import FiguresState, Frames, FromEngine, Hello, ProtocolBroken, Wire
+from penstock.server.client import FlushLevel
+from penstock.server.limits import Count
+from penstock.server.request_figures import RequestFigures
+from penstock.server.seats import GateNumber, SeatBook, SharedCount
+
+logger = logging.getLogger("penstock.server")
+
+STATS_S = 10.0  # for the engine's process to say how it is doing
+SLOW_S = 600.0  # for what reads files or empties disks there
+CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadline that it was given
+FIGURES_S = 1.0  # how often figures are sent, where they have changed: so much is lost at most when this process is killed
+RECEIVE_BYTES = 1 << 18
+
+
+class _Asked(NamedTuple):
+    request_id: str
+    listener: Listener
+
+
+class Greeting(NamedTuple):
+    """What came first, and what was read behind it."""
+
+    hello: Hello
+    early: list[FromEngine]
+    frames: Frames[FromEngine]
+
+
+def greeted(sock: socket.socket) -> Greeting:
+    """Block until the engine has said what it is. Raises EngineClosed where it never does, ProtocolBroken where it is another version."""
+    wire: Wire[FromEngine] = Wire(sock, FromEngine)
+    hello = wire.receive()
+    if hello is None:
+        raise EngineClosed("the engine's process ended before it was ready")
+    if not isinstance(hello, Hello):
+        raise ProtocolBroken(f"the engine began with {type(hello).__name__}")
+    if hello.version != boundary.VERSION:
+        raise ProtocolBroken(f"the engine speaks version {hello.version} of the protocol, and this process {boundary.VERSION}")
+    return Greeting(hello, wire.left(), wire.frames)
+
+
+class RemoteEngine:
+    """`EngineClient` and `EngineLife` over a socket. Messages are read on the event loop, from `start` on; anybody may call."""
+
+    def __init__(self, sock: socket.socket, greeting: Greeting) -> None:
+        hello = greeting.hello
+        facts = hello.facts
+        self.name, self.max_model_len = facts.name, facts.limits.max_model_len
+        self.sampling: Mapping[str, Any] = facts.sampling
+        self.tiers, self.max_open, self.pid, self.started_s = facts.tiers, facts.max_open, facts.pid, facts.started_s
+        self.tokenizer = tokenizer_of(hello.tokenizer)
+        self.adapters = RemoteAdapters(self, hello.adapters, facts.lora_root)
+        self.grammars = RemoteGrammars(self)
+        self.own_figures: RequestFigures | None = None
+        self._limits = facts.limits
+        self._sock = sock
+        self._early = greeting.early
+        self._frames = greeting.frames
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, _Asked] = {}
+        self._number_of: dict[str, int] = {}
+        self._calls: dict[int, tuple[Future[Any], Any]] = {}  # with the type of the answer
+        self.dropped: deque[int] = deque()  # grammars that nobody here keeps any more
+        self._lock = threading.Lock()  # of what is written
+        self._unsent: deque[memoryview] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat_s, self._beat_age_s = time.monotonic(), 0.0
+        self._error: PenstockError | None = None
+        self._over = threading.Event()  # nothing more will come
+
+    # --------------------------------------------------------------------------------------------------------------- life
+
+    def start(self) -> None:
+        """On the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._sock.setblocking(False)
+        self._beat_s = time.monotonic()
+        self._loop.add_reader(self._sock, self._read)
+        for message in self._early:
+            self._take(message)
+        self._loop.call_later(FIGURES_S, self._send_figures, None)
+
+    def failed(self) -> BaseException | None:
+        return self._error
+
+    def beat_age_s(self) -> float:
+        """Of the engine's loop, or since its process was last heard of."""
+        return time.monotonic() - self._beat_s + self._beat_age_s
+
+    def close(self, deadline_s: float) -> None:
+        """Block until the engine has closed: its own process is told to by its parent."""
+        if not self._over.wait(deadline_s + CLOSE_MARGIN_S):
+            raise DeadlineExceeded("the engine's process did not close in time")
+
+    # ----------------------------------------------------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        listener: Listener,
+        *,
+        cache_salt: str = "",
+        request_id: str | None = None,
+        adapter: Adapter | None = None,
+        priority: int = 0,
+        session: str = "",
+        hint: CacheHint | None = None,
+    ) -> str:
+        """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
+        self._check_alive()
+        _, known = self._limits.checked(prompt, sampling)
+        number = next(self._numbers)
+        request_id = request_id or f"request-{number}"
+        self._asked[number] = _Asked(request_id, listener)
+        self._number_of[request_id] = number
+        try:
+            self.send(
+                boundary.Submit(number, request_id, known.tobytes(), sampling, cache_salt, adapter, priority, session, hint),
+            )
+        except BaseException:
+            self._forget(number)
+            raise
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        if (number := self._number_of.get(request_id)) is not None:
+            self.send(boundary.Cancel(number))
+
+    def _forget(self, number: int) -> _Asked | None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            self._number_of.pop(asked.request_id, None)
+        return asked
+
+    # -------------------------------------------------------------------------------------------------------------- calls
+
+    def prefetch(
+        self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
+    ) -> Future[Prefetched | None]:
+        tokens = None if prompt is None else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
+        call = next(self._numbers)
+        return self.call(boundary.BeginPrefetch(call, tokens, session, cache_salt, adapter), call, Prefetched | None)
+
+    def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
+        call = next(self._numbers)
+        forgotten: dict[str, int] = _result(self.call(boundary.Reset(call, tuple(tiers)), call, dict[str, int]), SLOW_S)
+        return forgotten
+
+    def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
+        call = next(self._numbers)
+        _result(self.call(boundary.Flush(call, level, timeout_s), call, None), timeout_s + STATS_S)
+
+    def stats(self) -> EngineStats:
+        return self.stats_and_figures()[0]
+
+    def stats_and_figures(self) -> tuple[EngineStats, list[FiguresState]]:
+        """And the figures of all other front processes."""
+        call = next(self._numbers)
+        asked = self.call(boundary.Stats(call), call, tuple[EngineStats, list[FiguresState]])
+        answer: tuple[EngineStats, list[FiguresState]] = _result(asked, STATS_S)
+        return answer
+
+    def call(self, message: boundary.Call, call: int, kind: Any) -> Future[Any]:
+        """The future ends with the answer, of `kind`, or when the engine is gone. Its owner may cancel it: the answer goes nowhere then."""
+        self._check_alive()
+        future: Future[Any] = Future()
+        self._calls[call] = future, kind
+        self.send(message)
+        if self._error is not None:  # it has failed meanwhile, and may have missed this one
+            self._end_calls(self._error)
+        return future
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineClosed(str(self._error))
+        if self._over.is_set():
+            raise EngineClosed("the server is shutting down")
+
+    # ------------------------------------------------------------------------------------------------------------ writing
+
+    def send(self, message: msgspec.Struct) -> None:
+        """From any thread; never blocks. What the socket does not take yet is bounded by the seats of those who ask."""
+        data = memoryview(boundary.frame(message))
+        with self._lock:
+            if self._over.is_set() or self._loop is None:
+                return
+            if not self._unsent:
+                data = data[self._try_send(data) :]
+                if not data:
+                    return
+                self._loop.call_soon_threadsafe(self._loop.add_writer, self._sock, self._write)
+            self._unsent.append(data)
+
+    def _try_send(self, data: memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # whoever reads sees the same
+            return len(data)
+
+    def _write(self) -> None:
+        with self._lock:
+            while self._unsent:
+                left = self._unsent[0][self._try_send(self._unsent[0]) :]
+                if left:
+                    self._unsent[0] = left
+                    return
+                self._unsent.popleft()
+            if self._loop is not None:
+                self._loop.remove_writer(self._sock)
+
+    # ------------------------------------------------------------------------------------------------------------ reading
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:  # it has ended without reading all that it was told
+            data = b""
+        except OSError as error:
+            self._fail(EngineClosed(f"the connection to the engine's process failed: {error}"))
+            return
+        if not data:
+            self._fail(EngineClosed("the engine's process has ended; the server's log says more"))
+            return
+        try:
+            for message in self._frames.feed(data):
+                self._take(message)
+        except ProtocolBroken as error:
+            logger.error("the engine's process says what cannot be: %s", error)
+            self._fail(EngineClosed("the connection to the engine's process is broken; the server's log says more"))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case boundary.Tokens():
+                self._deliver(message)
+            case boundary.Returned():
+                self._settle(message)
+            case boundary.Beat():
+                self._beat_s, self._beat_age_s = time.monotonic(), message.age_s
+                while self.dropped:
+                    self.send(boundary.LetGo(self.dropped.popleft()))
+            case boundary.AdapterList():
+                self.adapters.loaded = {one.adapter.name: one for one in message.loaded}
+                self.send(boundary.AdaptersSeen(message.version))
+            case boundary.WantFigures():
+                if self.own_figures is not None:
+                    self.send(boundary.FrontFigures(self.own_figures.state()))
+            case boundary.Failed():
+                self._fail(EngineClosed(f"the engine has failed: {message.why}"))
+            case boundary.Bye():
+                self._end()
+            case _:
+                raise ProtocolBroken(f"{type(message).__name__} is no message for now")
+
+    def _deliver(self, message: boundary.Tokens) -> None:
+        asked, pairs = self._asked, iter(message.plain)
+        for number, token in zip(pairs, pairs, strict=True):
+            if (one := asked.get(number)) is not None:
+                one.listener(TokenEvent(one.request_id, (token,)))
+        for event in message.rest:
+            found = asked.get(event.number) if event.finish is None else self._forget(event.number)
+            if found is not None:
+                found.listener(event.made(found.request_id))
+
+    def _settle(self, reply: boundary.Returned) -> None:
+        future, kind = self._calls.pop(reply.call, (None, None))
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if reply.fault is not None:
+            future.set_exception(boundary.error_from(reply.fault))
+        else:
+            future.set_result(msgspec.msgpack.decode(reply.value, type=kind))
+
+    def _send_figures(self, before: bytes | None) -> None:
+        now = before
+        if self.own_figures is not None:
+            now = boundary.frame(boundary.FrontFigures(self.own_figures.state()))
+            if now != before:
+                self.send(boundary.FrontFigures(self.own_figures.state()))
+        if self._loop is not None and not self._over.is_set():
+            self._loop.call_later(FIGURES_S, self._send_figures, now)
+
+    # --------------------------------------------------------------------------------------------------------------- ends
+
+    def _fail(self, error: PenstockError) -> None:
+        """Nothing more will come: everybody who waits is told so, at once."""
+        self._error = self._error or error
+        self._end()
+
+    def _end(self) -> None:
+        if self._loop is not None and not self._over.is_set():
+            self._loop.remove_reader(self._sock)
+            with self._lock:
+                self._loop.remove_writer(self._sock)
+                self._unsent.clear()
+                self._over.set()
+        error = self._error or EngineClosed("the server is shutting down and gave this request up")
+        for number in list(self._asked):
+            if (asked := self._forget(number)) is not None:
+                asked.listener(TokenEvent(asked.request_id, finish=FinishReason.ERROR, error=str(error), failure=error))
+        self._end_calls(error)
+
+    def _end_calls(self, error: PenstockError) -> None:
+        for call in list(self._calls):
+            future, _ = self._calls.pop(call, (None, None))
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(EngineClosed(str(error)))
+
+
+def _result(future: Future[Any], timeout_s: float) -> Any:
+    """Block for the answer, which the event loop reads: on its own thread nobody would."""
+    if asyncio._get_running_loop() is not None:
+        raise InvariantBroken("the event loop would wait for itself: call this on another thread")
+    try:
+        return future.result(timeout_s)
+    except FutureTimeout:
+        future.cancel()
+        raise DeadlineExceeded(f"the engine's process did not answer within {timeout_s:g} s") from None
+
+
+class RemoteAdapters:
+    """Names as the engine last said: it waits for every front to know of a change before that counts as made."""
+
+    def __init__(self, engine: RemoteEngine, loaded: Sequence[LoadedAdapter], may_load: bool) -> None:
+        self.loaded = {one.adapter.name: one for one in loaded}
+        self.root = True if may_load else None
+        self._engine = engine
+
+    def all(self) -> tuple[LoadedAdapter, ...]:
+        return tuple(self.loaded.values())
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        return self.loaded.get(name)
+
+    def try_hold(self, name: str) -> RemoteHold | None:
+        found = self.loaded.get(name)
+        return None if found is None else RemoteHold(self._engine, found.adapter)
+
+    def load_inside(self, name: str, path: str) -> LoadedAdapter:
+        call = next(self._engine._numbers)
+        loaded: LoadedAdapter = _result(self._engine.call(boundary.LoadAdapter(call, name, path), call, LoadedAdapter), SLOW_S)
+        return loaded
+
+    def unload(self, name: str) -> bool:
+        call = next(self._engine._numbers)
+        return bool(_result(self._engine.call(boundary.UnloadAdapter(call, name), call, bool), SLOW_S))
+
+
+class RemoteHold:
+    """Requests that are sent between its begin and its end find the adapter as it was: the engine reads one message after another."""
+
+    def __init__(self, engine: RemoteEngine, adapter: Adapter) -> None:
+        self._engine = engine
+        self._adapter = adapter
+        self._number = next(engine._numbers)
+        engine.send(boundary.HoldAdapter(self._number, adapter))
+
+    def __enter__(self) -> Adapter:
+        return self._adapter
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._engine.send(boundary.LetGo(self._number))
+
+
+class RemoteGrammars:
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    def begin(self, grammar: Grammar) -> Future[Any]:
+        call = next(self._engine._numbers)
+        asked = self._engine.call(boundary.Compile(call, grammar), call, None)
+        kept: Future[Any] = Future()
+
+        def settle(done: Future[Any]) -> None:
+            if (error := done.exception()) is not None:
+                kept.set_exception(error)
+            else:
+                kept.set_result(_KeptGrammar(self._engine, call))
+
+        asked.add_done_callback(settle)
+        return kept
+
+    def late(self, future: Future[Any]) -> Exception:
+        """The engine says by itself whose fault it is; it has not."""
+        return Overloaded("the engine did not come round to compile this schema or grammar in time")
+
+
+class _KeptGrammar:
+    """For as long as this lives, the engine keeps what it has compiled."""
+
+    def __init__(self, engine: RemoteEngine, call: int) -> None:
+        self._engine = engine
+        self._call = call
+
+    def __del__(self) -> None:
+        self._engine.dropped.append(self._call)  # said with the next beat: this may run in the midst of anything
+
+
+class ManyFronts:
+    """`Fronts` of a server whose front processes share seats, and give each other their figures through the engine."""
+
+    def __init__(self, engine: RemoteEngine, book: SeatBook, index: int) -> None:
+        self._engine = engine
+        self._book = book
+        self._index = index
+
+    def count(self, gate: GateNumber) -> Count:
+        return SharedCount(self._book, self._index, gate)
+
+    def snapshot(self, own: RequestFigures) -> tuple[EngineStats, RequestFigures]:
+        stats, others = self._engine.stats_and_figures()
+        return stats, own.with_others(others)
+
+    def note_connections(self, num: int) -> int:
+        """This front has `num` open; returns what the one with the fewest has."""
+        return self._book.note_connections(self._index, num)
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.pid
+
+    @property
+    def started_s(self) -> float:
+        return self._engine.started_s

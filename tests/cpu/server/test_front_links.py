@@ -1,0 +1,537 @@
+"""The connection between an engine and its front processes, with a real engine behind it: what is said, and what becomes of fronts that
+hang up, do not read, or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from served import DEADLINE_S, until
+
+from penstock.config import Config, ServerConfig
+from penstock.contract import (
+    Adapter,
+    FinishReason,
+    Grammar,
+    KvSource,
+    LoadedAdapter,
+    PromptLogprobs,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    TokenScores,
+)
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
+from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tokenizer_of
+from penstock.server import boundary, remote
+from penstock.server import links as links_module
+from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
+from penstock.server.links import FrontLink, FrontLinks, tokens_of
+from penstock.server.remote import RemoteEngine, greeted
+from penstock.server.seats import GateNumber, SeatBook, SharedCount
+from penstock.server.supervise import Supervisor
+from support.driving import tiny_config
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+class Linked:
+    """An engine whose loop runs, and as many fronts as a test makes."""
+
+    def __init__(self) -> None:
+        self.engine: Engine = build(tiny_config("tiny-llama"))
+        self.loop = EngineLoop(self.engine)
+        self.detached: list[int] = []
+        self.links = FrontLinks(self.engine, self.loop, self.detached.append)
+        self._stack = contextlib.ExitStack()
+        self._indices = itertools.count()
+
+    def front(self, small: bool = False) -> Wire[FromEngine]:
+        """The front's end, behind the greeting."""
+        theirs, ours = socket.socketpair()
+        if small:
+            for one in (theirs, ours):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        ours.settimeout(DEADLINE_S)
+        self._stack.enter_context(contextlib.closing(ours))
+        self.links.add(next(self._indices), theirs)
+        wire: Wire[FromEngine] = Wire(ours, FromEngine)
+        assert isinstance(wire.receive(), boundary.Hello)
+        return wire
+
+    @property
+    def num_open(self) -> int:
+        return sum(self.engine.stats().requests.values())
+
+    def close(self) -> None:
+        self._stack.close()
+        self.loop.close(0.0)
+        self.links.close()
+        self.engine.check()
+
+
+@pytest.fixture
+def linked() -> Iterator[Linked]:
+    made = Linked()
+    made.loop.start()
+    yield made
+    made.close()
+
+
+def submit(number: int, name: str = "r", **sampling: object) -> boundary.Submit:
+    prompt = np.arange(5, dtype=np.uint32).tobytes()
+    return boundary.Submit(number, f"{name}{number}", prompt, SamplingParams(**{**GREEDY, **sampling}), "", None, 0, "", None)  # type: ignore[arg-type]
+
+
+def steps_of(wire: Wire[FromEngine]) -> Iterator[boundary.Tokens]:
+    while (message := wire.receive()) is not None:
+        if isinstance(message, boundary.Tokens):
+            yield message
+
+
+# ---------------------------------------------------------------------------------------------------------------------- a step
+
+
+def test_a_step_is_left_for_a_front_as_one_list_of_all_its_requests() -> None:
+    """The engine is stepped by hand, and nobody takes what is left: so it is seen what one step leaves."""
+    made = Linked()
+    ours, theirs = socket.socketpair()
+    link = FrontLink(0, theirs, made.links)
+    made.links._links = [link]
+    for number in range(1, 9):
+        link._submit(submit(number, max_tokens=20))
+    left: list[list[object]] = []
+    for _ in range(40):
+        made.engine.step()
+        found = [link._queue.get() for _ in range(link._queue.qsize())]
+        lists = [item for item in found if isinstance(item, list)]  # others are beats
+        assert len(lists) <= 1
+        left += lists
+    assert [len(events) for events in left] == [8] * 20
+    assert link._num_queued == 160 and not link._open
+    made.links._links = []
+    ours.close()
+    theirs.close()
+    made.loop.start()
+    made.close()
+
+
+def test_two_fronts_hear_of_their_own_requests_only(linked: Linked) -> None:
+    one, other = linked.front(), linked.front()
+    one.send(submit(1, max_tokens=4))
+    other.send(submit(1, "another", max_tokens=6))
+    for wire, num in ((one, 4), (other, 6)):
+        found = 0
+        for step in steps_of(wire):
+            found += len(step.plain) // 2 + sum(len(event.tokens) for event in step.rest)
+            if any(event.finish for event in step.rest):
+                break
+        assert found == num
+
+
+def event(number: int, **fields: object) -> tuple[int, TokenEvent]:
+    return number, TokenEvent(f"r{number}", **fields)  # type: ignore[arg-type]
+
+
+def test_events_of_a_request_keep_their_order_where_steps_were_merged() -> None:
+    """What comes behind an event that is more than a token goes behind it: plain tokens of a message are read first."""
+    batch = [
+        event(1, tokens=(10,)),
+        event(2, tokens=(20,), source=KvSource(computed=1)),
+        event(1, tokens=(11,)),
+        event(2, tokens=(21,)),
+        event(2, finish=FinishReason.STOP),
+    ]
+    message = tokens_of(batch)
+    assert message.plain == [1, 10, 1, 11]
+    assert [(one.number, one.tokens, one.finish) for one in message.rest] == [
+        (2, (20,), None),
+        (2, (21,), None),
+        (2, (), FinishReason.STOP),
+    ]
+
+
+def test_an_event_arrives_as_it_was() -> None:
+    scores = TokenScores(
+        *(np.arange(3, dtype=kind) for kind in (np.int32, np.float32, np.int32)),
+        *(np.ones((3, 2), kind) for kind in (np.int32, np.float32)),
+    )
+    given_event = TokenEvent(
+        "r",
+        (1, 2),
+        (TokenLogprob(1, -0.5, 1, ((1, -0.5), (2, -1.0))),) * 2,
+        PromptLogprobs((None, scores)),
+        FinishReason.LENGTH,
+        7,
+        KvSource(1, 2, 3, 4, 5),
+        "wrong",
+        0.25,
+        Overloaded("later", 3.0),
+    )
+    (read,) = Frames[boundary.Tokens](FromEngine).feed(frame(tokens_of([(5, given_event)])))
+    made = read.rest[0].made("r")
+    assert made[:9] == given_event[:9]
+    assert isinstance(made.failure, Overloaded) and (str(made.failure), made.failure.retry_after_s) == ("later", 3.0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("a", "p"), ContextExceeded(3, "x"), Overloaded("o", 2.5), EngineClosed("z"), StoreFailed("s"), DeadlineExceeded("d")],
+)
+def test_an_error_is_the_same_on_the_other_side(error: Exception) -> None:
+    made = error_from(fault_from(error))
+    assert (type(made), str(made), vars(made)) == (type(error), str(error), vars(error))
+
+
+def test_a_defect_there_is_a_defect_here() -> None:
+    assert type(error_from(fault_from(KeyError("secret")))) is RuntimeError
+
+
+@given(st.lists(st.integers(0, 2**31)), st.lists(st.integers(1, 40), max_size=30))
+def test_messages_come_out_of_any_pieces(numbers: list[int], sizes: list[int]) -> None:
+    data = b"".join(frame(boundary.Cancel(number)) for number in numbers)
+    frames: Frames[boundary.Cancel] = Frames(FromFront)
+    found = []
+    for size in (*sizes, len(data)):
+        found += frames.feed(data[:size])
+        data = data[size:]
+    assert [message.number for message in found] == numbers
+
+
+def test_a_tokenizer_is_made_again_from_plain_data() -> None:
+    plain = spec_of(ByteTokenizer(300))
+    assert plain == TokenizerSpec(None, 300) and tokenizer_of(plain).encode("hé") == list("hé".encode())
+
+
+# ------------------------------------------------------------------------------------------------- fronts that are no good
+
+
+def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(linked: Linked) -> None:
+    kept, left = linked.front(), linked.front()
+    kept.send(submit(1, max_tokens=1500))
+    for number in range(1, 4):
+        left.send(submit(number, "left", max_tokens=1500))
+    until(lambda: linked.num_open == 4, "all are running")
+    left.sock.close()
+    until(lambda: linked.detached == [1], "nothing of it is left")
+    assert linked.num_open == 1
+    kept.send(boundary.Cancel(1))
+    assert any(one.finish is FinishReason.CANCELLED for step in steps_of(kept) for one in step.rest if one.finish)
+    until(lambda: linked.num_open == 0, "the other one's was cancelled as well")
+
+
+def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "MOST_EVENTS", 64)
+    deaf, good = linked.front(small=True), linked.front()
+    deaf.send(submit(1, "deaf", max_tokens=1900, logprobs=20))
+    good.send(submit(1, max_tokens=1900))
+    found = 0
+    for step in steps_of(good):
+        found += len(step.plain) // 2 + sum(len(one.tokens) for one in step.rest)
+        if any(one.finish for one in step.rest):
+            break
+    assert found == 1900
+    until(lambda: linked.detached == [0], "it was cut off, and its request cancelled")
+    assert linked.engine.stats().generated_tokens < 2 * 1900
+
+
+def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats gather, and answers: nothing may grow without bound for somebody who does not read."""
+    monkeypatch.setattr(links_module, "MOST_MESSAGES", 16)
+    deaf = linked.front(small=True)
+    (link,) = linked.links._links
+    for _ in range(2000):  # more than the socket takes
+        link.tell(boundary.AdapterList(0, [LoadedAdapter(Adapter("a" * 128, "d"), "root", 1.0, False)]))
+    until(lambda: linked.detached == [0], "it was cut off")
+    assert link._queue.qsize() <= 32
+    assert deaf.sock.fileno() >= 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff" * 64, b"\x05\0\0\0hello", b"\x01\0\0\0\xc1", frame(boundary.Tokens([], [])), b"GET / HTTP/1.1\r\n\r\n"],
+    ids=["length", "text", "no MessagePack", "the other end's", "HTTP"],
+)
+def test_garbage_cuts_off_whoever_says_it_and_nobody_else(linked: Linked, garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = linked.front(), linked.front()
+    bad.send(submit(1, max_tokens=1900))
+    until(lambda: linked.num_open == 1, "it is running")
+    bad.sock.sendall(garbage)
+    until(lambda: linked.detached == [0], "it was cut off, and its request cancelled")
+    assert "front process 0 is cut off: it says what cannot be" in caplog.text
+    good.send(submit(1, max_tokens=2))
+    assert any(one.finish is FinishReason.LENGTH for one in next(step for step in steps_of(good) if any(e.finish for e in step.rest)).rest)
+
+
+def test_what_the_engine_refuses_is_the_requests_only_event(linked: Linked) -> None:
+    wire = linked.front()
+    wire.send(submit(1, max_tokens=10**6))
+    (only,) = next(steps_of(wire)).rest
+    assert (only.number, only.finish) == (1, FinishReason.ERROR)
+    assert only.fault is not None and only.fault.kind == "ContextExceeded"
+
+
+def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def slow(tiers: object) -> dict[str, int]:
+        began.set()
+        assert go.wait(DEADLINE_S)
+        return {"device": 0}
+
+    monkeypatch.setattr(linked.engine, "reset_cache", slow)
+    one, other = linked.front(), linked.front()
+    one.send(boundary.Reset(1, ("device",)))
+    assert began.wait(DEADLINE_S)
+    other.send(boundary.Reset(1, ("device",)))
+    assert _reply(other).fault == boundary.SentError("Overloaded", "a cache reset is in progress", None, 1.0)
+    go.set()
+    assert msgspec.msgpack.decode(_reply(one).value) == {"device": 0}
+
+
+def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "ANSWER_S", DEADLINE_S)
+    one, other = linked.front(), linked.front()
+    _, second = linked.links._links
+    seen_when_answered = []
+    tell = FrontLink.tell
+
+    def watched(link: FrontLink, message: msgspec.Struct) -> None:
+        if isinstance(message, boundary.Returned):
+            seen_when_answered.append(second.adapters_seen)
+        tell(link, message)
+
+    monkeypatch.setattr(FrontLink, "tell", watched)
+    one.send(boundary.UnloadAdapter(1, "none"))
+    for wire in (one, other):
+        while not isinstance(message := wire.receive(), boundary.AdapterList):
+            assert message is not None
+        wire.send(boundary.AdaptersSeen(message.version))
+    assert _reply(one).value == msgspec.msgpack.encode(False)
+    assert seen_when_answered == [1]
+
+
+def _reply(wire: Wire[FromEngine]) -> boundary.Returned:
+    while not isinstance(message := wire.receive(), boundary.Returned):
+        assert message is not None
+    return message
+
+
+def test_a_compiled_grammar_is_kept_until_its_front_lets_go(linked: Linked) -> None:
+    pytest.importorskip("llguidance")
+    wire = linked.front()
+    grammar = Grammar("regex", "[ab]{3}")
+    wire.send(boundary.Compile(7, grammar))
+    assert _reply(wire).fault is None
+    (link,) = linked.links._links
+    assert list(link._kept) == [7]
+    wire.send(boundary.LetGo(7))
+    until(lambda: not link._kept, "it is let go of")
+
+
+# ---------------------------------------------------------------------------------------------------------- the front's side
+
+
+def test_another_version_is_refused() -> None:
+    engine, front = socket.socketpair()
+    with engine, front:
+        made = Linked()
+        hello = boundary.Hello(
+            boundary.VERSION + 1, boundary.Facts("m", made.engine.limits, {}, (), 1, 1, 0.0, False), spec_of(ByteTokenizer(300)), []
+        )
+        engine.sendall(frame(hello))
+        with pytest.raises(ProtocolBroken, match=f"version {boundary.VERSION + 1} of the protocol, and this process {boundary.VERSION}"):
+            greeted(front)
+        made.loop.start()
+        made.close()
+
+
+def test_a_child_of_another_version_says_so_and_ends() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", "penstock.commands.serve_child", "front", str(os.getpid()), str(fd)]
+        source = os.path.dirname(os.path.dirname(remote.__file__))
+        environment = {**os.environ, "PYTHONPATH": os.path.dirname(source)}
+        with subprocess.Popen(command, pass_fds=[fd], env=environment) as child:
+            theirs.close()
+            wire: Wire[boundary.ToParent] = Wire(ours, boundary.ToParent)
+            wire.send(boundary.FrontSetup(boundary.VERSION + 1, ServerConfig(), ("info", "text"), 0, 1))
+            said = wire.receive()
+            assert isinstance(said, boundary.Broken) and "of the protocol, and this process" in said.fault.message
+            assert child.wait(DEADLINE_S) == 1
+
+
+@pytest.mark.parametrize("end", ["garbage", "hang up", "failed"])
+def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
+    """Whoever has a request, waits for an answer, or asks later."""
+    engine, front = socket.socketpair()
+    made = Linked()
+    facts = boundary.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, False)
+    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+
+    async def run() -> None:
+        client = RemoteEngine(front, greeted(front))
+        client.start()
+        heard: list[TokenEvent] = []
+        client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
+        asked = client.prefetch([1])
+        with pytest.raises(InvariantBroken):  # the loop would wait for itself
+            client.stats()
+        if end == "hang up":
+            engine.close()
+        else:
+            engine.sendall(b"\xff" * 8 if end == "garbage" else frame(boundary.Failed("RuntimeError: no")))
+        with pytest.raises(EngineClosed):
+            await asyncio.wait_for(asyncio.wrap_future(asked), DEADLINE_S)
+        (last,) = heard
+        assert last.finish is FinishReason.ERROR and isinstance(last.failure, EngineClosed)
+        assert client.failed() is not None
+        with pytest.raises(EngineClosed):
+            client.submit([1], SamplingParams(max_tokens=4), heard.append)
+        client.close(0.0)  # does not wait
+
+    asyncio.run(run())
+    for one in (engine, front):
+        one.close()
+    made.loop.start()
+    made.close()
+
+
+def test_a_beat_says_how_long_the_loop_has_been_silent() -> None:
+    engine, front = socket.socketpair()
+    made = Linked()
+    facts = boundary.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, False)
+    hello = boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])
+    engine.sendall(frame(hello) + frame(boundary.Beat(50.0)))
+
+    async def run() -> None:
+        client = RemoteEngine(front, greeted(front))
+        assert client.beat_age_s() < 50.0
+        client.start()
+        assert 50.0 <= client.beat_age_s() < 100.0
+
+    asyncio.run(run())
+    for one in (engine, front):
+        one.close()
+    made.loop.start()
+    made.close()
+
+
+def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_acknowledged() -> None:
+    """What came right behind the greeting is not lost."""
+    engine, front = socket.socketpair()
+    made = Linked()
+    facts = boundary.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, True)
+    loaded = LoadedAdapter(Adapter("new", "d"), "root", 1.0, False)
+    engine.sendall(
+        frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])) + frame(boundary.AdapterList(4, [loaded]))
+    )
+
+    async def run() -> None:
+        client = RemoteEngine(front, greeted(front))
+        client.start()
+        assert client.adapters.find("new") == loaded
+        seen = await asyncio.to_thread(Wire(engine, FromFront).receive)
+        assert seen == boundary.AdaptersSeen(4)
+
+    asyncio.run(run())
+    for one in (engine, front):
+        one.close()
+    made.loop.start()
+    made.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------- seats
+
+
+def test_seats_are_counted_over_all_fronts_and_those_of_one_that_is_gone_come_back() -> None:
+    book = SeatBook.make(3)
+    one, other, more = (SharedCount(book, row, GateNumber.GENERATIONS) for row in range(3))
+    assert one.try_add(2, 5) and other.try_add(2, 5)
+    assert not more.try_add(2, 5) and more.total == 4
+    assert more.try_add(1, 5) and not one.try_add(1, 5)
+    assert SharedCount(book, 0, GateNumber.SIDE).try_add(5, 5)  # another gate
+    other.remove(1)
+    assert one.total == 4
+    book.clear(0)
+    assert one.total == 2 and SharedCount(book, 1, GateNumber.SIDE).total == 0
+
+
+ADD = """
+import sys
+from penstock.server.seats import GateNumber, SeatBook
+book = SeatBook(int(sys.argv[1]), 2)
+print(book.try_add(1, GateNumber.GENERATIONS, 1, 3))
+"""
+
+
+def test_who_looks_and_takes_is_alone() -> None:
+    """A process that wants a seat waits while another one is at it, and sees what that one has taken."""
+    book = SeatBook.make(2)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ADD, str(book.fd)]
+    with book._locked():
+        taker = subprocess.Popen(command, pass_fds=[book.fd], env=environment, stdout=subprocess.PIPE, text=True)
+        until(lambda: _waits_for_a_lock(taker.pid), "it does not wait")
+        book._counts[0, GateNumber.GENERATIONS] = 3
+    assert taker.communicate()[0] == "False\n"
+    assert book.total(GateNumber.GENERATIONS) == 3
+
+
+def _waits_for_a_lock(pid: int) -> bool:
+    """As the kernel lists it: a waiter has an arrow before it."""
+    return any(words[1] == "->" and str(pid) in words for words in map(str.split, open("/proc/locks")))
+
+
+TAKE = """
+import sys
+from penstock.server.seats import GateNumber, SeatBook
+book = SeatBook(int(sys.argv[1]), 4)
+print(sum(book.try_add(int(sys.argv[2]), GateNumber.GENERATIONS, 1, 1000) for _ in range(700)))
+"""
+
+
+def test_processes_that_take_seats_at_once_never_take_more_than_there_are_nor_fewer() -> None:
+    book = SeatBook.make(4)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    takers = [
+        subprocess.Popen(
+            [sys.executable, "-c", TAKE, str(book.fd), str(row)], pass_fds=[book.fd], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for row in range(4)
+    ]
+    taken = [int(taker.communicate()[0]) for taker in takers]
+    assert sum(taken) == 1000 == book.total(GateNumber.GENERATIONS)
+
+
+# ----------------------------------------------------------------------------------------------------------------- how many fronts
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "num_cores", "expected"),
+    [(None, "cpu", 64, 1), (None, "cuda", 2, 1), (None, "cuda", 8, 2), (None, "cuda", 16, 4), (None, "cuda", 64, 4), (7, "cpu", 2, 7)],
+)
+def test_how_many_fronts_there_are_unless_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, given: int | None, device: str, num_cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        parent = Supervisor(Config(), ServerConfig(api_processes=given), ("info", "text"), listener, lambda kind, fds: [])
+        assert parent._num_fronts(device) == expected
