@@ -243,7 +243,7 @@ def _from_file(engine: Engine, task: TrainTask) -> Corpus:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _TextAsked:
     """A request that is being answered."""
 
     prompt: list[int]
@@ -263,13 +263,13 @@ class Writer:
         self._questions = questions(task.training.seed)
         self._made_up: list[str] = []  # questions of the target's own
         self._written: list[str] = []  # texts to ask about
-        self._done: queue.SimpleQueue[tuple[_Asked, TokenEvent]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_TextAsked, TokenEvent]] = queue.SimpleQueue()
         self._opening = self._opening_tokens()
 
     def write(self) -> Corpus:
         """Until the time is up or there are enough tokens. What is still being written then counts as far as it is."""
         found, num_tokens = Corpus([], []), 0
-        open_: dict[int, tuple[str, _Asked]] = {}
+        open_: dict[int, tuple[str, _TextAsked]] = {}
         with ProgressBar() as bar:
             while num_tokens < self._task.max_tokens and time.monotonic() < self._end_s:
                 while len(open_) < self._most_open:
@@ -285,7 +285,7 @@ class Writer:
                 self._take(self._wait_one(), found)
         return found
 
-    def _listener(self, asked: _Asked) -> Callable[[TokenEvent], None]:
+    def _listener(self, asked: _TextAsked) -> Callable[[TokenEvent], None]:
         def listen(event: TokenEvent) -> None:
             asked.tokens.extend(event.tokens)
             if event.stop_token is not None:
@@ -295,7 +295,7 @@ class Writer:
 
         return listen
 
-    def _wait_one(self) -> _Asked:
+    def _wait_one(self) -> _TextAsked:
         while True:
             try:
                 asked, event = self._done.get(timeout=_WAIT_S)
@@ -305,7 +305,7 @@ class Writer:
                 raise StepFailed(event.error or "the generation failed")
             return asked
 
-    def _take(self, asked: _Asked, found: Corpus) -> int:
+    def _take(self, asked: _TextAsked, found: Corpus) -> int:
         """Keeps it; returns its tokens that count."""
         text = self._engine.tokenizer.decode([token for token in asked.tokens if token not in self._engine.tokenizer.eos_ids])
         if not asked.question:
@@ -320,11 +320,11 @@ class Writer:
         (found.held_out if asked.held_out else found.training).append(Text(asked.prompt + asked.tokens, len(asked.prompt)))
         return len(asked.tokens)
 
-    def _next(self) -> tuple[_Asked, SamplingParams]:
+    def _next(self) -> tuple[_TextAsked, SamplingParams]:
         seed = self._chooser.getrandbits(31)
         if self._opening and len(self._made_up) + self._num_asking < 64:
             self._num_asking += 1
-            return _Asked(self._opening, ""), SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=seed)
+            return _TextAsked(self._opening, ""), SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=seed)
         kind = self._chooser.random()
         if self._made_up and kind < 0.5:
             question = self._made_up.pop()
@@ -338,7 +338,7 @@ class Writer:
         room = min(self._task.training.max_len, self._engine.max_model_len) - len(prompt)
         if room < 16:
             return self._next()
-        asked = _Asked(prompt, question, held_out=held_out)
+        asked = _TextAsked(prompt, question, held_out=held_out)
         return asked, SamplingParams(max_tokens=min(room, 256), temperature=temperature, seed=seed)
 
     def _encoded(self, question: str) -> list[int]:

@@ -182,11 +182,13 @@ def test_an_event_arrives_as_it_was() -> None:
         KvSource(1, 2, 3, 4, 5),
         "wrong",
         0.25,
+        0.125,
+        0.0625,
         Overloaded("later", 3.0),
     )
     (read,) = Frames[boundary.Tokens](FromEngine).feed(frame(tokens_of([(5, given_event)])))
     made = read.rest[0].made("r")
-    assert made[:9] == given_event[:9]
+    assert made[:11] == given_event[:11]
     assert isinstance(made.failure, Overloaded) and (str(made.failure), made.failure.retry_after_s) == ("later", 3.0)
 
 
