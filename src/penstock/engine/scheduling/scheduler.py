@@ -37,15 +37,14 @@ _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wai
 _LOOK_AGAIN = 4  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
 _LOOK_FOR_ROOM = 8  # plans in which the next request waits for others to end: in one of them room is made for it ahead
 # Somebody whose long conversation has just been answered may go on at once, and its KV is still there: so long its room is not given to a
-# request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as several. Longer where most of
-# those that were answered before did go on within the plans below, as programs do that call one tool after the other.
-_GRACE, _LONG_GRACE = 4, 12
+# request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as several. Longer would not be
+# better: three times as long left rooms empty that others could have used, and on an H200 more of those that went on had to wait.
+_GRACE = 4
 _PROMPT_STEPS = 4
 _DEAR_TOKENS = 8192  # of a conversation that this is done for
 # Plans in which the KV of such a conversation counts as wanted, as if its next request had come already. Until it has come and was looked
 # at nobody else wants it, and whoever draws blocks would take them from it first.
 _KEPT_PLANS = 16
-_NEWEST_SHARE = 0.2  # of the latest answer in the share of those that went on
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -58,9 +57,6 @@ class _Answered:
 
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
-    middle: int  # of its prompt's blocks
-    middle_key: bytes  # a prompt that has it there goes on with the conversation: the last ones may differ
-    went_on: bool = False
 
 
 class Scheduler:
@@ -88,7 +84,6 @@ class Scheduler:
         self._num_plans = 0
         self._newest_s = 0.0  # the latest arrival
         self._answered: deque[_Answered] = deque()  # oldest first
-        self._went_on = 0.5  # the share of conversations that did so while they were kept, the latest counting most
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.lives: list[
@@ -110,7 +105,6 @@ class Scheduler:
             track.prompt_logprobs = _FIRST_LOGPROB
         self._tracks[request.id] = track
         self._line.add(track)
-        self._note_return(request)
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End it wherever it is; None if it has ended already."""
@@ -154,9 +148,7 @@ class Scheduler:
         num_retractions = self.counts.retractions
         self._num_plans += 1
         while self._answered and self._answered[0].until <= self._num_plans:
-            answered = self._answered.popleft()
-            self._ledger.end_want(answered.want)
-            self._went_on += _NEWEST_SHARE * (answered.went_on - self._went_on)
+            self._ledger.end_want(self._answered.popleft().want)
         self._take_in_loads()
         self._running.keep_free()
         tracks = self._in_turn()
@@ -448,7 +440,7 @@ class Scheduler:
         if track.state in (State.RUNNING, State.LOADING):
             self._leave(track, saves=False)
             if len(track.tokens) >= _DEAR_TOKENS and event.finish in (FinishReason.STOP, FinishReason.LENGTH):
-                self._grace = _LONG_GRACE if self._went_on > 0.5 else _GRACE
+                self._grace = _GRACE
                 self._keep_answered(track)
         else:
             self._line.remove(track)
@@ -469,13 +461,7 @@ class Scheduler:
         if track.prefix is not None and track.prefix.keys and track.request.may_match and self._budget.max_overtaken_s > 0:
             want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
             if want is not None:
-                keys = track.prefix.keys
-                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want, len(keys) // 2, keys[len(keys) // 2]))
-
-    def _note_return(self, request: Request) -> None:
-        for answered in self._answered:
-            if request.prefix is not None and len(request.prefix.keys) > answered.middle:
-                answered.went_on |= request.prefix.keys[answered.middle] == answered.middle_key
+                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want))
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""

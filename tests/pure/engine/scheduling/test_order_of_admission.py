@@ -360,52 +360,6 @@ def test_the_room_is_kept_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -
     world.close()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "longer"),
-    [([*A[:8], 1], True), (A[:8], True), ([*A[:4], *B[4:8]], False), (A[:7], False), ([*B[:8], 1], False)],
-    ids=["more", "same", "half", "less", "other"],
-)
-def test_the_room_is_kept_longer_where_those_that_were_answered_before_went_on(
-    monkeypatch: pytest.MonkeyPatch, prompt: list[int], longer: bool
-) -> None:
-    """They went on where a prompt came that begins with more than half of theirs, while their blocks were kept."""
-    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
-    world, other = answered(monkeypatch)
-    world.cancel(other)
-    world.cancel(world.submit(prompt, 1))
-    for _ in range(3):
-        planned(world)
-        world.commit()
-    talk = world.submit([7] * 8, 2, ignore_eos=True)
-    planned(world)
-    other = world.submit(B, 1)
-    while world.outcome(talk)[1] is None:
-        planned(world)
-        world.commit()
-    num_plans = 0
-    while other in world.in_line():
-        planned(world)
-        world.commit()
-        num_plans += 1
-    assert num_plans == 1 + (scheduler_module._LONG_GRACE if longer else scheduler_module._GRACE)
-    world.close()
-
-
-def test_somebody_who_goes_on_late_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
-    world, other = answered(monkeypatch)
-    world.cancel(other)
-    shares = []
-    for _ in range(4):
-        planned(world)
-        world.commit()
-        shares.append(world.scheduler._went_on)
-    world.cancel(world.submit([*A[:8], 1], 1))
-    planned(world)
-    assert shares == [0.5, 0.5, 0.4, 0.4] and world.scheduler._went_on == 0.4
-    world.close()
-
-
 @pytest.mark.parametrize("why", ["in order of arrival", "a short conversation", "nobody else runs"])
 def test_nobody_is_held_back_where_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     world, other = answered(monkeypatch, *({"in order of arrival": (0.0,), "a short conversation": (BOUND_S, 100)}.get(why, ())))
