@@ -184,6 +184,11 @@ class Running:
             raise InvariantBroken(f"{self._num_promised} blocks are promised, requests may draw {promised}")
         if self._budget.overcommit == 1.0 and promised > self._ledger.num_available:
             raise InvariantBroken(f"{promised} blocks are promised, {self._ledger.num_available} can be drawn")
+        deep = sum(self._lifetime(track) for track in self.tracks.values() if track.is_deep)
+        if deep != self._num_deep or (deep and deep > self._ledger.num_pageable):
+            raise InvariantBroken(
+                f"deep requests may need {deep} blocks of host memory, {self._num_deep} of {self._ledger.num_pageable} are noted"
+            )
         rows = sorted([track.row for track in self.tracks.values()] + self._free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")

@@ -166,7 +166,7 @@ class Scheduler:
                 continue
             num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
             if track.is_deep:
-                num_tokens = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+                num_tokens = self._num_fitting(track, num_tokens)
             if num_tokens > 0 and self._draw(track, num_tokens):
                 if num_left > 1:  # what decodes takes no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
@@ -185,6 +185,12 @@ class Scheduler:
 
     def _stays_out(self, track: Track) -> bool:
         return track.is_deep and not self._reads_host and track.held_table().num_paged > 0
+
+    def _num_fitting(self, track: Track, num_tokens: int) -> int:
+        """How many of the next tokens of a deep request the plan being made computes: what makes way for them may be its first block that
+        is in host memory."""
+        num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+        return 0 if self._stays_out(track) else num_fitting
 
     def _in_turn(self) -> Sequence[Track]:
         """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest first: a question about what
@@ -299,8 +305,8 @@ class Scheduler:
         """The step being made computes some of it, where there is time, and nothing has to come first."""
         waits = track.state is State.LOADING or self._stays_out(track)
         num_tokens = 0 if waits else room.size(track.num_planned, track.num_left)
-        if track.is_deep:
-            num_tokens = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+        if track.is_deep and num_tokens:
+            num_tokens = self._num_fitting(track, num_tokens)
         if num_tokens == 0:
             return  # it is among those of the next step
         if not self._draw(track, num_tokens):
