@@ -366,7 +366,7 @@ class World:
         self.sound = False
         retractions = self.scheduler.counts.retractions
         loading = [i for i in self.cache.tables if self.state_of(i) == "loading"]
-        plan = self.scheduler.plan(reads_host)
+        plan = self.scheduler.plan() if reads_host else self.scheduler.plan(reads_host=False)
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
