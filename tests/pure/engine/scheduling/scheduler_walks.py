@@ -151,7 +151,7 @@ class Walker:
 
     def what_matched_is_lost_at_the_last_moment(self, r: random.Random) -> None:
         """A copy that others are waiting for takes its room in host memory, before the deep request that is next has it."""
-        host, num_kept = self.tiers.host, r.choice([0, 0, 1, 2])
+        host, num_kept = self.tiers.host, r.choice([0, 1, 1, 2, 4])
 
         def lose(prefix: Prefix, match: Match) -> None:
             host.forget(prefix.keys[num_kept : match.num_paged])
@@ -303,7 +303,7 @@ WEIGHTS = {
 _DEEP = {
     "submit_a_deep_one": 14,
     "a_deep_one_runs_for_long": 6,
-    "what_matched_is_lost_at_the_last_moment": 3,
+    "what_matched_is_lost_at_the_last_moment": 8,
     "steps_that_do_not_read_host_memory": 6,
     "turns_while_transfers_flow": 16,
 }
