@@ -149,6 +149,13 @@ class Walker:
         self._submit(r.choice(LONG)[: r.randint(4, 40)], r.randint(20, 40), {"ignore_eos": True})
         self.turns(r, flows=True)
 
+    def others_share_the_beginning_of_a_deep_one(self, r: random.Random) -> None:
+        stem = r.choice(LONG)
+        for _ in range(r.randint(1, 2)):
+            self._submit(stem[: r.randint(4, 20)], r.randint(4, 12), {"ignore_eos": True})
+        self._submit(stem[: r.randint(20, 80)], r.choice([1, 9]), {})
+        self.turns(r, flows=True)
+
     def what_matched_is_lost_at_the_last_moment(self, r: random.Random) -> None:
         """A copy that others are waiting for takes its room in host memory, before the deep request that is next has it."""
         host, num_kept = self.tiers.host, r.choice([0, 1, 1, 2, 4])
@@ -303,6 +310,7 @@ WEIGHTS = {
 _DEEP = {
     "submit_a_deep_one": 14,
     "a_deep_one_runs_for_long": 6,
+    "others_share_the_beginning_of_a_deep_one": 8,
     "what_matched_is_lost_at_the_last_moment": 8,
     "steps_that_do_not_read_host_memory": 6,
     "turns_while_transfers_flow": 16,

@@ -97,7 +97,9 @@ class WatchedCache(KvCache):
         assert isinstance(table, BlockTable)
         newest, held = self._world.newest_fence, list(table.hold.slots)
         assert fence is newest, f"slots of {table.owner} go back with {fence} and not with the newest step's fence"
+        num_before = self.num_available
         num = super().page_out(table, num_blocks, fence)
+        self._world.seen["paged out what others have"] += self.num_available < num_before + num
         if newest is not None:
             self.last_fence.update(dict.fromkeys(held[:num], newest))
         self._world.seen["paged out"] += num > 0
@@ -357,7 +359,8 @@ class World:
         most = {owner: self.asked[owner].lifetime_blocks for owner in self.cache.tables}
         deep = {owner for owner, num in most.items() if 0 < budget.deep_blocks < num}
         tables = self.cache.tables.items()
-        return sum((budget.resident_blocks + table.num_paged if o in deep else most[o]) - table.num_slots for o, table in tables)
+        lent = {owner: self.scheduler._tracks[owner].num_lent for owner in deep}
+        return sum((budget.resident_blocks - lent[o] + table.num_paged if o in deep else most[o]) - table.num_slots for o, table in tables)
 
     # ---------------------------------------------------------------------------------------------------------- steps
 

@@ -9,12 +9,13 @@ import pytest
 from scheduler_tiers import land_in_parts
 from scheduler_walks import walk_and_shorten
 
-NUM_WALKS = 60
+NUM_WALKS = 100
 WANTED = (
     "deep step",
     "step that reads host memory",
     "paged out",
     "paged out in part",
+    "paged out what others have",
     "deep match in host memory",
     "what matched of a deep request has gone",
     "retraction",
