@@ -303,8 +303,7 @@ class Scheduler:
 
     def _take_first_tokens(self, track: Track, room: Room) -> None:
         """The step being made computes some of it, where there is time, and nothing has to come first."""
-        waits = track.state is State.LOADING or self._stays_out(track)
-        num_tokens = 0 if waits else room.size(track.num_planned, track.num_left)
+        num_tokens = 0 if track.state is State.LOADING else room.size(track.num_planned, track.num_left)
         if track.is_deep and num_tokens:
             num_tokens = self._num_fitting(track, num_tokens)
         if num_tokens == 0:
