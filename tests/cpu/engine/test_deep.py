@@ -104,6 +104,22 @@ def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_e
     assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), "nobody waits for nobody"
 
 
+def test_alone_it_has_every_step(make_engine: Make, prompts: Prompts) -> None:
+    """Nobody else would use the time that is kept for others."""
+    engine = deep_engine(make_engine, 256)
+    deep = submit(engine, prompts(LONG), max_tokens=30)
+    while not deep.tokens:
+        if not engine.step():
+            engine.wait_work(1.0)
+    steps, turns = engine.stats().steps, 0
+    while engine.has_work() and turns < 100:
+        if not engine.step():
+            engine.wait_work(0.01)
+        turns += 1
+    assert deep.finish is FinishReason.LENGTH and engine.stats().steps - steps <= 30
+    assert turns <= 40, "a turn without a step is one that waits for a block to be saved"
+
+
 def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts: Prompts) -> None:
     prompt = prompts(LONG)
     full = full_engine(make_engine)

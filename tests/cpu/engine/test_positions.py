@@ -6,8 +6,8 @@ Holds invariant 13: another position scheme has other keys."""
 from __future__ import annotations
 
 import dataclasses
-import math
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

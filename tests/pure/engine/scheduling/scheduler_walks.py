@@ -156,6 +156,12 @@ class Walker:
         self._submit(stem[: r.randint(20, 80)], r.choice([1, 9]), {})
         self.turns(r, flows=True)
 
+    def a_deep_one_comes_behind_a_crowd(self, r: random.Random) -> None:
+        """It is the youngest, and the first to be pushed out."""
+        self.submit_a_crowd(r)
+        self.a_deep_one_runs_for_long(r)
+        self.turns(r, flows=True)
+
     def what_matched_is_lost_at_the_last_moment(self, r: random.Random) -> None:
         """A copy that others are waiting for takes its room in host memory, before the deep request that is next has it."""
         host, num_kept = self.tiers.host, r.choice([0, 1, 1, 2, 4])
@@ -311,6 +317,7 @@ _DEEP = {
     "submit_a_deep_one": 14,
     "a_deep_one_runs_for_long": 6,
     "others_share_the_beginning_of_a_deep_one": 8,
+    "a_deep_one_comes_behind_a_crowd": 8,
     "what_matched_is_lost_at_the_last_moment": 8,
     "steps_that_do_not_read_host_memory": 6,
     "turns_while_transfers_flow": 16,

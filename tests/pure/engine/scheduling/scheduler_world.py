@@ -170,6 +170,8 @@ class WatchedCache(KvCache):
         assert isinstance(table, BlockTable)
         asked = self._world.asked[table.owner]
         lease = super().retract(table, num_tokens, fence)
+        assert lease is None or not table.is_deep, "what a deep request has is in host memory, and is matched again"
+        self._world.seen["deep request that was retracted"] += table.is_deep
         asked.ran |= lease is not None and any(end <= num_tokens for end in self._world.ends_in_flight(table.owner))
         return lease
 

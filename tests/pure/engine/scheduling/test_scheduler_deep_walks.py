@@ -19,6 +19,7 @@ WANTED = (
     "deep match in host memory",
     "what matched of a deep request has gone",
     "retraction",
+    "deep request that was retracted",
     "slot reused under a fence",
     "failed step",
     "cancelled while running",
