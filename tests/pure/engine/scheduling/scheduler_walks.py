@@ -44,6 +44,7 @@ class Shape(NamedTuple):
     max_overtaken_s: float = 0.0
     postpones: bool = False
     prioritizes: bool = False  # requests have different priorities
+    num_deep: int = 0  # blocks of a request that is not deep yet, at most; 0: as many as of one that is
     num_resident: int = 0  # blocks that a deep request may have on the device; 0: there are no deep ones
     token_s: float = 0.0  # what computing a token is believed to take; 0: nobody knows
 
@@ -56,7 +57,8 @@ class Walker:
         self._num_submitted = 0
         self._prioritizes = shape.prioritizes
         cold = Cold(shape.num_host, shape.overlap_tokens, shape.stores, postpones=shape.postpones)
-        self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s, num_resident=shape.num_resident)
+        deep = {"num_resident": shape.num_resident, "num_deep": shape.num_deep}
+        self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s, **deep)
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
         if shape.token_s:
@@ -148,6 +150,19 @@ class Walker:
     def a_deep_one_runs_for_long(self, r: random.Random) -> None:
         self._submit(r.choice(LONG)[: r.randint(4, 40)], r.randint(20, 40), {"ignore_eos": True})
         self.turns(r, flows=True)
+
+    def one_that_fits_goes_on_and_is_deep(self, r: random.Random) -> None:
+        """The device has more of it than a deep one may have there, and host memory perhaps less."""
+        num_tokens = self.world.budget.deep_blocks * BLOCK
+        stem = r.choice(LONG)
+        self._submit(stem[: num_tokens - r.randint(1, 6)], 1, {})
+        for _ in range(r.randint(4, 20)):
+            self.world.device.lanes.lane("launch to device").step()
+            self.plan(r)
+            if len(self.world.in_flight) == self.depth:
+                self.world.commit()
+        self._submit(stem[: num_tokens + r.randint(1, 12)], 1, {})
+        self.turns(r)
 
     def others_share_the_beginning_of_a_deep_one(self, r: random.Random) -> None:
         stem = r.choice(LONG)
@@ -318,6 +333,7 @@ _DEEP = {
     "a_deep_one_runs_for_long": 6,
     "others_share_the_beginning_of_a_deep_one": 8,
     "a_deep_one_comes_behind_a_crowd": 8,
+    "one_that_fits_goes_on_and_is_deep": 8,
     "what_matched_is_lost_at_the_last_moment": 8,
     "steps_that_do_not_read_host_memory": 6,
     "turns_while_transfers_flow": 16,
@@ -356,7 +372,8 @@ def choose(seed: int, behind: bool = False, deep: bool = False) -> tuple[Shape, 
     if deep:
         num_slots = r.randint(8, 14)
         num_resident = r.randint(8, num_slots)
-        shape = shape._replace(num_slots=num_slots, num_resident=num_resident, num_host=r.choice([16, 24, 40]), prefix_cache=True)
+        rooms = {"num_slots": num_slots, "num_resident": num_resident, "num_deep": r.randint(num_resident, num_slots)}
+        shape = shape._replace(**rooms, num_host=r.choice([16, 24, 40]), prefix_cache=True)
         weights = {**weights, **_DEEP}
     events = choose_events(r, weights, r.randint(20, 80))
     shape = shape._replace(

@@ -276,8 +276,9 @@ class World:
         timed: Timed = UNTIMED,
         max_overtaken_s: float = 0.0,
         num_resident: int = 0,
+        num_deep: int = 0,
     ) -> None:
-        deep = num_resident, num_resident
+        deep = num_deep or num_resident, num_resident
         self.budget = Budget(max_batch, prefill_chunk, overcommit, max_overtaken_s, timed.chunk_s, timed.min_chunk, *deep)
         self.loses: Callable[[Prefix, Match], None] | None = None  # called when a deep request was matched and is about to begin
         self.now_s = 0.0  # when requests arrive
