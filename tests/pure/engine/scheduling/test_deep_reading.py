@@ -59,3 +59,43 @@ def test_a_block_that_cannot_be_read_is_asked_for_a_few_times_and_computed(bad: 
     world.finish()
     assert source_of(world, deep).host == bad * BLOCK and reads[keys[bad]] <= 2
     world.close()
+
+
+def without_transfers(world: World, until: str) -> None:
+    """Turns of the engine while nothing is copied to host memory, until that request has ended."""
+    while world.state_of(until) != "ended":
+        world.plan()
+        world.commit()
+
+
+def test_one_that_fitted_goes_on_with_no_more_on_the_device_than_a_deep_one_may_have() -> None:
+    """Host memory has none of it yet."""
+    world = World(num_slots=16, prefill_chunk=8, cold=Cold(40), num_resident=8, num_deep=14)
+    without_transfers(world, world.submit(LONG[:48], 1, ignore_eos=True))
+    assert leading_in_host(world) == 0 and world.cache.match(world.cache.prefix_of(LONG).keys).num_blocks > 8  # type: ignore[union-attr]
+    world.submit(LONG, 2, ignore_eos=True)
+    world.close()
+    assert world.seen["step that reads host memory"]
+
+
+def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() -> None:
+    world = World(num_slots=18, prefill_chunk=8, cold=Cold(60), num_resident=8)
+    other = world.submit(LONG[:20], 11, ignore_eos=True)
+    while world.state_of(other) != "running" or len(world.asked[other].got) < 1:
+        world.plan()
+        world.commit()
+    deep = world.submit(LONG, 2, ignore_eos=True)
+    filler = world.submit([6] * 4, 25, ignore_eos=True)  # and there is no room besides
+    world.plan()  # before anything is copied to host memory: it begins with what the device has
+    track = world.scheduler._tracks[deep]
+    assert track.num_resident == 20
+    for _ in range(20):
+        world.step()
+        if track.num_lent:
+            break
+    assert track.num_lent > 0 and world.state_of(other) == "running"
+    world.cancel(other)
+    world.step()
+    assert track.num_lent == 0
+    world.cancel(filler)
+    world.close()

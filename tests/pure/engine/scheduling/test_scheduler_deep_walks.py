@@ -9,7 +9,7 @@ import pytest
 from scheduler_tiers import land_in_parts
 from scheduler_walks import walk_and_shorten
 
-NUM_WALKS = 100
+NUM_WALKS = 80
 WANTED = (
     "deep step",
     "step that reads host memory",
