@@ -79,6 +79,7 @@ class WatchedCache(KvCache):
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
         asked = self._world.asked[owner]
         assert match.num_paged == 0 or match.num_blocks == 0, "what matched is in one place"
+        assert match.num_blocks <= self._world.budget.resident_blocks, "it begins with more on the device than it may have there"
         if self._world.loses is not None:
             self._world.loses(prefix, match)
         table = super().open_deep(owner, prefix, match)

@@ -74,6 +74,7 @@ def test_one_that_fitted_goes_on_with_no_more_on_the_device_than_a_deep_one_may_
     without_transfers(world, world.submit(LONG[:48], 1, ignore_eos=True))
     assert leading_in_host(world) == 0 and world.cache.match(world.cache.prefix_of(LONG).keys).num_blocks > 8  # type: ignore[union-attr]
     world.submit(LONG, 2, ignore_eos=True)
+    world.plan()  # before anything is copied
     world.close()
     assert world.seen["step that reads host memory"]
 
