@@ -250,6 +250,29 @@ def test_a_lone_long_request_needs_no_flag(make_engine: Make, prompts: Prompts) 
     assert math.isfinite(ours.logprobs[0].logprob)
 
 
+def test_without_a_flag_others_find_room_beside_it(make_engine: Make, prompts: Prompts) -> None:
+    engine = make_engine(blocks=32, host_blocks=128, max_model_len=1600)
+    deep = submit(engine, prompts(LONG), max_tokens=20)
+    for _ in range(3):
+        engine.step()
+    other = submit(engine, prompts(60, 2), max_tokens=2)
+    while other.finish is None:
+        if not engine.step():
+            engine.wait_work(1.0)
+    assert deep.finish is None and not deep.tokens, "it has half of the device, and not all of it"
+    engine.cancel(deep.request_id)
+    run_all(engine)
+
+
+def test_what_a_deep_step_is_the_first_to_write_is_spoilt_before(make_engine: Make, prompts: Prompts) -> None:
+    """In checked mode: each of its blocks once, wherever its table begins."""
+    engine, spoilt = deep_engine(make_engine, 256), list[int]()
+    guard = types.SimpleNamespace(poison=lambda arena, slots: spoilt.extend(slots))
+    engine._parts.executor.guard = guard  # type: ignore[assignment]
+    generate(engine, prompts(LONG), max_tokens=20)
+    assert len(spoilt) == -(-(LONG + 19) // 16)
+
+
 def test_a_long_sequence_is_read_in_several_pieces(make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "_CPU_PIECE_TOKENS", 128)
     prompt = prompts(LONG)
