@@ -338,21 +338,24 @@ class KvCache:
 
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
         """A table whose first blocks may be paged out. It starts with what matched; None where that has gone meanwhile."""
-        pin = self._host.pin_run(prefix.keys[: match.num_paged], owner) if match.num_paged else None
-        if pin is not None and len(pin.run) < match.num_paged:
-            self._host.unpin([pin], None)
+        table = self._open_paged(owner, prefix, match.num_paged) if match.num_paged else self.open(owner, prefix, match.num_blocks)
+        if table is not None:
+            table.is_deep = True
+        return table
+
+    def _open_paged(self, owner: str, prefix: Prefix, num_blocks: int) -> BlockTable | None:
+        """A table whose first `num_blocks` blocks are in host memory; None where it does not have all of them any more."""
+        pin = self._host.pin_run(prefix.keys[:num_blocks], owner)
+        if pin is None or len(pin.run) < num_blocks:
+            self._host.unpin([] if pin is None else [pin], None)
             return None
-        if pin is None:
-            table = self.open(owner, prefix, match.num_blocks)
-        else:
-            table = BlockTable(self._pool.hold(owner, (), match.num_paged), self.block_tokens, prefix, match.num_paged)
-            table.add_paged(pin)
-            if table.is_announcing:
-                self._announcing.add(table)
-            self._num_hits += match.num_paged
-            self._num_misses += len(prefix.keys) - match.num_paged
-            self._tables.add(table)
-        table.is_deep = True
+        table = BlockTable(self._pool.hold(owner, (), num_blocks), self.block_tokens, prefix, num_blocks)
+        table.add_paged(pin)
+        if table.is_announcing:
+            self._announcing.add(table)
+        self._num_hits += num_blocks
+        self._num_misses += len(prefix.keys) - num_blocks
+        self._tables.add(table)
         return table
 
     def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:

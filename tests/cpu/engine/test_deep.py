@@ -106,6 +106,22 @@ def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_e
     assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), "nobody waits for nobody"
 
 
+def test_alone_it_has_every_step(make_engine: Make, prompts: Prompts) -> None:
+    """Nobody else would use the time that is kept for others."""
+    engine = deep_engine(make_engine, 256)
+    deep = submit(engine, prompts(LONG), max_tokens=30)
+    while not deep.tokens:
+        if not engine.step():
+            engine.wait_work(1.0)
+    steps, turns = engine.stats().steps, 0
+    while engine.has_work() and turns < 100:
+        if not engine.step():
+            engine.wait_work(0.01)
+        turns += 1
+    assert deep.finish is FinishReason.LENGTH and engine.stats().steps - steps <= 30
+    assert turns <= 40, "a turn without a step is one that waits for a block to be saved"
+
+
 def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts: Prompts) -> None:
     prompt = prompts(LONG)
     full = full_engine(make_engine)
@@ -234,6 +250,29 @@ def test_a_lone_long_request_needs_no_flag(make_engine: Make, prompts: Prompts) 
     ours = generate(engine, prompt, max_tokens=20, logprobs=1)
     assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
     assert math.isfinite(ours.logprobs[0].logprob)
+
+
+def test_without_a_flag_others_find_room_beside_it(make_engine: Make, prompts: Prompts) -> None:
+    engine = make_engine(blocks=32, host_blocks=128, max_model_len=1600)
+    deep = submit(engine, prompts(LONG), max_tokens=20)
+    for _ in range(3):
+        engine.step()
+    other = submit(engine, prompts(60, 2), max_tokens=2)
+    while other.finish is None:
+        if not engine.step():
+            engine.wait_work(1.0)
+    assert deep.finish is None and not deep.tokens, "it has half of the device, and not all of it"
+    engine.cancel(deep.request_id)
+    run_all(engine)
+
+
+def test_what_a_deep_step_is_the_first_to_write_is_spoilt_before(make_engine: Make, prompts: Prompts) -> None:
+    """In checked mode: each of its blocks once, wherever its table begins."""
+    engine, spoilt = deep_engine(make_engine, 256), list[int]()
+    guard = types.SimpleNamespace(poison=lambda arena, slots: spoilt.extend(slots))
+    engine._parts.executor.guard = guard  # type: ignore[assignment]
+    generate(engine, prompts(LONG), max_tokens=20)
+    assert len(spoilt) == -(-(LONG + 19) // 16)
 
 
 def test_a_long_sequence_is_read_in_several_pieces(make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,21 @@ def test_a_retracted_request_goes_on_within_its_grammar() -> None:
     check_silent(sanitizer)
 
 
+@pytest.mark.parametrize("prefill_chunk", [1, 2, 64])
+def test_beside_prompts_that_are_computed_bit_by_bit_it_keeps_to_its_grammar(prefill_chunk: int) -> None:
+    """A chunk of a prompt that is not its last samples nothing, and may be anywhere among the others."""
+    engine, sanitizer = build_sanitized(tiny_config(blocks=64, max_batch=8, prefill_chunk=prefill_chunk))
+    grammar = Grammar("regex", "([a-f]{3}[0-9]){8}")
+    answers = [constrained(engine, grammar, seed=1, max_tokens=60)]
+    for seed in range(2, 5):
+        submit(engine, [seed, *PROMPT] * 4, max_tokens=1)
+        answers.append(constrained(engine, grammar, seed=seed, max_tokens=60))
+    run_all(engine)
+    assert all(re.fullmatch(grammar.text, text_of(engine, answer)) for answer in answers), [text_of(engine, one) for one in answers]
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
 def test_a_cancelled_constrained_request_leaves_nothing(engine: Engine) -> None:
     answers = [constrained(engine, Grammar("regex", "[a-f]*"), max_tokens=300, seed=seed) for seed in range(4)]
     for _ in range(5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.speculation import ngram
@@ -79,6 +79,24 @@ def test_an_index_is_bounded_and_forgets_the_oldest() -> None:
     assert proposer.propose([*text, 100, 101, 55, 56], 1).tokens == (57,)
 
 
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.integers(0, 3), max_size=60), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=20), kept=st.integers(1, 8))
+@example(tokens=[1, 2, 1, 2, 1, 2, 1, 2], cuts=[8], kept=1)  # a run that is forgotten at one place and seen again at another
+def test_a_bounded_index_finds_the_latest_place_of_a_run_that_it_has_not_forgotten(tokens: list[int], cuts: list[int], kept: int) -> None:
+    index, size = TextIndex(kept * len(LENGTHS)), 0
+    entered: list[tuple[tuple[int, ...], int]] = []  # run and the place behind it, oldest first
+    for cut in cuts:
+        first, size = size, min(size + cut, len(tokens))
+        index.add(0, tokens, first, size)
+        entered += [(tuple(tokens[at - n : at]), at) for at in range(max(first, LENGTHS[-1]), size) for n in LENGTHS if n <= at]
+        entered = entered[-kept * len(LENGTHS) :]
+        for end in range(len(tokens) + 1):
+            runs = [tuple(tokens[end - n : end]) for n in LENGTHS if n <= end]
+            wanted = next((max(at for one, at in entered if one == run) for run in runs if run in dict(entered)), None)
+            found = index.longest(tokens[:end])
+            assert (None if found is None else found.place) == wanted
+
+
 def test_a_run_with_the_same_hash_is_not_taken_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "hash", lambda run: 0, raising=False)
     assert NgramProposer().propose([1, 2, 3, 4, 5, 6], 2) == NOTHING
@@ -147,5 +165,11 @@ def test_a_bounded_number_of_scopes_is_kept_and_one_can_be_forgotten() -> None:
     for scope in "abc":
         shared.add(scope, TEXT)
     assert [bool(NgramProposer(scope, shared).propose([20, 21], 1).tokens) for scope in "abc"] == [False, True, True]
+    shared.add("d", TEXT)
+    assert [bool(NgramProposer(scope, shared).propose([20, 21], 1).tokens) for scope in "bcd"] == [False, True, True], "b came before c"
+    shared.longest("c", [20, 21])
+    shared.add("e", TEXT)
+    assert NgramProposer("c", shared).propose([20, 21], 1).tokens == (22,), "whoever asks is used, as whoever adds is"
+    shared.add("b", TEXT)
     shared.forget("b")
     assert NgramProposer("b", shared).propose([20, 21], 1) == NOTHING

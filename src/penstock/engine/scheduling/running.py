@@ -142,12 +142,25 @@ class Running:
     def num_fitting(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
         """How many of the next `num_tokens` of a deep request there is room for on the device. Its first blocks there make way; `fence`
         lies behind all steps launched. None where what would make way is still being saved."""
-        table, size, most = track.held_table(), self._ledger.block_tokens, self._budget.resident_blocks
+        table, size = track.held_table(), self._ledger.block_tokens
+        most = self._budget.resident_blocks - self._take_lent_back(track)
         num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)  # several chunks fit: while one is computed, others are saved
         num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
         if num_short > 0:
-            self._num_promised += self._ledger.page_out(table, num_short, fence)
+            num_before = self._ledger.num_available
+            num_paged = self._ledger.page_out(table, num_short, fence)
+            num_free = self._ledger.num_available - num_before
+            self._num_promised += num_free  # and no more: others were promised what is there
+            track.num_lent += num_paged - num_free
+            most -= num_paged - num_free
         return max(0, min(num_tokens, (table.num_paged + most) * size - track.num_planned))
+
+    def _take_lent_back(self, track: Track) -> int:
+        """Others have let go of what it paged out, or there is room besides: it may draw as much again. Returns what is still lent."""
+        num_back = min(track.num_lent, max(0, self._ledger.num_available - self._num_promised))
+        track.num_lent -= num_back
+        self._num_promised += num_back
+        return track.num_lent
 
     @property
     def _num_for_answers(self) -> int:
@@ -169,6 +182,7 @@ class Running:
         self.num_loading -= track.state is State.LOADING
         self._num_promised -= self._may_draw(track)
         self._num_deep -= self._lifetime(track) if track.is_deep else 0
+        track.num_lent = 0
         if saves and track.request.may_match and not track.computes:
             track.lease = self._ledger.retract(track.held_table(), num_tokens, fence)
         else:
@@ -184,6 +198,11 @@ class Running:
             raise InvariantBroken(f"{self._num_promised} blocks are promised, requests may draw {promised}")
         if self._budget.overcommit == 1.0 and promised > self._ledger.num_available:
             raise InvariantBroken(f"{promised} blocks are promised, {self._ledger.num_available} can be drawn")
+        deep = sum(self._lifetime(track) for track in self.tracks.values() if track.is_deep)
+        if deep != self._num_deep or (deep and deep > self._ledger.num_pageable):
+            raise InvariantBroken(
+                f"deep requests may need {deep} blocks of host memory, {self._num_deep} of {self._ledger.num_pageable} are noted"
+            )
         rows = sorted([track.row for track in self.tracks.values()] + self._free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")
@@ -191,4 +210,5 @@ class Running:
     def _may_draw(self, track: Track) -> int:
         """Blocks of its life that its table does not have yet, as far as they will be on the device at the same time."""
         table = track.held_table()
-        return (self._budget.resident_blocks + table.num_paged if track.is_deep else self._lifetime(track)) - table.num_slots
+        most = self._budget.resident_blocks - track.num_lent + table.num_paged if track.is_deep else self._lifetime(track)
+        return most - table.num_slots

@@ -76,7 +76,7 @@ class Scheduler:
         self._steps = Steps()
         self.waits = Waits()  # what the ids of the plan made last stand for
         self._num_orders = 0
-        self._shortest_first = False
+        self._shortest_first = True  # in the next step
         self._num_looks = 0
         self._reads_host = True  # in the plan being made
         self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
@@ -160,7 +160,7 @@ class Scheduler:
                 continue
             num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
             if track.is_deep:
-                num_tokens = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+                num_tokens = self._num_fitting(track, num_tokens)
             if num_tokens > 0 and self._draw(track, num_tokens):
                 if num_left > 1:  # what decodes takes no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
@@ -173,6 +173,7 @@ class Scheduler:
             return None
         self._grace = max(0, self._grace - (_PROMPT_STEPS if self._draft.prefills else 1))
         draft, self._draft = self._draft, Draft()
+        self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
         number = self._steps.add(chunks, self._running.tracks)
         self.waits = Waits(draft.after, draft.loads)
         return StepPlan(number, chunks, len(draft.decodes), tuple(draft.starts), tuple(draft.after), tuple(draft.loads))
@@ -180,10 +181,15 @@ class Scheduler:
     def _stays_out(self, track: Track) -> bool:
         return track.is_deep and not self._reads_host and track.held_table().num_paged > 0
 
+    def _num_fitting(self, track: Track, num_tokens: int) -> int:
+        """How many of the next tokens of a deep request the plan being made computes. What makes way for them may be the first that is read
+        from host memory."""
+        num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+        return 0 if self._stays_out(track) else num_fitting
+
     def _in_turn(self) -> Sequence[Track]:
         """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest first: a question about what
         is cached does not wait for a book that is being read, and the book gets at least half of the steps."""
-        self._shortest_first = not self._shortest_first
         tracks = tuple(self._running.tracks.values())
         return sorted(tracks, key=lambda track: track.num_left) if self._shortest_first else tracks
 
@@ -291,10 +297,9 @@ class Scheduler:
 
     def _take_first_tokens(self, track: Track, room: Room) -> None:
         """The step being made computes some of it, where there is time, and nothing has to come first."""
-        waits = track.state is State.LOADING or self._stays_out(track)
-        num_tokens = 0 if waits else room.size(track.num_planned, track.num_left)
-        if track.is_deep:
-            num_tokens = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+        num_tokens = 0 if track.state is State.LOADING else room.size(track.num_planned, track.num_left)
+        if track.is_deep and num_tokens:
+            num_tokens = self._num_fitting(track, num_tokens)
         if num_tokens == 0:
             return  # it is among those of the next step
         if not self._draw(track, num_tokens):

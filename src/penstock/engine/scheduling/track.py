@@ -64,6 +64,7 @@ class Track:
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
+    num_lent: int = 0  # blocks that it has paged out and others still have on the device: so many fewer it may have there
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1
     table: Table | None = None

@@ -161,22 +161,23 @@ class Device:
     def _compute(self, chunk: Chunk, row: Row) -> None:
         for at, token in enumerate(chunk.tokens, chunk.start):
             assert token in (row.tokens[at], TOKEN_IN_FLIGHT)
-        slots = chunk.slots.tolist()
+        slots, paged = chunk.slots.tolist(), [] if chunk.paged is None else chunk.paged.tolist()
         self.lanes.touch(Access("device", slots, (0, LAYERS), Mode.READ), f"a step of {chunk.request_id}")
+        self.lanes.touch(Access("host", paged, (0, LAYERS), Mode.READ), f"a step of {chunk.request_id}")
         if chunk.writes:
             self._write(chunk, row.nodes[chunk.start : chunk.kv_len])
-        for block, slot in enumerate(slots):
+        for block, cells in enumerate([*self.host.read(paged, (0, LAYERS)), *(self.arena.cells[slot] for slot in slots)]):
             wanted = tuple(row.nodes[block * BLOCK : min((block + 1) * BLOCK, chunk.kv_len)])
-            for cell in self.arena.cells[slot]:
+            for cell in cells:
                 assert isinstance(cell, tuple)
                 assert cell[: len(wanted)] == wanted, f"{chunk.request_id} reads wrong tokens in block {block}"
 
     def _write(self, chunk: Chunk, nodes: Sequence[int]) -> None:
         slots = chunk.slots.tolist()
-        written = slots[chunk.start // BLOCK :]
+        written = slots[chunk.start // BLOCK - chunk.num_paged :]
         self.lanes.touch(Access("device", written, (0, LAYERS), Mode.WRITE), f"a step of {chunk.request_id}")
         for at, node in enumerate(nodes, chunk.start):
-            cells = self.arena.cells[slots[at // BLOCK]]
+            cells = self.arena.cells[slots[at // BLOCK - chunk.num_paged]]
             for layer, cell in enumerate(cells):
                 assert isinstance(cell, tuple)
                 cells[layer] = (*cell[: at % BLOCK], node, *cell[at % BLOCK + 1 :])

@@ -116,8 +116,14 @@ def _check_chunk(world: World, chunk: Chunk) -> None:
         _check_first_chunk(world, chunk, asked)
     else:
         assert chunk.start == life.end, "positions are computed once, in order"
-    assert len(slots) == blocks_for(chunk.kv_len, BLOCK) and len(set(slots)) == len(slots), "the table is as long as the sequence"
-    assert slots[: len(life.slots)] == life.slots, "a table only grows"
+    paged = [] if chunk.paged is None else chunk.paged.tolist()
+    assert len(paged) + len(slots) == blocks_for(chunk.kv_len, BLOCK) and len(set(slots)) == len(slots), (
+        "the table is as long as the sequence"
+    )
+    assert paged[: len(life.paged)] == life.paged, "what was paged out stays where it is"
+    kept = life.slots[len(paged) - len(life.paged) :]
+    assert slots[: len(kept)] == kept, "a table only grows, but for what makes way at its beginning"
+    _check_deep(world, chunk, asked)
     in_flight = world.samples_in_flight(chunk.request_id)
     expected = [*asked.known, *[TOKEN_IN_FLIGHT] * in_flight]
     assert list(chunk.tokens) == expected[chunk.start : chunk.kv_len], "known tokens are given, those in flight are not"
@@ -126,8 +132,19 @@ def _check_chunk(world: World, chunk: Chunk) -> None:
     echoed = () if sampling.prompt_logprobs is None else tuple(asked.request.prompt[chunk.start + 1 : chunk.kv_len + 1])
     assert chunk.echo == (Echo(echoed, sampling.prompt_logprobs or 0) if echoed else None), "other prompt tokens are scored than were asked"
     if chunk.writes:
-        assert all(map(world.cache.is_private, slots[chunk.start // BLOCK :])), "a block that others may read is written"
-    life.end, life.slots = chunk.kv_len, slots
+        written = slots[chunk.start // BLOCK - len(paged) :]
+        assert all(map(world.cache.is_private, written)), "a block that others may read is written"
+    life.end, life.slots, life.paged = chunk.kv_len, slots, paged
+
+
+def _check_deep(world: World, chunk: Chunk, asked: Asked) -> None:
+    most = world.budget.resident_blocks
+    if asked.lifetime_blocks <= world.budget.deep_blocks or not most:
+        assert not chunk.num_paged, "it may have all of its blocks on the device"
+        return
+    assert len(chunk.slots) <= most, f"{chunk.request_id} has {len(chunk.slots)} blocks on the device, and may have {most}"
+    world.seen["deep step"] += 1
+    world.seen["step that reads host memory"] += chunk.num_paged > 0
 
 
 def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
@@ -178,7 +195,7 @@ def _check_after(world: World, plan: StepPlan) -> None:
     for chunk in plan.chunks:
         life = world.asked[chunk.request_id].lives[-1]
         life.covered = max(life.covered, covered)
-        for slot in chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else ():
+        for slot in chunk.slots[chunk.start // BLOCK - chunk.num_paged :].tolist() if chunk.writes else ():
             fence = world.cache.last_fence.pop(slot, None)
             if fence is not None and not fence.passed() and slot not in loaded:
                 world.seen["slot reused under a fence"] += 1

@@ -13,6 +13,7 @@ from scheduler_times import UNTIMED, Timed
 from scheduler_world import World
 
 from event_walks import Event, choose_events, told_shortly
+from penstock.contract import Match, Prefix
 
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
 KINDS: list[dict[str, object]] = [
@@ -23,6 +24,7 @@ KINDS: list[dict[str, object]] = [
     {"logprobs": 1},
     {"stop_token_ids": frozenset({2, 3})},
 ]
+LONG = [[at * at % 5 + at // 7 % 2 for at in range(80)], [at * at % 5 + (at // 7 + at // 41) % 2 for at in range(80)], [6] * 80]
 MAX_OPEN = 8
 
 
@@ -42,6 +44,8 @@ class Shape(NamedTuple):
     max_overtaken_s: float = 0.0
     postpones: bool = False
     prioritizes: bool = False  # requests have different priorities
+    num_deep: int = 0  # blocks of a request that is not deep yet, at most; 0: as many as of one that is
+    num_resident: int = 0  # blocks that a deep request may have on the device; 0: there are no deep ones
     token_s: float = 0.0  # what computing a token is believed to take; 0: nobody knows
 
 
@@ -53,7 +57,8 @@ class Walker:
         self._num_submitted = 0
         self._prioritizes = shape.prioritizes
         cold = Cold(shape.num_host, shape.overlap_tokens, shape.stores, postpones=shape.postpones)
-        self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s)
+        deep = {"num_resident": shape.num_resident, "num_deep": shape.num_deep}
+        self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s, **deep)
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
         if shape.token_s:
@@ -80,7 +85,7 @@ class Walker:
         if len(self.world.scheduler._tracks) < MAX_OPEN:
             priority = self._num_submitted * 7 % 11 % 3 - 1 if self._prioritizes else 0
             self._num_submitted += 1
-            self.world.submit(prompt[: self.world.cache.num_blocks * BLOCK - max_tokens], max_tokens, priority, **kind)
+            self.world.submit(prompt[: self.world.most_blocks * BLOCK - max_tokens], max_tokens, priority, **kind)
 
     def _max_tokens(self, r: random.Random) -> int:
         return r.choice([0, 1, 1, 2, 5, 9, 9])
@@ -134,6 +139,60 @@ class Walker:
             known = r.choice(list(self.world.asked.values())).known[: num_tokens - 4]
             self._submit(known, r.randint(1, num_tokens - len(known)), {})
         self.plan(r)
+
+    # ------------------------------------------------------------------------------------------------------- deep requests
+
+    def submit_a_deep_one(self, r: random.Random) -> None:
+        """Often in whole blocks, and often one that was there before."""
+        length = r.randint(20, 80)
+        self._submit(r.choice(LONG)[: length if r.random() < 0.5 else length // BLOCK * BLOCK], self._max_tokens(r), r.choice(KINDS))
+
+    def a_deep_one_runs_for_long(self, r: random.Random) -> None:
+        self._submit(r.choice(LONG)[: r.randint(4, 40)], r.randint(20, 40), {"ignore_eos": True})
+        self.turns(r, flows=True)
+
+    def one_that_fits_goes_on_and_is_deep(self, r: random.Random) -> None:
+        """The device has more of it than a deep one may have there, and host memory perhaps less."""
+        num_tokens = self.world.budget.deep_blocks * BLOCK
+        stem = r.choice(LONG)
+        self._submit(stem[: num_tokens - r.randint(1, 6)], 1, {})
+        for _ in range(r.randint(4, 20)):
+            self.world.device.lanes.lane("launch to device").step()
+            self.plan(r)
+            if len(self.world.in_flight) == self.depth:
+                self.world.commit()
+        self._submit(stem[: num_tokens + r.randint(1, 12)], 1, {})
+        self.turns(r)
+
+    def others_share_the_beginning_of_a_deep_one(self, r: random.Random) -> None:
+        stem = r.choice(LONG)
+        for _ in range(r.randint(1, 2)):
+            self._submit(stem[: r.randint(4, 20)], r.randint(4, 12), {"ignore_eos": True})
+        self._submit(stem[: r.randint(20, 80)], r.choice([1, 9]), {})
+        self.turns(r, flows=True)
+
+    def a_deep_one_comes_behind_a_crowd(self, r: random.Random) -> None:
+        """It is the youngest, and the first to be pushed out."""
+        self.submit_a_crowd(r)
+        self.a_deep_one_runs_for_long(r)
+        self.turns(r, flows=True)
+
+    def what_matched_is_lost_at_the_last_moment(self, r: random.Random) -> None:
+        """A copy that others are waiting for takes its room in host memory, before the deep request that is next has it."""
+        host, num_kept = self.tiers.host, r.choice([0, 1, 1, 2, 4])
+
+        def lose(prefix: Prefix, match: Match) -> None:
+            host.forget(prefix.keys[num_kept : match.num_paged])
+
+        self.world.loses = lose
+        self.turns(r, flows=True)
+        self.world.loses = None
+
+    def steps_that_do_not_read_host_memory(self, r: random.Random) -> None:
+        for _ in range(r.randint(1, 3)):
+            if len(self.world.in_flight) == self.depth:
+                self.world.commit()
+            self.world.plan(reads_host=False)
 
     # --------------------------------------------------------------------------------------------------------------- steps
 
@@ -269,6 +328,18 @@ WEIGHTS = {
 }
 
 
+_DEEP = {
+    "submit_a_deep_one": 14,
+    "a_deep_one_runs_for_long": 6,
+    "others_share_the_beginning_of_a_deep_one": 8,
+    "a_deep_one_comes_behind_a_crowd": 8,
+    "one_that_fits_goes_on_and_is_deep": 8,
+    "what_matched_is_lost_at_the_last_moment": 8,
+    "steps_that_do_not_read_host_memory": 6,
+    "turns_while_transfers_flow": 16,
+}
+
+
 COLD_WEIGHTS = {
     **WEIGHTS,
     "a_prefix_comes_back": 6,
@@ -282,7 +353,8 @@ COLD_WEIGHTS = {
 }
 
 
-def choose(seed: int, behind: bool = False) -> tuple[Shape, list[Event]]:
+def choose(seed: int, behind: bool = False, deep: bool = False) -> tuple[Shape, list[Event]]:
+    """`behind`: there are tiers behind host memory. `deep`: some requests are larger than the device."""
     r = random.Random(seed)
     shape = Shape(
         num_slots=r.randint(4, 10),
@@ -296,7 +368,14 @@ def choose(seed: int, behind: bool = False) -> tuple[Shape, list[Event]]:
     )
     if behind:
         shape = shape._replace(stores=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]))
-    events = choose_events(r, COLD_WEIGHTS if behind else WEIGHTS, r.randint(20, 80))
+    weights = COLD_WEIGHTS if behind else WEIGHTS
+    if deep:
+        num_slots = r.randint(8, 14)
+        num_resident = r.randint(8, num_slots)
+        rooms = {"num_slots": num_slots, "num_resident": num_resident, "num_deep": r.randint(num_resident, num_slots)}
+        shape = shape._replace(**rooms, num_host=r.choice([16, 24, 40]), prefix_cache=True)
+        weights = {**weights, **_DEEP}
+    events = choose_events(r, weights, r.randint(20, 80))
     shape = shape._replace(
         max_overtaken_s=r.choice([0.0, 2.0, 20.0]),
         postpones=r.random() < 0.6,
@@ -315,7 +394,7 @@ def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
     return walker.world.seen
 
 
-def walk_and_shorten(seed: int, behind: bool = False) -> Counter[str]:
+def walk_and_shorten(seed: int, behind: bool = False, deep: bool = False) -> Counter[str]:
     """A walk; where it fails, as few events as fail in the same way are named."""
-    shape, events = choose(seed, behind)
+    shape, events = choose(seed, behind, deep)
     return told_shortly(lambda some: walk(shape, some), events, f"walk {seed} through {shape}")

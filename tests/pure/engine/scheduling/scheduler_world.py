@@ -7,7 +7,7 @@ about order shows.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.contract import (
     Fence,
     FinishReason,
     Lease,
+    Match,
     Prefix,
     Request,
     SamplingParams,
@@ -75,6 +76,37 @@ class WatchedCache(KvCache):
             asked.open(num_blocks)
         return self.tables[owner]
 
+    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
+        asked = self._world.asked[owner]
+        assert match.num_paged == 0 or match.num_blocks == 0, "what matched is in one place"
+        assert match.num_blocks <= self._world.budget.resident_blocks, "it begins with more on the device than it may have there"
+        if self._world.loses is not None:
+            self._world.loses(prefix, match)
+        table = super().open_deep(owner, prefix, match)
+        self._world.seen["what matched of a deep request has gone"] += table is None
+        if table is not None and match.num_paged:
+            assert table.num_paged == match.num_paged, "what matched has gone, and nobody was told"
+            check_turn(self._world, owner)
+            assert owner not in self.tables, f"{owner} opens a second table"
+            self.tables[owner] = table
+            self._world.admitted.append(owner)
+            asked.open_paged(match.num_paged)
+            self._world.seen["deep match in host memory"] += 1
+        return table
+
+    def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:
+        assert isinstance(table, BlockTable)
+        newest, held = self._world.newest_fence, list(table.hold.slots)
+        assert fence is newest, f"slots of {table.owner} go back with {fence} and not with the newest step's fence"
+        num_before = self.num_available
+        num = super().page_out(table, num_blocks, fence)
+        self._world.seen["paged out what others have"] += self.num_available < num_before + num
+        if newest is not None:
+            self.last_fence.update(dict.fromkeys(held[:num], newest))
+        self._world.seen["paged out"] += num > 0
+        self._world.seen["paged out in part"] += 0 < num < num_blocks
+        return num
+
     def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> BlockLoad:
         assert isinstance(table, BlockTable)
         asked, first = self._world.asked[table.owner], table.num_slots
@@ -102,7 +134,7 @@ class WatchedCache(KvCache):
         assert load is None or 0 < load.num_blocks <= num_blocks
         if load is not None:
             assert self.pool.num_evicted == num_evicted and self.num_free == num_free - load.num_blocks, "only free slots are filled ahead"
-            promised = sum(self._world.asked[o].lifetime_blocks - table.num_slots for o, table in self.tables.items())
+            promised = self._world.num_promised()
             assert promised + idle <= self.num_available, f"{owner} is filled slots that others were promised"
             self._check_covered(load.copies[0].dest_slots.tolist(), load.after)
             asked.begin_ahead(load)
@@ -121,7 +153,8 @@ class WatchedCache(KvCache):
         asked = self._world.asked[owner]
         assert asked.request.may_match and self._world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
         fetch = super().prefetch(prefix, owner, lease)
-        assert fetch is None or not asked.was_fetched, f"{owner} has its blocks read ahead twice"
+        is_deep = 0 < self._world.budget.deep_blocks < asked.lifetime_blocks  # not all of it is read at once
+        assert fetch is None or not asked.was_fetched or is_deep, f"{owner} has its blocks read ahead twice"
         asked.was_fetched |= fetch is not None
         self._world.seen["prefetch"] += fetch is not None
         return fetch
@@ -138,6 +171,8 @@ class WatchedCache(KvCache):
         assert isinstance(table, BlockTable)
         asked = self._world.asked[table.owner]
         lease = super().retract(table, num_tokens, fence)
+        assert lease is None or not table.is_deep, "what a deep request has is in host memory, and is matched again"
+        self._world.seen["deep request that was retracted"] += table.is_deep
         asked.ran |= lease is not None and any(end <= num_tokens for end in self._world.ends_in_flight(table.owner))
         return lease
 
@@ -167,6 +202,7 @@ class Life:
     row: int
     end: int = 0  # positions planned so far
     slots: list[int] = field(default_factory=list)
+    paged: list[int] = field(default_factory=list)  # slots of host memory, of the blocks before those
     covered: int = 0  # its steps come behind step number so much
 
 
@@ -215,6 +251,12 @@ class Asked:
         self.num_opened, self.ahead = num_blocks, None
         self.sources = ["host" if block in self.brought else "device" for block in range(num_blocks) for _ in range(BLOCK)]
 
+    def open_paged(self, num_blocks: int) -> None:
+        """Its table begins with so many blocks that stay in host memory."""
+        self.num_opened, self.ahead = 0, None
+        self.sources = ["host"] * (num_blocks * BLOCK)
+        self.num_landed += num_blocks * BLOCK
+
     def begin_ahead(self, load: BlockLoad) -> None:
         self.ahead = load
         self.brought = {block for block in self.brought if block < load.first}  # the others were lost again
@@ -234,8 +276,12 @@ class World:
         cold: Cold | None = None,
         timed: Timed = UNTIMED,
         max_overtaken_s: float = 0.0,
+        num_resident: int = 0,
+        num_deep: int = 0,
     ) -> None:
-        self.budget = Budget(max_batch, prefill_chunk, overcommit, max_overtaken_s, timed.chunk_s, timed.min_chunk)
+        deep = num_deep or num_resident, num_resident
+        self.budget = Budget(max_batch, prefill_chunk, overcommit, max_overtaken_s, timed.chunk_s, timed.min_chunk, *deep)
+        self.loses: Callable[[Prefix, Match], None] | None = None  # called when a deep request was matched and is about to begin
         self.now_s = 0.0  # when requests arrive
         self.times = timed.times
         self.newest_fence: StepFence | None = None
@@ -259,7 +305,7 @@ class World:
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 4, priority: int = 0, **sampling: Any) -> str:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        assert blocks_for(len(prompt) + max_tokens, BLOCK) <= self.cache.num_blocks, "the engine refuses what can never fit"
+        assert blocks_for(len(prompt) + max_tokens, BLOCK) <= self.most_blocks, "the engine refuses what can never fit"
         prefix = self.cache.prefix_of(prompt)
         request = Request(f"r{len(self.asked)}", list(prompt), params, prefix, self.now_s, priority=priority)
         self.asked[request.id] = Asked(request, *generate(prompt, params))
@@ -306,19 +352,34 @@ class World:
         steps = [plan for plan in self.in_flight if (plan.number, request_id) not in self.void]
         return [c.kv_len for plan in steps for c in plan.chunks if c.request_id == request_id]
 
+    @property
+    def most_blocks(self) -> int:
+        """Of one request."""
+        return max(self.cache.num_blocks, self.cache.num_pageable if self.budget.deep_blocks else 0)
+
+    def num_promised(self) -> int:
+        """Blocks of the device that those who run may still draw."""
+        budget = self.budget
+        most = {owner: self.asked[owner].lifetime_blocks for owner in self.cache.tables}
+        deep = {owner for owner, num in most.items() if 0 < budget.deep_blocks < num}
+        tables = self.cache.tables.items()
+        lent = {owner: self.scheduler._tracks[owner].num_lent for owner in deep}
+        return sum((budget.resident_blocks - lent[o] + table.num_paged if o in deep else most[o]) - table.num_slots for o, table in tables)
+
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, reads_host: bool = True) -> StepPlan | None:
         """Plan a step and launch it."""
         self.sound = False
         retractions = self.scheduler.counts.retractions
         loading = [i for i in self.cache.tables if self.state_of(i) == "loading"]
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan() if reads_host else self.scheduler.plan(reads_host=False)
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
             self.waits[plan.number] = self.scheduler.waits
             self.plans.append(plan)
+            assert reads_host or not any(chunk.num_paged for chunk in plan.chunks), "it reads host memory, and may not"
             check_time(self, plan)
             check_plan(self, plan)
             self.in_flight.append(plan)
@@ -332,7 +393,7 @@ class World:
         self.sound = False
         plan = self.in_flight.popleft()
         for chunk in plan.chunks:
-            written = chunk.slots[chunk.start // BLOCK :].tolist() if chunk.writes else []
+            written = chunk.slots[chunk.start // BLOCK - chunk.num_paged :].tolist() if chunk.writes else []
             assert not any(map(self.cache.key_of, written)), f"a step of {chunk.request_id} writes what others may read"
         result = self._run(plan, error)
         self.results.append(result)
@@ -424,7 +485,7 @@ class World:
         slots = self.cache.stats().slots
         assert sum(slots["device"]) == self.cache.num_blocks
         if self.budget.overcommit == 1.0:
-            promised = sum(self.asked[owner].lifetime_blocks - table.num_slots for owner, table in self.cache.tables.items())
+            promised = self.num_promised()
             assert promised <= self.cache.num_available, f"{promised} blocks are promised, {self.cache.num_available} can be drawn"
             assert self.scheduler.counts.retractions == 0 or self.seen["step without its load"], "nobody is pushed out of what was promised"
         for slot in range(self.cache.num_blocks):

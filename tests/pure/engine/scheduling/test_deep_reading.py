@@ -1,0 +1,102 @@
+"""A request that does not fit on the device begins when all that disks and stores have of it is in host memory, and not before; what cannot
+be read is computed, and is not asked for without end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from scheduler_cases import source_of, tiers_of
+from scheduler_device import BLOCK
+from scheduler_tiers import Cold, land_in_parts
+from scheduler_world import World
+from test_prefetching import reads_of
+
+LONG = [at * at % 5 + at // 7 % 2 for at in range(72)]
+NUM_BLOCKS = len(LONG) // BLOCK
+
+
+@pytest.fixture(autouse=True)
+def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    land_in_parts(monkeypatch)
+
+
+def on_disk(prompt: Sequence[int] = LONG) -> World:
+    """A world with room for eight blocks of a request on the device, whose disk has `prompt` and nobody else does."""
+    world = World(num_slots=12, prefill_chunk=8, cold=Cold(40, stores=("ssd",)), num_resident=8)
+    world.submit(prompt, 1, ignore_eos=True)
+    world.finish()
+    world.cache.reset(["device", "host"])
+    assert len(tiers_of(world).stores["ssd"].blocks) >= len(prompt) // BLOCK
+    return world
+
+
+def leading_in_host(world: World) -> int:
+    return tiers_of(world).host.num_leading(world.cache.prefix_of(LONG).keys)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_near", [0, 1, 5, NUM_BLOCKS - 1])
+def test_what_is_on_disk_behind_what_host_memory_has_is_waited_for(num_near: int) -> None:
+    world = on_disk()
+    if num_near:
+        world.submit(LONG[: num_near * BLOCK + 1], 1, ignore_eos=True)
+        world.finish()
+        world.cache.reset(["device"])
+    assert leading_in_host(world) == num_near
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    world.finish()
+    assert source_of(world, deep).computed == 1 and source_of(world, deep).host == len(LONG)
+    world.close()
+
+
+@pytest.mark.parametrize("bad", [0, 1, 6, NUM_BLOCKS - 1])
+def test_a_block_that_cannot_be_read_is_asked_for_a_few_times_and_computed(bad: int) -> None:
+    world = on_disk()
+    keys = world.cache.prefix_of(LONG).keys  # type: ignore[union-attr]
+    tiers_of(world).stores["ssd"].fails.add(keys[bad])
+    reads = reads_of(world)
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    world.finish()
+    assert source_of(world, deep).host == bad * BLOCK and reads[keys[bad]] <= 2
+    world.close()
+
+
+def without_transfers(world: World, until: str) -> None:
+    """Turns of the engine while nothing is copied to host memory, until that request has ended."""
+    while world.state_of(until) != "ended":
+        world.plan()
+        world.commit()
+
+
+def test_one_that_fitted_goes_on_with_no_more_on_the_device_than_a_deep_one_may_have() -> None:
+    """Host memory has none of it yet."""
+    world = World(num_slots=16, prefill_chunk=8, cold=Cold(40), num_resident=8, num_deep=14)
+    without_transfers(world, world.submit(LONG[:48], 1, ignore_eos=True))
+    assert leading_in_host(world) == 0 and world.cache.match(world.cache.prefix_of(LONG).keys).num_blocks > 8  # type: ignore[union-attr]
+    world.submit(LONG, 2, ignore_eos=True)
+    world.plan()  # before anything is copied
+    world.close()
+    assert world.seen["step that reads host memory"]
+
+
+def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() -> None:
+    world = World(num_slots=18, prefill_chunk=8, cold=Cold(60), num_resident=8)
+    other = world.submit(LONG[:20], 11, ignore_eos=True)
+    while world.state_of(other) != "running" or len(world.asked[other].got) < 1:
+        world.plan()
+        world.commit()
+    deep = world.submit(LONG, 2, ignore_eos=True)
+    filler = world.submit([6] * 4, 25, ignore_eos=True)  # and there is no room besides
+    world.plan()  # before anything is copied to host memory: it begins with what the device has
+    track = world.scheduler._tracks[deep]
+    assert track.num_resident == 20
+    for _ in range(20):
+        world.step()
+        if track.num_lent:
+            break
+    assert track.num_lent > 0 and world.state_of(other) == "running"
+    world.cancel(other)
+    world.step()
+    assert track.num_lent == 0
+    world.cancel(filler)
+    world.close()
