@@ -57,7 +57,8 @@ class Linked:
         self.engine: Engine = build(tiny_config("tiny-llama"))
         self.loop = EngineLoop(self.engine)
         self.detached: list[int] = []
-        self.links = FrontLinks(self.engine, self.loop, self.detached.append)
+        self.open_then: list[int] = []  # requests of all fronts, each time that one was over
+        self.links = FrontLinks(self.engine, self.loop, self._detached)
         self._stack = contextlib.ExitStack()
         self._indices = itertools.count()
 
@@ -74,6 +75,10 @@ class Linked:
         wire: Wire[FromEngine] = Wire(ours, FromEngine)
         assert isinstance(wire.receive(), boundary.Hello)
         return wire
+
+    def _detached(self, index: int) -> None:
+        self.open_then.append(self.num_open)
+        self.detached.append(index)
 
     @property
     def num_open(self) -> int:
@@ -224,15 +229,21 @@ def test_a_tokenizer_is_made_again_from_plain_data() -> None:
 # ------------------------------------------------------------------------------------------------- fronts that are no good
 
 
-def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(linked: Linked) -> None:
+def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, left = linked.front(), linked.front()
     kept.send(submit(1, max_tokens=1500))
     for number in range(1, 4):
         left.send(submit(number, "left", max_tokens=1500))
     until(lambda: linked.num_open == 4, "all are running")
+    cancel, asked = linked.engine.cancel, list[str]()
+    monkeypatch.setattr(linked.engine, "cancel", asked.append)  # until then its requests go on
     left.sock.close()
+    until(lambda: len(asked) == 3, "its requests are to end")
+    for request_id in asked:
+        cancel(request_id)
     until(lambda: linked.detached == [1], "nothing of it is left")
-    assert linked.num_open == 1
+    assert linked.open_then == [1]
+    monkeypatch.undo()
     kept.send(boundary.Cancel(1))
     assert any(one.finish is FinishReason.CANCELLED for step in steps_of(kept) for one in step.rest if one.finish)
     until(lambda: linked.num_open == 0, "the other one's was cancelled as well")
