@@ -240,10 +240,11 @@ class KvCache:
         computed in any case."""
         if not self._host.num_slots:
             return None
-        num_found = (match.num_blocks + match.num_colder) * self.block_tokens
+        num_colder = match.num_colder + match.num_paged  # what stays in host memory is read over the same link
+        num_found = (match.num_blocks + num_colder) * self.block_tokens
         num_left = max(1, num_tokens - num_found)
         compute_s = self.prefill.seconds(num_left, num_tokens - num_left / 2)
-        load_s = self.loads.link.seconds(match.num_colder * self.saves.layout.block_bytes) if match.num_colder else 0.0
+        load_s = self.loads.link.seconds(num_colder * self.saves.layout.block_bytes) if num_colder else 0.0
         return None if compute_s is None else compute_s + (load_s or 0.0)
 
     def claim(self, lease: Lease, first: int, num_blocks: int) -> bool:

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.contract import FinishReason
+from penstock.contract import FinishReason, Match, Request, SamplingParams
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.recording import Recorder
 from penstock.engine.execution.recording import read as read_recording
+from penstock.engine.scheduling.matching import found_share
+from penstock.engine.scheduling.track import Track
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
@@ -360,3 +362,18 @@ def test_blocks_stay_on_the_device_until_all_that_is_saved_with_them_has_landed(
     may_go_on.set()
     run_all(engine)
     assert_same(deep, generate(full_engine(make_engine), prompt, max_tokens=5, logprobs=1))
+
+
+def test_a_returning_deep_conversation_is_known_and_costs_what_it_lacks(make_engine: Make, prompts: Prompts) -> None:
+    """In line it is somebody who goes on, not somebody who begins."""
+    engine = deep_engine(make_engine, 256)
+    prompt = prompts(LONG)
+    generate(engine, prompt, max_tokens=1)
+    settle_all(engine)
+    cache = engine.cache
+    match = cache.match_deep(cache.prefix_of(np.array(prompt, np.uint32)).keys, 16)  # type: ignore[union-attr]
+    assert match.num_paged == LONG // 16
+    track = Track(Request("r", prompt, SamplingParams(max_tokens=1)), 0, None, tokens=prompt)
+    assert found_share(track, match, 16) == 1.0
+    whole_s, rest_s = (cache.start_s(LONG + 100, one) for one in (Match(0, 0, False), match))
+    assert whole_s is not None and rest_s is not None and rest_s < whole_s / 2

@@ -90,7 +90,7 @@ def _lease_again(track: Track, prefix: Prefix, ledger: KvLedger) -> None:
 
 def found_share(track: Track, match: Match, block_tokens: int) -> float:
     """Of what it has to have computed before it can go on, how much is there already."""
-    return min(1.0, (match.num_blocks + match.num_colder) * block_tokens / len(track.tokens))
+    return min(1.0, (match.num_blocks + match.num_colder + match.num_paged) * block_tokens / len(track.tokens))
 
 
 def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger) -> None:

@@ -86,9 +86,7 @@ class Scheduler:
         self._answered: deque[_Answered] = deque()  # oldest first
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
-        self.lives: list[
-            tuple[str, State]
-        ] = []  # loads that begin, retractions and resumptions, for whoever times them and clears the list
+        self.lives: list[tuple[str, State]] = []  # loads, retractions and resumptions, for whoever times them and clears the list
 
     # ------------------------------------------------------------------------------------------------ requests in and out
 
