@@ -117,13 +117,13 @@ class CostOrder:
         return popped
 
     def _pop_cheapest(self, num: int, popped: list[int]) -> None:
-        """From the queue whose head ranks lowest, until another's does, or `popped` has `num`."""
+        """From the queue whose head ranks lowest, of equal ones the cheapest, until another's does, or `popped` has `num`."""
         heads = sorted((next(iter(queue.values())), place) for place, queue in enumerate(self._queues) if queue)
-        (self._floor, place), (limit, _) = heads[0], heads[1] if len(heads) > 1 else (math.inf, 0)
+        (self._floor, place), limit = heads[0], heads[1] if len(heads) > 1 else (math.inf, 0)
         queue = self._queues[place]
         while queue and len(popped) < num:
             rank = next(iter(queue.values()))
-            if rank > limit:
+            if (rank, place) > limit:
                 break
             self._floor = rank
             slot, _ = queue.popitem(last=False)

@@ -253,7 +253,7 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
 
 LONE_FAULTS = {
     "keys behind the end": ("[skipped : skipped + of_part.shape[-1]]", "[-of_part.shape[-1] :]"),
-    "values one token further": ("self.key_rows(span) + sizes.block_tokens", "self._key_rows(span) + 1 + sizes.block_tokens"),
+    "values one token further": ("self.key_rows(span) + sizes.block_tokens", "self.key_rows(span) + 1 + sizes.block_tokens"),
     "keys one slot further": ("in (span.table * (2 * sizes.num_layers)).split", "in ((span.table + 1) * (2 * sizes.num_layers)).split"),
     "keys of layer 0": ("(arena.blocks, 0, part.gather", "(self._layers[0].blocks, 0, part.gather"),
     "values of layer 0": ("embedding_bag(arena.heads", "embedding_bag(self._layers[0].heads"),
