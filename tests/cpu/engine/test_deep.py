@@ -177,7 +177,11 @@ def test_an_engine_closed_in_the_middle_leaves_nothing_behind(make_engine: Make,
     engine = deep_engine(make_engine, 256)
     submit(engine, prompts(LONG), max_tokens=100)
     for _ in range(5):
-        engine.step()  # the fixture closes it
+        engine.step()
+    engine.close(timeout_s=20.0)
+    engine.check()
+    slots = engine.cache.stats().slots
+    assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
 
 
 def test_two_that_host_memory_cannot_take_together_run_one_after_the_other(make_engine: Make, prompts: Prompts) -> None:
