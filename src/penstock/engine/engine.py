@@ -51,6 +51,7 @@ from penstock.models.progress import Progress, silent
 from penstock.models.tokenizer import TextCodec
 from penstock.observe import EngineObserver, Unwatched
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.drafter import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class EngineParts:
     sampling: Mapping[str, Any]  # fields of SamplingParams that the model states for requests which leave them out
     grammars: Grammars
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
+    speculation: Speculation | None = None  # proposes tokens, where that was asked for
     recorder: Recorder | None = None  # told of every step, where somebody wants the run again
 
 
@@ -313,7 +315,10 @@ class Engine:
         table = cache.open("warm-up", None, 0)
         try:
             if cache.try_extend(table, 1):
-                self._parts.executor.warm(int(table.slots(1)[0]), self.max_model_len, progress)
+                slot = int(table.slots(1)[0])
+                self._parts.executor.warm(slot, self.max_model_len, progress)
+                if self._parts.speculation is not None:
+                    self._parts.speculation.costs = self._parts.executor.measured_costs(slot, self._parts.speculation.costs)
         finally:
             cache.release(table, self._parts.lanes[0].record())
 
@@ -328,6 +333,10 @@ class Engine:
     def _turn(self) -> bool:
         self._inbox.run_some()
         settled = self._settle()
+        if self._running is not None and self._parts.scheduler.needs_result:
+            running, self._running = self._running, None
+            self._read(running)
+            settled = True
         plan = self._plan()
         self._outbox.note_lives(self._parts.scheduler.lives)
         launched = None if plan is None else self._launch(plan)
@@ -424,6 +433,8 @@ class Engine:
             self._reads_host_s = 2 * time.monotonic() - self._host_step[1]  # as long again for others
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
+        if self._parts.speculation is not None and self._pace.decoded is not None:
+            self._parts.speculation.step_took(*self._pace.decoded)
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)
