@@ -49,12 +49,17 @@ def with_head(config: Config, head: Path) -> Config:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Any:
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, device: str) -> Any:
     """An engine without, and one with a head, whose drafts are all verified."""
     made: list[tuple[Engine, Sanitizer | None]] = []
 
     def make(**settings: Any) -> tuple[Engine, Engine]:
-        config = tiny_config(**settings)
+        config = tiny_config(**{"device": device, **settings})
         plain = build(config)
         sanitizer = Sanitizer()
         drafting = build(with_head(config, write_random_head(tmp_path / "head", model_of(plain))), sanitizer=sanitizer)
@@ -147,8 +152,8 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
     assert engine._parts.scheduler.counts.drafted_tokens > 20
 
 
-def test_blocks_of_another_head_are_not_found(tmp_path: Path, prompts: Prompts) -> None:
-    config = tiny_config(host_blocks=32, ssd_dir=str(tmp_path / "ssd"))
+def test_blocks_of_another_head_are_not_found(tmp_path: Path, device: str, prompts: Prompts) -> None:
+    config = tiny_config(device=device, host_blocks=32, ssd_dir=str(tmp_path / "ssd"))
     plain = build(config)
     heads = [write_random_head(tmp_path / f"head{seed}", model_of(plain), seed) for seed in (1, 2)]
     plain.close(timeout_s=20.0)
@@ -159,6 +164,6 @@ def test_blocks_of_another_head_are_not_found(tmp_path: Path, prompts: Prompts) 
         run_all(engine)
         settle_all(engine)
         assert found.source is not None
-        sources.append(found.source.disk)
+        sources.append(found.source.ssd)
         engine.close(timeout_s=20.0)
     assert sources[:2] == [0, 0] and sources[2] >= 48
