@@ -18,7 +18,6 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource, Offload
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.loop import EngineLoop
 
 _TEXT = (
     "The lighthouse at the northern cape was built in 1871 by the harbour company. Its lamp burned whale oil for the first nine years, "
@@ -75,10 +74,9 @@ def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, sal
     before = engine.stats()
     for prompt in prompts:
         engine.submit(prompt, sampling, lambda event: heard.append((time.perf_counter(), event)), cache_salt=salt)
-    num_ended = 0
-    while num_ended < len(prompts):
-        time.sleep(0.002)
-        num_ended = sum(event.finish is not None for _, event in list(heard))
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(1.0)
     failed = [event.error for _, event in heard if event.finish is FinishReason.ERROR]
     if failed:
         raise SystemExit(f"a request failed: {failed[0]}")
@@ -113,9 +111,8 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     proposers = [None if name == "plain" else name for name in args.proposers]
     engines = {name or "plain": make_engine(args, name) for name in proposers}
-    loops = [EngineLoop(engine) for engine in engines.values()]
-    for loop in loops:
-        loop.start()
+    for engine in engines.values():
+        engine.warm()
     tokenizer = next(iter(engines.values())).tokenizer
     found = []
     try:
@@ -134,8 +131,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 found += [row(kind, batch, name, measured[1:]) for name, measured in rounds.items()]
                 print_rows(found[-len(engines) :])
     finally:
-        for loop in loops:
-            loop.close(deadline_s=0.0)
+        for engine in engines.values():
+            engine.close()
     return found
 
 

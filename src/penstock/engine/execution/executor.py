@@ -294,7 +294,12 @@ class Executor:
 
         def place() -> None:
             unsure = drafted.views(ints()).unsure[: packed.num_decodes]
-            place_unsure(flow.bound_inputs(), unsure, self._sampler.rejected, self.limits.block_tokens)
+            place_rows = place_unsure
+            if self._device.type == "cuda":
+                from penstock.engine.execution import triton_drafts
+
+                place_rows = triton_drafts.place_unsure
+            place_rows(flow.bound_inputs(), unsure, self._sampler.rejected, self.limits.block_tokens)
 
         chain.submit(place, "place", [self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.WRITE)])
 
@@ -396,19 +401,21 @@ class Executor:
                 given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]
                 sampled = nexts[(-1 - given).clamp(min=0).long()] if len(nexts) else given
                 nexts, lasts = torch.where(given < 0, sampled, given), inputs.sample_at[lasts].long()
-            if captured is None:
-                ahead.run(flow, nexts, lasts, rows, num_drafts)
-                return
-            captured.nexts.copy_(nexts)
-            captured.rows.fill_(self.limits.max_batch)  # whatever a captured pass does for fewer requests lands in the padding row
-            captured.rows[: len(rows)] = rows
-            captured.lasts[: len(lasts)] = lasts
+            ahead.run(flow, nexts, lasts, rows, num_drafts)
+
+        def fill() -> None:
+            from penstock.engine.execution import triton_drafts
+
+            made, outputs.made = outputs.made, None
+            assert made is not None and captured is not None
+            into = captured.nexts, captured.lasts, captured.rows
+            triton_drafts.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into, self.limits.max_batch)
 
         self._wait_for(arriving, chain, layer + 1)
         rows = packed.ints[slice(*packed.shape.cuts()[7:9])]
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
         accesses = [*self._accesses(packed, (layer, layer + 1)), *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)]
-        chain.submit(run, "draft", accesses)
+        chain.submit(run if captured is None else fill, "draft", accesses)
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
