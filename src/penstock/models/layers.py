@@ -18,7 +18,8 @@ class TorchLayerOps:
 
     def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Matrix):
-            return weight.product(x) if bias is None else weight.product(x).add_(bias)
+            product = weight.product(x).float()
+            return product if bias is None else product.add_(bias)
         # For a few rows MKL takes up to twice as long with the weight transposed in the call as with the operands exchanged.
         if len(x) >= 4 and x.dtype == torch.float32 and x.device.type == "cpu" and weight.is_contiguous():
             product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
@@ -26,7 +27,7 @@ class TorchLayerOps:
         return F.linear(x, weight, bias)
 
     def linear_shares(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
-        return self.linear(x, weight)
+        return weight.product(x) if isinstance(weight, Matrix) else self.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
@@ -44,7 +45,7 @@ class TorchLayerOps:
         return F.silu(gate).mul_(up)
 
     def gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
-        return self.silu_mul(self.linear(x, weight))
+        return self.silu_mul(self.linear_shares(x, weight))
 
 
 _LAYER_OPS = TorchLayerOps()
