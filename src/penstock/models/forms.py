@@ -66,6 +66,7 @@ class Forms:
             else:
                 narrow, wide = self.held(name, tied)
                 total += math.prod(shape) * (narrow + wide * self.wide.itemsize) + 2 * narrow * shape[0]
+                total += 0 if wide else math.prod(shape) + 8 * shape[0]  # the head once more, in oneDNN's order
         return total
 
     def held(self, name: str, tied: bool) -> tuple[bool, bool]:
@@ -110,7 +111,7 @@ class Matrix:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.packed, self.scale, self.wide) if tensor is not None]
+        return [tensor for tensor in (self.packed, self.scale, self.wide, *(self.tiled or ())) if tensor is not None]
 
     def split(self, sizes: Sequence[int]) -> list[Matrix]:
         """Its rows in parts that share its memory, to be filled one by one. One in 4 bits is made in one piece."""
