@@ -20,6 +20,7 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # GGUF type -> struct format
+_STRUCTS = {kind: struct.Struct("<" + kind) for kind in _NUMBERS.values()}  # a vocabulary has a hundred thousand lengths
 _MAX_DIMENSIONS = 4
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an unnamed tensor of one dimension
 _LEAST_ENTRY_BYTES = 8 + 4 + 1
@@ -227,7 +228,8 @@ class _Cursor:
         return piece
 
     def number(self, kind: str) -> Any:
-        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
+        form = _STRUCTS[kind]
+        return form.unpack(self.take(form.size))[0]
 
     def count(self, least_bytes: int) -> int:
         """A number of things that take at least `least_bytes` each."""
