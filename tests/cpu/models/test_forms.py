@@ -6,12 +6,14 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config import ModelSource, WeightsName
 from penstock.errors import ConfigError
@@ -123,6 +125,28 @@ def test_bytes_are_counted_as_they_are_held(tmp_path: Path, weights: WeightsName
     tensors = [t for one in held for t in (one.tensors if isinstance(one, Matrix) else [one])]
     assert forms is not None
     assert sum(t.nbytes for t in tensors) == forms.num_bytes(shapes, model.config.tied_embeddings, facts.in_4_bits)
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is copied into another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(list(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_one_row_rounds_only_what_goes_into_a_product() -> None:
+    """What comes out of one is added or gated as it is: of small calls there are more than of products."""
+    model, row = load("int8"), [1, TINY.hidden]
+    with Casts() as casts:
+        hidden, residual = model.finish(0, some(*row), some(*row, seed=1))
+    assert casts.shapes == [row, row], "attention's result, and the norm's"
+    assert hidden.dtype == torch.bfloat16 and residual.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------------------------------------------- 4 bits
