@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _LARGEST = 127.0  # of 8 bits with a sign: symmetric, so that a scale is all that a row needs
+_LEAST_STEP = 1e-30  # bfloat16 has it
 GROUP = 32  # values of a row that share a scale and a zero in 4 bits, as files have them
 _MIDDLE = 8  # of 4 bits without a sign: the number that stands for a group's zero
 _ALIGNED_ROWS = 16  # the product of 4 bits takes multiples of so many rows
@@ -201,6 +202,5 @@ def matrix_of_quants(quants: Quants, forms: Forms) -> Matrix:
 
 
 def _scale(rows: Tensor) -> Tensor:
-    """[T, 1]: what a step of 8 bits is worth in each row; 1 in a row of zeros, where any would do."""
-    scale = rows.abs().amax(dim=1, keepdim=True).div_(_LARGEST)
-    return scale.masked_fill_(scale == 0, 1.0)
+    """[T, 1]: what a step of 8 bits is worth in each row; not 0 in a row of zeros, where any other number would do."""
+    return rows.abs().amax(dim=1, keepdim=True).div_(_LARGEST).clamp_(min=_LEAST_STEP)
