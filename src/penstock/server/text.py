@@ -151,6 +151,7 @@ class ChoiceText:
 
     def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, echo: bool) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
+        self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
         self.source: KvSource | None = None
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
@@ -170,6 +171,8 @@ class ChoiceText:
                 break
             if self.source is None:
                 self.source = event.source
+            self.num_drafts += event.drafted
+            self.num_accepted += event.accepted
             parts.append(self._open(event))
             parts.append(self._take(event))
             if event.finish is not None and self.finish is None:

@@ -48,7 +48,7 @@ class Speculation:
             return [()] * len(requests)
         proposed = [self._proposal(one) for one in requests]
         rows = [Row(self._of(one.track).account, len(drafts)) for one, drafts in zip(requests, proposed, strict=True)]
-        choice = choose(rows, self.costs, self._max_step_drafts, num_others)
+        choice = choose(rows, self.costs, self._max_step_drafts, num_others, is_bounded=not self._trial.is_look)
         nums = choice.drafts if self.force is None else [min(row.most, self.force(row.most)) for row in rows]
         begin(rows, choice)
         for one in requests:
