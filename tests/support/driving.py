@@ -12,13 +12,14 @@ from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, T
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 
+_KV = ("prefix_cache", "block_tokens", "resident_tokens", "residency", "pin_spans", "scorer")
 _OFFLOAD = ("eviction", "lease_s", "load_always", "load_deadline_s", "ssd_dir", "ssd_gib", "ssd_admission", "remote", "remote_timeout_s")
 
 
 def tiny_config(model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, host_blocks: int = 0, **engine: Any) -> Config:
-    """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind the device. `prefix_cache`,
-    `block_tokens` and `resident_tokens` go to the KV side."""
-    kv = {name: engine.pop(name) for name in ("prefix_cache", "block_tokens", "resident_tokens") if name in engine}
+    """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind the device. Settings of `_KV` go
+    to the KV side."""
+    kv = {name: engine.pop(name) for name in _KV if name in engine}
     offload = {name: engine.pop(name) for name in _OFFLOAD if name in engine}
     positions = engine.pop("positions", None)
     host_gib = (host_blocks + 0.5) * block_bytes(model, kv.get("block_tokens", 16)) / GIB if host_blocks else None

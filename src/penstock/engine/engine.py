@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock.config import ResidencyName
 from penstock.contract import (
     Adapter,
     CacheHint,
@@ -39,6 +40,7 @@ from penstock.engine.execution.recording import Recorder
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
+from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
@@ -77,6 +79,7 @@ class EngineParts:
     seed: int
     sampling: Mapping[str, Any]  # fields of SamplingParams that the model states for requests which leave them out
     grammars: Grammars
+    residency: ResidencyChoice
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
     recorder: Recorder | None = None  # told of every step, where somebody wants the run again
 
@@ -121,9 +124,11 @@ class Engine:
         priority: int = 0,
         session: str = "",
         hint: CacheHint | None = None,
+        residency: ResidencyName | None = None,
+        pins: Sequence[tuple[int, int]] | None = None,
     ) -> str:
         """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most. `hint`
-        is about the KV of its `session`."""
+        is about the KV of its `session`. `residency` and `pins`: where it does not fit, what it attends to; None: as configured."""
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
@@ -137,7 +142,8 @@ class Engine:
         prefix = cache.prefix_of(known, cache_salt, adapter)
         distinct = np.unique(known).astype(np.int32) if sampling.repetition_penalty != 1.0 else None
         own_id = request_id or uuid.uuid4().hex
-        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session)
+        part = self._parts.residency.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
+        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session, part)
         listener = self._sessions.follow(request, cache_salt, hint, listener)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:
@@ -329,6 +335,9 @@ class Engine:
         self._inbox.run_some()
         settled = self._settle()
         plan = self._plan()
+        if self._parts.scheduler.left_scored and self._parts.executor.scores is not None:
+            left, self._parts.scheduler.left_scored = self._parts.scheduler.left_scored, []
+            self._parts.executor.scores.forget(left)
         self._outbox.note_lives(self._parts.scheduler.lives)
         launched = None if plan is None else self._launch(plan)
         previous, self._running = self._running, launched

@@ -30,8 +30,8 @@ class StepInputs:
 
     Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of
     kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)], exactly: there is nothing
-    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each. Of a sequence whose first blocks were paged
-    out, all this is about the rest; only `positions` count from its beginning, and `paged` says where the others are.
+    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each. Of a sequence some of whose blocks are not on
+    the device, all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
     from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
@@ -155,7 +155,8 @@ class Packer:
         lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
         starts = np.fromiter((c.start for c in chunks), np.int32, num)
         paged_lens = np.fromiter((c.num_paged for c in chunks), np.int32, num)
-        resident = starts - paged_lens * self._block_tokens  # tokens before each chunk that are on the device
+        elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
+        resident = starts - elsewhere * self._block_tokens  # tokens before each chunk that its table has
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
         if (table_lens != -(-(resident + lens) // self._block_tokens)).any() or (resident < 0).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
@@ -219,7 +220,7 @@ class Packer:
             tokens[at:end] = chunk.tokens
             where = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int32)
             positions[at:end] = where
-            write_at[at:end] = chunk.slots[where // block - chunk.num_paged] * block + where % block if chunk.writes else padding_at
+            write_at[at:end] = chunk.slots[where // block - chunk.num_elsewhere] * block + where % block if chunk.writes else padding_at
             at = end
         tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at
 

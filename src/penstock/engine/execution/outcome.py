@@ -31,6 +31,7 @@ class Outputs:
     lora: LoraRuns | None = None  # only kept: the device may still read weights that everybody else has let go
     sampled: Tensor | None = None  # [S, width], or [S]: tokens alone
     prompts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [tokens, width]
+    parts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [parts] of its context: their scores
     num_used: int = 0
 
     def room_for(self, num_rows: int, num_top: int) -> Tensor:
@@ -40,6 +41,13 @@ class Outputs:
         first, self.num_used = self.num_used, self.num_used + num_rows * width
         room = self.buffer[first : self.num_used]
         return room if width == 1 else room.view(num_rows, width)
+
+    def room_for_parts(self, request_id: str, num_parts: int) -> Tensor:
+        """Room for the scores of so many parts of a request's context."""
+        first, self.num_used = self.num_used, self.num_used + num_parts
+        room = self.buffer[first : self.num_used]
+        self.parts.append((request_id, room))
+        return room
 
 
 class LateSample(NamedTuple):
@@ -82,7 +90,8 @@ class RunningStep:
         self.outputs.lane.touch((self.outputs.access,), label="read results")
         # A copy, since who reads them does so later, on another thread, and the buffer comes round.
         prompts = ((request_id, _scores(room.numpy().copy())) for request_id, room in self.outputs.prompts)
-        return StepResult(self.number, tuple(self._sampled()), tuple(prompts))
+        parts = ((request_id, room.numpy().view(np.float32).copy()) for request_id, room in self.outputs.parts)
+        return StepResult(self.number, tuple(self._sampled()), tuple(prompts), part_scores=tuple(parts))
 
     def _sampled(self) -> list[Sampled]:
         """In a replay every chunk has an entry, whether it wants one or not."""

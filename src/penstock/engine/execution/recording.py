@@ -37,6 +37,7 @@ from penstock.contract import (
     Grammar,
     Sampled,
     SamplingParams,
+    Scoring,
     Start,
     StepFailure,
     StepPlan,
@@ -53,7 +54,7 @@ VERSION = 1
 _RECORDS: Mapping[str, Any] = {
     record.__name__: record
     for record in (
-        *(StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
+        *(StepPlan, Chunk, Scoring, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
         *(StepResult, Sampled, TokenLogprob, TokenScores, StepFailure),
     )
 }

@@ -18,6 +18,7 @@ class SchedulerCounts:
     prompt_tokens: dict[str, int] = field(default_factory=lambda: asdict(KvSource()))
     generated_tokens: int = 0
     retractions: int = 0
+    parts_fetched: int = 0  # of scored requests' contexts, from host memory to the device
 
 
 class Events:
@@ -45,7 +46,8 @@ class Events:
                 break
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
         prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
-        return TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source)
+        scored = source is not None and track.resident is not None and sampling.max_tokens > 1
+        return TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source, scored=scored)
 
     def of_end(self, track: Track, finish: FinishReason) -> TokenEvent:
         """It ends without a token: it wanted none, or somebody or something else has ended it."""

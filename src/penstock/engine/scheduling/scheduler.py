@@ -86,6 +86,7 @@ class Scheduler:
         self._answered: deque[_Answered] = deque()  # oldest first
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
+        self.left_scored: list[str] = []  # requests whose scores mean nothing any more, for whoever keeps some and clears the list
         self.lives: list[tuple[str, State]] = []  # loads, retractions and resumptions, for whoever times them and clears the list
 
     # ------------------------------------------------------------------------------------------------ requests in and out
@@ -177,12 +178,15 @@ class Scheduler:
         return StepPlan(number, chunks, len(draft.decodes), tuple(draft.starts), tuple(draft.after), tuple(draft.loads))
 
     def _stays_out(self, track: Track) -> bool:
-        return track.is_deep and not self._reads_host and track.held_table().num_paged > 0
+        return not self._reads_host and track.reads_host
 
     def _num_fitting(self, track: Track, num_tokens: int) -> int:
         """How many of the next tokens of a deep request the plan being made computes. What makes way for them may be the first that is read
         from host memory."""
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+        if track.deciding is not None:
+            self._ledger.close_scope(track.held_table(), track.num_planned)
+            self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
         return 0 if self._stays_out(track) else num_fitting
 
     def _in_turn(self) -> Sequence[Track]:
@@ -380,12 +384,15 @@ class Scheduler:
             return [self._end(track, self._events.of_failure(track, result.error)) for track in tracks]
         sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         events: list[TokenEvent] = []
+        part_scores = dict(result.part_scores)
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # what the commits before have left
         for share in step.shares:
             track = share.track
             if track.state is State.ENDED:
                 continue
+            if track.request.id in part_scores and track.epoch == share.epoch and track.resident is not None:
+                track.resident.take_scores(part_scores[track.request.id])
             event = self._commit_share(share, step.fence, sampled.get(track.request.id), scored.get(track.request.id))
             if event is not None:
                 events.append(event)
@@ -470,6 +477,8 @@ class Scheduler:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
         if track in self._unsealed:
             self._seal(track, self._steps.last_fence)
+        if track.resident is not None:
+            self.left_scored.append(track.request.id)
         self._running.leave(track, self._steps.last_fence, saves, num_tokens)
         self._draft.drop(track)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, Fence, FenceId, Load, Request, Start
+from penstock.engine.scheduling.residency import Placed
 from penstock.engine.scheduling.track import Track
 from penstock.errors import InvariantBroken
 
@@ -21,6 +22,7 @@ class Draft:
         self.starts: list[Start] = []  # rows that it sets up
         self.after: dict[FenceId, Fence] = {}  # earlier users of slots drawn for it
         self.loads: dict[str, Load] = {}  # by request: what its layers wait for
+        self.scores = False  # some chunk asks for scores of its context
 
     def set_up(self, track: Track) -> None:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
@@ -44,8 +46,12 @@ class Draft:
             self.after[FenceId(fence.lane, fence.number)] = fence
         echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
         writes = start >= track.num_cached
-        paged = table.paged_slots if track.is_deep and table.num_paged else None
-        chunk = Chunk(request.id, track.row, start, tokens, table.slots(end), writes, num_logits, request.adapter, echo, paged)
+        if track.resident is not None:
+            placed = track.resident.place(table, start, end, may_score=not self.scores)
+            self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
+        else:
+            placed = Placed(table.slots(end), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
+        chunk = Chunk(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, *placed[1:])
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
 
     def drop(self, track: Track) -> None:

@@ -476,6 +476,17 @@ class Loads:
         self._note_hit(load)
         return load
 
+    def begin_fetched(self, table: BlockTable, kept: Pin, after: Sequence[Fence]) -> BlockLoad:
+        """Fill the slots of `table` with the blocks that `kept` protects. They get no keys. If this raises, nothing is kept."""
+        load = BlockLoad(table, 0, table.num_slots, (), after, self._deadline_s)
+        load.kept, load.sources = [kept], np.array(kept.slots, np.int64)
+        try:
+            self._submit(self._copy(load, load.num_blocks, self._whole))
+        except BaseException:
+            self.host.end_handles([kept])
+            raise
+        return load
+
     def _note_hit(self, load: BlockLoad) -> None:
         self.link.note_try()
         self.saves.used(load.keys)
