@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config import ResidencyName
 from penstock.contract import Adapter, CacheHint, FinishReason, KvSource, Listener, Prefetched, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
@@ -113,6 +114,8 @@ class ScriptedEngine:
         priority: int = 0,
         session: str = "",
         hint: CacheHint | None = None,
+        residency: ResidencyName | None = None,
+        pins: Sequence[tuple[int, int]] | None = None,
     ) -> str:
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")

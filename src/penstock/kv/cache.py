@@ -380,8 +380,8 @@ class KvCache:
         return num
 
     def fetch(self, table: Table, first: int, num_blocks: int) -> FetchedRun | None:
-        """Have the paged-out blocks `first..` of `table` copied into slots that are drawn for it; None where there are not enough. The copies
-        have no key on the device: they are this table's alone."""
+        """Have the paged-out blocks `first..` of `table` copied into slots that are drawn for it; None where there are not enough. The
+        copies have no key on the device: they are this table's alone."""
         own = self._own(table)
         if first + num_blocks > own.num_paged:
             raise InvariantBroken(f"{own.owner!r} fetches blocks up to {first + num_blocks}, of which {own.num_paged} were paged out")

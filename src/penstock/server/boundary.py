@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock import errors
-from penstock.config import Config, ServerConfig
+from penstock.config import Config, ResidencyName, ServerConfig
 from penstock.contract import (
     Adapter,
     CacheHint,
@@ -143,6 +143,7 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     matched_s: float | None = None
     loaded_s: float | None = None
     fault: SentError | None = None
+    scored: bool = False
 
     @staticmethod
     def of(number: int, event: TokenEvent) -> SentEvent:
@@ -152,7 +153,7 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
             parts = [None if part is None else Scores.of(part) for part in scored.parts]
         fault = None if event.failure is None else fault_from(event.failure)
         times = event.waited_s, event.matched_s, event.loaded_s
-        rest = (event.finish, event.stop_token, event.source, event.error, *times, fault)
+        rest = (event.finish, event.stop_token, event.source, event.error, *times, fault, event.scored)
         return SentEvent(number, event.tokens, event.logprobs, parts, *rest)
 
     def made(self, request_id: str) -> TokenEvent:
@@ -160,7 +161,7 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
         prompt = None if scored is None else PromptLogprobs([None if part is None else part.made() for part in scored])
         failure = None if self.fault is None else error_from(self.fault)
         given = failure if isinstance(failure, PenstockError) else None
-        rest = (self.finish, self.stop_token, self.source, self.error, self.waited_s, self.matched_s, self.loaded_s, given)
+        rest = (self.finish, self.stop_token, self.source, self.error, self.waited_s, self.matched_s, self.loaded_s, given, self.scored)
         return TokenEvent(request_id, self.tokens, self.logprobs, prompt, *rest)
 
 
@@ -234,6 +235,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag=1):
     priority: int
     session: str
     hint: CacheHint | None
+    residency: ResidencyName | None
+    pins: tuple[tuple[int, int], ...] | None
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=2):

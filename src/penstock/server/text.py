@@ -152,6 +152,7 @@ class ChoiceText:
     def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, echo: bool) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.source: KvSource | None = None
+        self.scored = False  # it attends to a part of its context
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
         self._stream = TextStream(tokenizer, stops, begins=prompt.ends)
@@ -169,7 +170,7 @@ class ChoiceText:
             if self.finish is not None or self.failure is not None:
                 break
             if self.source is None:
-                self.source = event.source
+                self.source, self.scored = event.source, event.scored
             parts.append(self._open(event))
             parts.append(self._take(event))
             if event.finish is not None and self.finish is None:

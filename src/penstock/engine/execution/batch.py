@@ -30,8 +30,8 @@ class StepInputs:
 
     Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of
     kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)], exactly: there is nothing
-    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each. Of a sequence some of whose blocks are not on
-    the device, all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
+    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each. Of a sequence some of whose blocks are not
+    on the device, all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
     from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
@@ -140,7 +140,7 @@ class Packer:
     """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running meanwhile."""
 
     def __init__(self, block_tokens: int, padding_slot: int, padding_row: int) -> None:
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._padding_slot = padding_slot
         self._padding_row = padding_row
 
@@ -156,9 +156,9 @@ class Packer:
         starts = np.fromiter((c.start for c in chunks), np.int32, num)
         paged_lens = np.fromiter((c.num_paged for c in chunks), np.int32, num)
         elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
-        resident = starts - elsewhere * self._block_tokens  # tokens before each chunk that its table has
+        resident = starts - elsewhere * self.block_tokens  # tokens before each chunk that its table has
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
-        if (table_lens != -(-(resident + lens) // self._block_tokens)).any() or (resident < 0).any():
+        if (table_lens != -(-(resident + lens) // self.block_tokens)).any() or (resident < 0).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
         if (lens[:num_decodes] != 1).any() or (lens[num_decodes:] == 1).any():
             raise InvariantBroken(f"not the first {num_decodes} chunks have one token, and the others several")
@@ -194,7 +194,7 @@ class Packer:
         spans = tuple(zip(resident[num_decodes:].tolist(), lens[num_decodes:].tolist(), strict=True))
         paged = tuple(_pack_paged(chunks, q_starts, tables, num_tables)) if len(tables) > num_tables else ()
         num_decodes = shape.num_chunks if shape.is_decode else num_decodes
-        write_slots = write_at[: int(lens.sum())] // self._block_tokens
+        write_slots = write_at[: int(lens.sum())] // self.block_tokens
         most = int(lens.max(initial=0)), int(kv_lens.max())
         return Packed(shape, ints, num_decodes, *most, tables[1:num_tables], write_slots, spans, paged)
 
@@ -208,7 +208,7 @@ class Packer:
     ) -> None:
         """The first `num` are decodes, of which a step has hundreds: filled at once."""
         tokens, positions, write_at = out
-        block = self._block_tokens
+        block = self.block_tokens
         padding_at = self._padding_slot * block
         tokens[:num] = [c.tokens[0] for c in chunks[:num]]
         positions[:num] = starts[:num]

@@ -62,8 +62,8 @@ class Recency:
 
 
 class KeyBounds:
-    """`qk`: per part, layer and KV head the least and the greatest of each value of the keys. No key of a part scores higher with a query than
-    the corner of that box which the query's signs choose.
+    """`qk`: per part, layer and KV head the least and the greatest of each value of the keys. No key of a part scores higher with a query
+    than the corner of that box which the query's signs choose.
 
     Each head divides one vote among the parts, as its attention would if every part had one key, and that in the corner. Votes of all heads
     and layers are added up: a head that looks far back is not lost among those that do not, and one that looks everywhere decides little.

@@ -1,5 +1,5 @@
-"""Which part of its context a scored request has on the device while it decodes. Owns the choice and how the device's blocks are divided for
-it; draws nothing and moves nothing.
+"""Which part of its context a scored request has on the device while it decodes. Owns the choice, and how the device's blocks are divided
+for it; draws nothing and moves nothing.
 
     first part | pinned parts | parts with the best scores | ... left out ... | trailing window, which is written at its end
 
@@ -22,7 +22,7 @@ from penstock.contract import Fetched, Residency, Scoring, Table
 from penstock.errors import ConfigError, InvalidRequest
 
 PART_TOKENS = 64
-WINDOW_SHARE = 4  # one in so many of the resident parts is the trailing window, and two at least
+WINDOW_SHARE = 4  # one in so many of the resident parts is the trailing window, and one at least
 SLACK_PARTS = 2  # by which the window may grow until its first part has been saved and summed up
 MOVING_SHARE = 8  # one in so many of the parts that can be chosen is kept free for the next choice
 FIRST_TAU = 16  # tokens between two scorings, until their times are known
@@ -44,13 +44,13 @@ class Division:
         """Raises ConfigError where there would be nothing to choose."""
         part_blocks = max(1, PART_TOKENS // block_tokens)
         parts = resident_blocks // part_blocks
-        window = max(2, parts // WINDOW_SHARE)
+        window = max(1, parts // WINDOW_SHARE)
         rest = parts - window - SLACK_PARTS
         moving = max(1, rest // MOVING_SHARE)
         if rest - moving < 2:
             size, tokens = part_blocks * block_tokens, resident_blocks * block_tokens
-            sizes = f"{size} tokens at the beginning, {2 * size} in the trailing window, {SLACK_PARTS * size} being saved"
-            need = f"{sizes}, {size} chosen and {size} on their way make {(5 + SLACK_PARTS) * size}"
+            sizes = f"{size} tokens at the beginning, {size} in the trailing window, {SLACK_PARTS * size} being saved"
+            need = f"{sizes}, {size} chosen and {size} on their way make {(4 + SLACK_PARTS) * size}"
             raise ConfigError(f"--kv-residency scored: {need}, and a sequence has {tokens} on the device; raise --kv-resident-tokens")
         return cls(part_blocks, block_tokens, window, rest - moving, moving)
 
@@ -101,7 +101,7 @@ class ResidencyChoice:
         return cls(deep_blocks, kv.block_tokens, scored, kv.pin_spans, division, refusal)
 
     def for_request(self, asked: ResidencyName | None, pins: Sequence[tuple[int, int]] | None, num_tokens: int) -> Residency | None:
-        """For one that may have `num_tokens` in all; None where it attends to all. Raises InvalidRequest where it asks for what cannot be."""
+        """For one that may have `num_tokens` in all; None where it attends to all. Raises InvalidRequest for what cannot be."""
         check_spans(pins or (), InvalidRequest)
         scored = self.scored if asked is None else asked == "scored"
         if pins is not None and not scored:
