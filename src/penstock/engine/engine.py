@@ -45,6 +45,7 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
@@ -291,6 +292,7 @@ class Engine:
             resume=self._outbox.resume.copy(),
             load_exposed_s=self._load_exposed_s,
             sessions=self._sessions.figures(),
+            residency=ResidencyFigures(scheduler.counts.parts_fetched, scheduler.counts.scorings),
             host_steps=self._num_host_steps,
             sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )

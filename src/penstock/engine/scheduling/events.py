@@ -19,6 +19,7 @@ class SchedulerCounts:
     generated_tokens: int = 0
     retractions: int = 0
     parts_fetched: int = 0  # of scored requests' contexts, from host memory to the device
+    scorings: int = 0
 
 
 class Events:

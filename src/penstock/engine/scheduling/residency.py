@@ -149,10 +149,16 @@ class ResidentSet:
 
     # ------------------------------------------------------------------------------------------------------------ for steps
 
-    def num_pageable(self, table: Table) -> int:
-        """Blocks of the window that may be paged out: those that are summed up, in whole parts."""
+    def num_to_page(self, table: Table, num_short: int, most: int) -> int:
+        """Blocks at the window's beginning that are to make way, where a step lacks room for `num_short` and the window may have `most`: for
+        the step, and as long as it is larger than it has to be, for parts that are wanted more. In whole parts, and only what is summed
+        up."""
         size = self.division.part_blocks
-        return max(0, self._num_summed // size * size - table.num_paged)
+        num_wanted = len(self.wanted(table)) * size
+        num_spare = most + num_short - self.division.window * size
+        num = max(num_short, min(num_short + num_wanted, num_spare))
+        end = -(-(table.num_paged + max(0, num)) // size) * size
+        return max(0, min(end, self._num_summed // size * size) - table.num_paged) if num > 0 else 0
 
     def place(self, table: Table, start: int, end: int, may_score: bool) -> Placed:
         """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores."""

@@ -393,6 +393,7 @@ class Scheduler:
                 continue
             if track.request.id in part_scores and track.epoch == share.epoch and track.resident is not None:
                 track.resident.take_scores(part_scores[track.request.id])
+                self.counts.scorings += 1
             event = self._commit_share(share, step.fence, sampled.get(track.request.id), scored.get(track.request.id))
             if event is not None:
                 events.append(event)
