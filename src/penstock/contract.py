@@ -490,6 +490,7 @@ class Scoring(NamedTuple):
     slots: NDArray[np.int32]  # of the device: blocks whose keys are summed up now
     paged: bool  # so are the blocks that stream in from host memory, which are the first of the sequence
     num_parts: int  # the first so many are scored against the queries of the chunk's last token; 0: none
+    recall: bool = False  # all of the context is read, and it is told how much of the attention is on what is on the device
 
     def __eq__(self, other: object) -> bool:
         return _same(self, other)
@@ -615,6 +616,20 @@ class Sampled(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+class PartScores(NamedTuple):
+    """What the `Scoring` of a chunk asked for."""
+
+    request_id: str
+    scores: NDArray[np.float32]
+    recall: float | None = None  # share of the attention, over all layers and heads
+
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _same(self, other)
+
+
 class StepFailure(NamedTuple):
     """Why a step failed."""
 
@@ -638,7 +653,7 @@ class StepResult:
     sampled: tuple[Sampled, ...]
     prompt_logprobs: tuple[tuple[str, TokenScores], ...] = ()  # by request, this chunk's share
     error: StepFailure | None = None
-    part_scores: tuple[tuple[str, NDArray[np.float32]], ...] = ()  # by request, of the parts that its chunk's `Scoring` asked for
+    part_scores: tuple[PartScores, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------- scheduler <-> kv

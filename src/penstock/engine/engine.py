@@ -292,10 +292,14 @@ class Engine:
             resume=self._outbox.resume.copy(),
             load_exposed_s=self._load_exposed_s,
             sessions=self._sessions.figures(),
-            residency=ResidencyFigures(scheduler.counts.parts_fetched, scheduler.counts.scorings),
+            residency=self._residency_figures(),
             host_steps=self._num_host_steps,
             sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
+
+    def _residency_figures(self) -> ResidencyFigures:
+        counts = self._parts.scheduler.counts
+        return ResidencyFigures(counts.parts_fetched, counts.scorings, self._pace.scoring.seconds, counts.recall.copy())
 
     def wait_work(self, timeout_s: float) -> None:
         """Block until somebody asks for something or a transfer has got further."""
@@ -435,6 +439,7 @@ class Engine:
             self._reads_host_s = 2 * time.monotonic() - self._host_step[1]  # as long again for others
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
+        self._parts.scheduler.tau = self._pace.scoring.tau
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)

@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
-from penstock.contract import FinishReason
+from penstock.contract import Chunk, FinishReason
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.recording import Recorder
 from penstock.engine.execution.recording import read as read_recording
+from penstock.engine.execution.scoring import StepScores
+from penstock.engine.pace import ScoringCost
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
@@ -58,6 +61,12 @@ def assert_nothing_held(engine: Engine) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------------- needles
+
+
+@pytest.fixture(autouse=True)
+def _every_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long steps take here decides nothing."""
+    monkeypatch.setattr(ScoringCost, "tau", 16)
 
 
 class Found(NamedTuple):
@@ -205,8 +214,8 @@ def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(ma
     decodes = [chunk for chunk in chunks if chunk.start >= LONG]
     assert len(decodes) == 99
     assert all(len(chunk.slots) <= RESIDENT // 16 for chunk in chunks)
-    assert all(chunk.num_left_out == -(-(chunk.start + 1) // 16) - len(chunk.slots) > 0 for chunk in decodes)
-    assert not any(chunk.num_paged or chunk.num_left_out for chunk in decodes if chunk.num_paged and chunk.num_left_out)
+    assert all(chunk.num_elsewhere == -(-(chunk.start + 1) // 16) - len(chunk.slots) > 0 for chunk in decodes)
+    assert not any(chunk.num_paged for chunk in decodes if chunk.scoring is None or not chunk.scoring.recall)
     assert 5 <= sum(chunk.scoring is not None for chunk in decodes) <= 8, "every sixteen tokens"
     exact = [chunk for chunk in chunks if chunk.start < LONG]
     assert not any(chunk.num_left_out for chunk in exact) and exact[-1].scoring is not None
@@ -225,6 +234,37 @@ def test_device_memory_in_use_does_not_grow_with_the_context(make_engine: Make, 
             active = max(active, engine.cache.stats().slots["device"].active)
         most.append(active)
     assert most[0] == most[1] == RESIDENT // 16
+
+
+def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: Make, prompts: Prompts, monkeypatch: Any) -> None:
+    """By an attention that is written down here."""
+    engine, add_layer = scored_engine(make_engine), StepScores.add_layer
+    host, arena = engine._parts.executor.paged._host.tensor, engine.arena.tensor  # type: ignore[union-attr]
+    shares: list[float] = []
+    plans: list[Chunk] = []
+    launch = engine._parts.executor.launch
+
+    def launched(plan: Any, waits: Any) -> Any:
+        plans.extend(chunk for chunk in plan.chunks if chunk.scoring is not None and chunk.scoring.recall)
+        return launch(plan, waits)
+
+    def looked(self: StepScores, layer: int, q: Any, lse: Any = None) -> None:
+        add_layer(self, layer, q, lse)
+        if lse is not None and self._asked[0].scoring.recall:
+            chunk = plans[0]
+            num = chunk.start + 1 - 16 * chunk.num_elsewhere
+            here = arena[chunk.slots.tolist(), layer, 0].flatten(0, 1)[:num]
+            keys = torch.cat((here, host[chunk.paged.tolist(), layer, 0].flatten(0, 1)))  # type: ignore[union-attr]
+            group = q.shape[1] // keys.shape[1]
+            scores = torch.einsum("hd,thd->ht", q[0], keys.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+            shares.append(float(scores.softmax(-1)[:, :num].sum(-1).mean()))
+
+    monkeypatch.setattr(engine._parts.executor, "launch", launched)
+    monkeypatch.setattr(StepScores, "add_layer", looked)
+    deep = generate(engine, prompts(LONG), max_tokens=100)
+    figures = engine.stats().residency
+    assert deep.error is None and sum(figures.recall.counts) == 1 and figures.scorings >= 5
+    assert figures.recall.total == pytest.approx(np.mean(shares), rel=1e-4) and 0.05 < figures.recall.total < 0.95
 
 
 # --------------------------------------------------------------------------------------------------------------------------- scope

@@ -22,7 +22,7 @@ from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
 from penstock.engine.execution.sampler import Allowed, Sampler, packed_width, token_logprobs
-from penstock.engine.execution.scoring import PartScores
+from penstock.engine.execution.scoring import KnownKeys
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
@@ -60,7 +60,7 @@ class StepLimits:
 
     @property
     def result_ints(self) -> int:
-        return (self.max_batch + self.prefill_chunk) * packed_width(MAX_LOGPROBS) + self.max_parts
+        return (self.max_batch + self.prefill_chunk) * packed_width(MAX_LOGPROBS) + self.max_parts + 1
 
 
 class _Chain:
@@ -97,7 +97,7 @@ class Executor:
         self.masks = Masks(grammars.wait_compiled, grammars.num_words, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # where there is host memory to page out to
-        self.scores: PartScores | None = None  # where requests may attend to a part of their context
+        self.scores: KnownKeys | None = None  # where requests may attend to a part of their context
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
@@ -124,7 +124,7 @@ class Executor:
 
     def keep_scores(self, scorer: ScorerName) -> None:
         """Requests may attend to a part of their context."""
-        self.scores = PartScores(scorer, self._forward.attention.arena, self._lane, self._uploads)
+        self.scores = KnownKeys(scorer, self._forward.attention, self._lane, self._uploads)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""

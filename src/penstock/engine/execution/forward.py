@@ -114,6 +114,8 @@ class Forward:
             kv = BoundKv(self.attention, inputs)
             q, k, v, residual = self.model.project(index, flow.hidden, flow.residual, kv, flow.lora)
             flow.attending = Attending(q, self.attention.attend_resident(index, q, k, v, inputs), residual)
+            if flow.scores is not None:
+                flow.scores.note_resident(flow.attending.partial.lse)
 
         return attend
 
@@ -129,7 +131,7 @@ class Forward:
             assert flow.attending is not None
             attending, flow.attending = flow.attending, None
             if flow.scores is not None:
-                flow.scores.add_layer(index, attending.q)
+                flow.scores.add_layer(index, attending.q, attending.partial.lse)
             attended = attending.partial.out.to(attending.q.dtype)
             flow.hidden, flow.residual = self.model.finish(index, attended, attending.residual, flow.lora)
 

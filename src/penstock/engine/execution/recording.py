@@ -35,6 +35,7 @@ from penstock.contract import (
     Echo,
     FenceId,
     Grammar,
+    PartScores,
     Sampled,
     SamplingParams,
     Scoring,
@@ -55,7 +56,7 @@ _RECORDS: Mapping[str, Any] = {
     record.__name__: record
     for record in (
         *(StepPlan, Chunk, Scoring, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
-        *(StepResult, Sampled, TokenLogprob, TokenScores, StepFailure),
+        *(StepResult, Sampled, TokenLogprob, TokenScores, PartScores, StepFailure),
     )
 }
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract import Access, Chunk, Mode, Scoring
+from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import Packed
 from penstock.engine.execution.paging import Piece
 from penstock.engine.execution.staging import Uploads, move
@@ -103,12 +104,13 @@ class _Asked(NamedTuple):
     out: Tensor | None  # on the host, where its scores are wanted
 
 
-class PartScores:
+class KnownKeys:
     """What is known of all scored requests. Ops of the compute lane alone touch it."""
 
-    def __init__(self, name: str, arena: Tensor, lane: Lane, uploads: Uploads) -> None:
+    def __init__(self, name: str, attention: Attention, lane: Lane, uploads: Uploads) -> None:
+        self.lse_nats = attention.lse_nats
         self._make = SCORERS[name]
-        self._arena = arena
+        self._arena = attention.arena
         self._lane = lane
         self._uploads = uploads
         self._known: dict[str, PartKeys] = {}
@@ -122,8 +124,8 @@ class PartScores:
 
         self._lane.submit(forget, label="forget scores")
 
-    def for_step(self, chunks: Sequence[Chunk], packed: Packed, room: Callable[[str, int], Tensor]) -> StepScores | None:
-        """`room`: host memory for so many scores of that request. None: no chunk asks."""
+    def for_step(self, chunks: Sequence[Chunk], packed: Packed, room: Callable[[str, Scoring], Tensor]) -> StepScores | None:
+        """`room`: host memory for what a request asks for. None: no chunk asks."""
         if not any(chunk.scoring is not None for chunk in chunks):
             return None
         q_starts = packed.ints[slice(*packed.shape.cuts()[2:4])].tolist()
@@ -132,9 +134,13 @@ class PartScores:
         for chunk, first, end in zip(chunks, q_starts, q_starts[1:], strict=False):
             if (scoring := chunk.scoring) is not None:
                 table_at = streams.get((first, end), -1) if scoring.paged else -1
-                out = room(chunk.request_id, scoring.num_parts) if scoring.num_parts else None
+                out = room(chunk.request_id, scoring) if scoring.num_parts else None
                 asked.append(_Asked(chunk.request_id, chunk.row, scoring, (first, end), table_at, out))
         return StepScores(self, asked)
+
+    @property
+    def num_layers(self) -> int:
+        return self._arena.shape[1]
 
     def keys_of(self, asked: _Asked) -> PartKeys:
         known = self._known.get(asked.request_id)
@@ -155,28 +161,38 @@ class PartScores:
 class StepScores:
     """One step's share of it: layers and pieces leave here what they have."""
 
-    def __init__(self, known: PartScores, asked: Sequence[_Asked]) -> None:
+    def __init__(self, known: KnownKeys, asked: Sequence[_Asked]) -> None:
         self._known = known
         self._asked = asked
         self._slots: list[Tensor] = []  # of the device, by chunk that asks
-        self._scores: list[Tensor] = []
+        self._scores: list[Tensor] = []  # with the share behind them
+        self._resident: Tensor | None = None  # log-sum-exp of a layer's scores over what is on the device, where recall is asked for
 
     def accesses(self, layers: tuple[int, int], mode: Mode = Mode.WRITE) -> list[Access]:
         return [Access(_SUMS, (one.row,), layers, mode) for one in self._asked]
 
-    def add_layer(self, layer: int, q: Tensor) -> None:
-        """In an op of `layer`, behind its writes and the pieces that stream past it: `q` [tokens, heads, head_dim] are its queries."""
+    def note_resident(self, lse: Tensor) -> None:
+        """[tokens, heads], before the pieces of a layer are added to it."""
+        self._resident = lse.clone() if any(one.scoring.recall for one in self._asked) else None
+
+    def add_layer(self, layer: int, q: Tensor, lse: Tensor | None = None) -> None:
+        """In an op of `layer`, behind its writes and the pieces that stream past it. `q` [tokens, heads, head_dim] are its queries, `lse`
+        is over all that was read."""
         if layer == 0:
             self._slots = [
                 self._known.sent(one.scoring.slots.tolist()) if len(one.scoring.slots) else q.new_empty(0) for one in self._asked
             ]
-            self._scores = [torch.zeros(one.scoring.num_parts, device=q.device) for one in self._asked]
+            self._scores = [torch.zeros(one.scoring.num_parts + 1, device=q.device) for one in self._asked]
         for one, slots, scores in zip(self._asked, self._slots, self._scores, strict=True):
             keys = self._known.keys_of(one)
             if len(slots):
                 _sum_up(keys, layer, one.scoring, one.scoring.first, self._known.blocks(slots, layer))
-            if len(scores):
-                keys.add_scores(layer, q[one.rows[1] - 1], scores)
+            last = one.rows[1] - 1
+            if one.scoring.num_parts:
+                keys.add_scores(layer, q[last], scores[:-1])
+            if one.scoring.recall and lse is not None and self._resident is not None:
+                shares = torch.exp((self._resident[last] - lse[last]) * self._known.lse_nats)
+                scores[-1] += shares.mean() / self._known.num_layers
 
     def piece(self, layer: int, piece: Piece, landed: Callable[[], Tensor]) -> Op | None:
         """The op that sums up `piece`; None where nobody asks for it."""

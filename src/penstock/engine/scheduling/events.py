@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from penstock.contract import FinishReason, KvSource, PromptLogprobs, Sampled, StepFailure, TokenEvent
 from penstock.engine.scheduling.track import Track
+from penstock.figures import RECALL_BOUNDS, Histogram
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class SchedulerCounts:
     retractions: int = 0
     parts_fetched: int = 0  # of scored requests' contexts, from host memory to the device
     scorings: int = 0
+    recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
 
 
 class Events:

@@ -26,6 +26,8 @@ WINDOW_SHARE = 4  # one in so many of the resident parts is the trailing window,
 SLACK_PARTS = 2  # by which the window may grow until its first part has been saved and summed up
 MOVING_SHARE = 8  # one in so many of the parts that can be chosen is kept free for the next choice
 FIRST_TAU = 16  # tokens between two scorings, until their times are known
+RECALL_EVERY = 64  # scorings, of which one is in a step that reads all of the context,
+FIRST_RECALL = 4  # this one first
 DECAY = 0.5  # of a score with each scoring: what was wanted a moment ago is wanted sooner than what was never
 
 
@@ -142,6 +144,7 @@ class ResidentSet:
         self._num_summed = 0  # blocks whose keys are summed up by the steps planned so far
         self._score_at = 0  # position from which the next scoring is due
         self._is_scoring = False
+        self._num_scorings = 0
 
     def decodes(self, start: int) -> bool:
         """Whether a chunk that begins there attends to the resident set only."""
@@ -150,9 +153,9 @@ class ResidentSet:
     # ------------------------------------------------------------------------------------------------------------ for steps
 
     def num_to_page(self, table: Table, num_short: int, most: int) -> int:
-        """Blocks at the window's beginning that are to make way, where a step lacks room for `num_short` and the window may have `most`: for
-        the step, and as long as it is larger than it has to be, for parts that are wanted more. In whole parts, and only what is summed
-        up."""
+        """Blocks at the window's beginning that are to make way, where a step lacks room for `num_short` and the window may have `most`:
+        for the step, and as long as it is larger than it has to be, for parts that are wanted more. In whole parts, and only what is
+        summed up."""
         size = self.division.part_blocks
         num_wanted = len(self.wanted(table)) * size
         num_spare = most + num_short - self.division.window * size
@@ -160,16 +163,30 @@ class ResidentSet:
         end = -(-(table.num_paged + max(0, num)) // size) * size
         return max(0, min(end, self._num_summed // size * size) - table.num_paged) if num > 0 else 0
 
-    def place(self, table: Table, start: int, end: int, may_score: bool) -> Placed:
-        """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores."""
+    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
+        """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores. `may_read`: the step may read host
+        memory, as it does now and then to see how much was left out."""
         tail = table.slots(end)
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None
             scoring = self._last_exact(table, tail, end, may_score) if end == self.num_exact else None
             return Placed(tail, paged, 0, scoring)
-        own = self._chosen_slots()
-        scoring = self._later(table, tail, start) if may_score and self._is_due(start) else None
-        return Placed(np.concatenate((own, tail)), None, table.num_paged - len(own), scoring)
+        own = np.concatenate((self._chosen_slots(), tail))
+        num_left_out = table.num_paged - len(own) + len(tail)
+        if not may_score or not self._is_due(start):
+            return Placed(own, None, num_left_out, None)
+        scoring, self._num_scorings = self._later(table, tail, start), self._num_scorings + 1
+        if may_read and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
+            return Placed(own, self._left_out(table), 0, scoring._replace(recall=True))
+        return Placed(own, None, num_left_out, scoring)
+
+    def _left_out(self, table: Table) -> NDArray[np.int32]:
+        """Where in host memory the blocks are that are not on the device."""
+        is_here = np.zeros(table.num_paged, bool)
+        size = self.division.part_blocks
+        for part in self._chosen:
+            is_here[part * size : (part + 1) * size] = True
+        return table.paged_slots[~is_here]
 
     def _last_exact(self, table: Table, tail: NDArray[np.int32], end: int, may_score: bool) -> Scoring:
         """All that is paged out streams past this chunk, and is summed up on its way."""

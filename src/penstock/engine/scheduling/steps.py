@@ -23,6 +23,7 @@ class Draft:
         self.after: dict[FenceId, Fence] = {}  # earlier users of slots drawn for it
         self.loads: dict[str, Load] = {}  # by request: what its layers wait for
         self.scores = False  # some chunk asks for scores of its context
+        self.reads_host = True  # it may read KV in host memory
 
     def set_up(self, track: Track) -> None:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
@@ -47,7 +48,7 @@ class Draft:
         echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
         writes = start >= track.num_cached
         if track.resident is not None:
-            placed = track.resident.place(table, start, end, may_score=not self.scores)
+            placed = track.resident.place(table, start, end, may_score=not self.scores, may_read=self.reads_host)
             self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
         else:
             placed = Placed(table.slots(end), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
