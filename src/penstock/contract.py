@@ -685,7 +685,7 @@ class Table(Protocol):
         """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""
 
 
-class Fetched(Protocol):
+class FetchedBlocks(Protocol):
     """A run of a table's paged-out blocks that was, or is being, copied back into slots of the device, beside those that the table has
     there. It ends with its table, or by `KvLedger.drop_fetched`."""
 
@@ -801,10 +801,10 @@ class KvLedger(Protocol):
         """Give back the slots of up to `num_blocks` of the table's first blocks on the device, as far as host memory has them; returns how
         many. `fence` lies behind all steps launched."""
 
-    def fetch(self, table: Table, first: int, num_blocks: int) -> Fetched | None:
+    def fetch(self, table: Table, first: int, num_blocks: int) -> FetchedBlocks | None:
         """Have the paged-out blocks `first..` of a table copied into slots that are drawn for it; None where there are not enough."""
 
-    def drop_fetched(self, table: Table, fetched: Fetched, fence: Fence | None) -> None:
+    def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
         """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
 
     def close_scope(self, table: Table, num_tokens: int) -> None:

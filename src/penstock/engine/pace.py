@@ -32,7 +32,7 @@ class Prefill(NamedTuple):
     at_most: bool = False  # the step did much else as well
 
 
-class _Launched(NamedTuple):
+class _LaunchedStep(NamedTuple):
     """A step on the lane."""
 
     prefill: Prefill | None  # what it computes, where that is of interest
@@ -71,7 +71,7 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.scoring = ScoringCost()
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_LaunchedStep] = deque()
         self._last_end_s = 0.0
 
     def launched(self, plan: StepPlan) -> None:
@@ -81,9 +81,9 @@ class Pace:
         if num >= _MIN_TOKENS and not plan.loads:
             depth = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks) / num
             prefill = Prefill(num, depth, 0.0, at_most=num < _MIN_SHARE * plan.num_tokens)
-        decodes = plan.is_decode and not plan.loads and not any(chunk.num_paged for chunk in plan.chunks)
+        decodes = plan.is_decode and not (plan.loads or any(chunk.num_paged for chunk in plan.chunks))
         scores = any(chunk.scoring is not None for chunk in plan.chunks)
-        self._launched.append(_Launched(prefill, self._clock(), scores if decodes else None))
+        self._launched.append(_LaunchedStep(prefill, self._clock(), scores if decodes else None))
 
     def read(self) -> Prefill | None:
         """The oldest step is over; None where it says nothing about prefills."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock import contract
-from penstock.contract import Adapter, Fence, Fetched, Lease, Match, Prefix, Table
+from penstock.contract import Adapter, Fence, FetchedBlocks, Lease, Match, Prefix, Table
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken
 from penstock.figures import Traffic
 from penstock.kv.blocks.eviction import PoolWant
@@ -399,7 +399,7 @@ class KvCache:
         own.fetched.add(fetched)
         return fetched
 
-    def drop_fetched(self, table: Table, fetched: Fetched, fence: Fence | None) -> None:
+    def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
         """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
         own = self._own(table)
         if not isinstance(fetched, FetchedRun) or fetched not in own.fetched or not fetched.settled:

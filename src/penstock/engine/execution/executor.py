@@ -22,7 +22,7 @@ from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
 from penstock.engine.execution.sampler import Allowed, Sampler, packed_width, token_logprobs
-from penstock.engine.execution.scoring import KnownKeys
+from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
@@ -42,7 +42,7 @@ _NO_WAITS = Waits()
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Sizes that hold for the executor's life."""
+    """KeySizes that hold for the executor's life."""
 
     max_batch: int
     prefill_chunk: int  # prompt tokens per step
@@ -97,7 +97,7 @@ class Executor:
         self.masks = Masks(grammars.wait_compiled, grammars.num_words, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # where there is host memory to page out to
-        self.scores: KnownKeys | None = None  # where requests may attend to a part of their context
+        self.scores: ContextKeys | None = None  # where requests may attend to a part of their context
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
@@ -124,7 +124,7 @@ class Executor:
 
     def keep_scores(self, scorer: ScorerName) -> None:
         """Requests may attend to a part of their context."""
-        self.scores = KnownKeys(scorer, self._forward.attention, self._lane, self._uploads)
+        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self._uploads)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
@@ -245,12 +245,16 @@ class Executor:
         for op, layers, label in self._forward.ops(flow):
             self._wait_for(arriving, chain, layers[1])
             if layers[1] > layers[0]:
-                accesses: Sequence[Access] = [*self._accesses(packed, layers), *(flow.scores.accesses(layers) if flow.scores else ())]
+                accesses: Sequence[Access] = (*self._accesses(packed, layers), *flow.score_accesses(layers))
             else:
                 accesses = [self._embed_access(packed)] if label == "embed" else ()
             chain.submit(op, label, accesses)
         self._submit_scores(chain, flow)
         return flow, lambda: landed[0]
+
+    def _scored_accesses(self, packed: Packed, flow: Flow, layers: tuple[int, int]) -> Sequence[Access]:
+        """Of an op that looks at keys where they lie, where scores are asked for."""
+        return () if flow.scores is None else (*flow.scores.accesses(layers), self._accesses(packed, layers)[0])
 
     def _submit_scores(self, chain: _Chain, flow: Flow) -> None:
         if flow.scores is not None:
@@ -274,8 +278,7 @@ class Executor:
                 if flow.scores is not None and (add := flow.scores.piece(layer, piece, fetched.landed)) is not None:
                     chain.submit(add, f"sums of layer {layer}", [fetched.access, *flow.scores.accesses((layer, layer + 1))])
                 fetched.read_until(self._lane.record())
-            accesses = [*flow.scores.accesses((layer, layer + 1)), self._accesses(packed, (layer, layer + 1))[0]] if flow.scores else ()
-            chain.submit(forward.finish(flow, layer), f"rest of layer {layer}", accesses)
+            chain.submit(forward.finish(flow, layer), f"rest of layer {layer}", self._scored_accesses(packed, flow, (layer, layer + 1)))
         chain.submit(head, "head")
         self._submit_scores(chain, flow)
 

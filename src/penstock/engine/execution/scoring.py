@@ -39,7 +39,7 @@ class PartKeys(Protocol):
         """Add what this layer's queries [heads, head_dim] say about the first parts to their `scores`, which are zero before layer 0."""
 
 
-class Sizes(NamedTuple):
+class KeySizes(NamedTuple):
     """Of what is kept for one request."""
 
     num_layers: int
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 class Recency:
     """`lru`: the later a part, the better. Looks at nothing."""
 
-    def __init__(self, sizes: Sizes, like: Tensor) -> None:
+    def __init__(self, sizes: KeySizes, like: Tensor) -> None:
         pass
 
     def sum_up(self, layer: int, part: int, keys: Tensor) -> None:
@@ -70,7 +70,7 @@ class KeyBounds:
     and layers are added up: a head that looks far back is not lost among those that do not, and one that looks everywhere decides little.
     """
 
-    def __init__(self, sizes: Sizes, like: Tensor) -> None:
+    def __init__(self, sizes: KeySizes, like: Tensor) -> None:
         """`like`: of whose type the keys are, and on which device."""
         shape = sizes.num_layers, sizes.num_parts, sizes.num_kv_heads, 2, sizes.head_dim
         self._bounds = like.new_empty(shape)
@@ -90,10 +90,10 @@ class KeyBounds:
         scores += torch.softmax(best * (q.shape[-1] ** -0.5 / LOOSENESS), dim=-1).sum((0, 1))
 
 
-SCORERS: Mapping[str, Callable[[Sizes, Tensor], PartKeys]] = {"qk": KeyBounds, "lru": Recency}
+SCORERS: Mapping[str, Callable[[KeySizes, Tensor], PartKeys]] = {"qk": KeyBounds, "lru": Recency}
 
 
-class _Asked(NamedTuple):
+class _AskedScores(NamedTuple):
     """A chunk of a step that asks for scores, or for blocks to be summed up."""
 
     request_id: str
@@ -104,7 +104,7 @@ class _Asked(NamedTuple):
     out: Tensor | None  # on the host, where its scores are wanted
 
 
-class KnownKeys:
+class ContextKeys:
     """What is known of all scored requests. Ops of the compute lane alone touch it."""
 
     def __init__(self, name: str, attention: Attention, lane: Lane, uploads: Uploads) -> None:
@@ -135,18 +135,18 @@ class KnownKeys:
             if (scoring := chunk.scoring) is not None:
                 table_at = streams.get((first, end), -1) if scoring.paged else -1
                 out = room(chunk.request_id, scoring) if scoring.num_parts else None
-                asked.append(_Asked(chunk.request_id, chunk.row, scoring, (first, end), table_at, out))
+                asked.append(_AskedScores(chunk.request_id, chunk.row, scoring, (first, end), table_at, out))
         return StepScores(self, asked)
 
     @property
     def num_layers(self) -> int:
         return self._arena.shape[1]
 
-    def keys_of(self, asked: _Asked) -> PartKeys:
+    def keys_of(self, asked: _AskedScores) -> PartKeys:
         known = self._known.get(asked.request_id)
         if known is None:
             _, num_layers, _, _, num_kv_heads, head_dim = self._arena.shape
-            known = self._make(Sizes(num_layers, asked.scoring.most_parts, num_kv_heads, head_dim), self._arena)
+            known = self._make(KeySizes(num_layers, asked.scoring.most_parts, num_kv_heads, head_dim), self._arena)
             self._known[asked.request_id] = known
         return known
 
@@ -161,7 +161,7 @@ class KnownKeys:
 class StepScores:
     """One step's share of it: layers and pieces leave here what they have."""
 
-    def __init__(self, known: KnownKeys, asked: Sequence[_Asked]) -> None:
+    def __init__(self, known: ContextKeys, asked: Sequence[_AskedScores]) -> None:
         self._known = known
         self._asked = asked
         self._slots: list[Tensor] = []  # of the device, by chunk that asks

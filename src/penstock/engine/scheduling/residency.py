@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import KvConfig, ResidencyName, check_spans
-from penstock.contract import Fetched, Residency, Scoring, Table
+from penstock.contract import FetchedBlocks, Residency, Scoring, Table
 from penstock.errors import ConfigError, InvalidRequest
 
 PART_TOKENS = 64
@@ -136,8 +136,8 @@ class ResidentSet:
         self.tau = FIRST_TAU
         self._pinned = division.pinned(pins, num_tokens)
         self._most_parts = -(-num_tokens // division.part_tokens)
-        self._chosen: dict[int, Fetched] = {}  # by part: on the device
-        self._coming: dict[int, Fetched] = {}  # by part: on its way
+        self._chosen: dict[int, FetchedBlocks] = {}  # by part: on the device
+        self._coming: dict[int, FetchedBlocks] = {}  # by part: on its way
         self._scores: NDArray[np.float32] = np.empty(0, np.float32)
         self._order: list[int] = list(self._pinned)  # what should be there, the most wanted first
         self._slots: NDArray[np.int32] | None = None  # of those chosen, in token order
@@ -152,7 +152,7 @@ class ResidentSet:
 
     # ------------------------------------------------------------------------------------------------------------ for steps
 
-    def num_to_page(self, table: Table, num_short: int, most: int) -> int:
+    def num_making_way(self, table: Table, num_short: int, most: int) -> int:
         """Blocks at the window's beginning that are to make way, where a step lacks room for `num_short` and the window may have `most`:
         for the step, and as long as it is larger than it has to be, for parts that are wanted more. In whole parts, and only what is
         summed up."""
@@ -225,7 +225,7 @@ class ResidentSet:
         pinned = set(self._pinned)
         self._order = [*self._pinned, *(part for part in best if part not in pinned)]
 
-    def take_landed(self) -> list[Fetched]:
+    def take_landed(self) -> list[FetchedBlocks]:
         """Copies that are over are used from now on; returns those that have failed."""
         failed = []
         for part in [part for part, fetched in self._coming.items() if fetched.settled]:
@@ -236,7 +236,7 @@ class ResidentSet:
                 self._chosen[part], self._slots = fetched, None
         return failed
 
-    def take_surplus(self) -> list[Fetched]:
+    def take_surplus(self) -> list[FetchedBlocks]:
         """What gives way to what has landed: the least wanted of what is chosen."""
         num = len(self._chosen) - self.division.chosen
         if num <= 0:
@@ -254,5 +254,5 @@ class ResidentSet:
         missing = (part for part in target if part not in self._chosen and part not in self._coming)
         return [part for part, _ in zip(missing, range(num), strict=False)]
 
-    def coming(self, part: int, fetched: Fetched) -> None:
+    def coming(self, part: int, fetched: FetchedBlocks) -> None:
         self._coming[part] = fetched

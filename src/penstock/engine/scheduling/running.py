@@ -151,7 +151,7 @@ class Running:
         most -= table.num_fetched
         num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
         if (resident := track.deciding) is not None:
-            num_short = resident.num_to_page(table, num_short, most)
+            num_short = resident.num_making_way(table, num_short, most)
         if num_short > 0:
             num_before = self._ledger.num_available
             num_paged = self._ledger.page_out(table, num_short, fence)

@@ -25,7 +25,7 @@ class Landing(Protocol):
 
 
 class FetchedRun:
-    """Implements `contract.Fetched`: slots of its own, which nobody else sees, and the copy that fills them."""
+    """Implements `contract.FetchedBlocks`: slots of its own, which nobody else sees, and the copy that fills them."""
 
     __slots__ = ("hold", "load")
 

@@ -483,7 +483,7 @@ class Loads:
         try:
             self._submit(self._copy(load, load.num_blocks, self._whole))
         except BaseException:
-            self.host.end_handles([kept])
+            self.host.unpin([kept], None)
             raise
         return load
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from penstock.contract import Scoring
-from penstock.engine.execution.scoring import KeyBounds, Recency, Sizes, _parts, _sum_up
+from penstock.engine.execution.scoring import KeyBounds, KeySizes, Recency, _parts, _sum_up
 
-SIZES = Sizes(num_layers=2, num_parts=5, num_kv_heads=2, head_dim=8)
+SIZES = KeySizes(num_layers=2, num_parts=5, num_kv_heads=2, head_dim=8)
 SCORING = Scoring(part_blocks=4, most_parts=5, first=0, slots=np.empty(0, np.int32), paged=False, num_parts=5)
 
 

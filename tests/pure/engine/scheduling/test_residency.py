@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.contract import Fetched, Scoring
+from penstock.contract import FetchedBlocks, Scoring
 from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
 from penstock.engine.scheduling.residency import FIRST_TAU, Division, ResidentSet
 from penstock.errors import ConfigError, InvalidRequest
@@ -69,7 +69,7 @@ def fetch_all(resident: ResidentSet, table: FakeTable, most: int = 1000) -> dict
     return made
 
 
-def land(resident: ResidentSet, fetched: dict[int, FakeFetched]) -> list[Fetched]:
+def land(resident: ResidentSet, fetched: dict[int, FakeFetched]) -> list[FetchedBlocks]:
     for one in fetched.values():
         one.settled = True
     return [*resident.take_landed(), *resident.take_surplus()]
@@ -129,12 +129,12 @@ def test_what_was_wanted_a_moment_ago_is_kept_before_what_never_was() -> None:
 
 def test_the_last_exact_chunk_sums_up_everything_and_no_window_block_leaves_before_it_is() -> None:
     resident, table = resident_set(), FakeTable(400, 290)
-    assert resident.num_to_page(table, 10, 100) == 0, "nothing is summed up"
+    assert resident.num_making_way(table, 10, 100) == 0, "nothing is summed up"
     assert resident.place(table, 6000, 6384, True, True).scoring is None
     scoring = resident.place(table, 6384, 6400, True, True).scoring
     assert scoring == Scoring(4, resident._most_parts, 290, np.arange(290, 400, dtype=np.int32), True, 100)
-    assert resident.num_to_page(table, 1, 100) == 6, "for the step and for the first part, in whole parts"
-    assert resident.num_to_page(FakeTable(420, 396), 50, 20) == 4, "what was filled since is not summed up yet"
+    assert resident.num_making_way(table, 1, 100) == 6, "for the step and for the first part, in whole parts"
+    assert resident.num_making_way(FakeTable(420, 396), 50, 20) == 4, "what was filled since is not summed up yet"
 
 
 def test_scores_are_asked_for_every_tau_tokens_and_one_step_at_a_time() -> None:
