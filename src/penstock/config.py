@@ -37,6 +37,8 @@ _HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
 _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
+PROPOSERS = {"ngram": 8, "mtp": 4}  # of drafts, and how many of one request a step verifies at most
+MAX_DRAFTS = 16
 
 
 def _need(condition: bool, message: str) -> None:
@@ -177,6 +179,39 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Whether steps verify tokens that something cheaper has proposed. Changes how fast answers come, never the answers."""
+
+    proposer: str | None = None  # "ngram", "mtp", "mtp:PATH"; None: every step decodes one token of a request
+    max_drafts: int | None = None  # of one request in one step; None: 8 for ngram, 4 for mtp
+
+    def __post_init__(self) -> None:
+        if self.proposer is None:
+            _need(self.max_drafts is None, "--speculate-tokens needs --speculate")
+            return
+        kind, _, path = self.proposer.partition(":")
+        known = kind in PROPOSERS and (kind != "ngram" or self.proposer == kind) and (path or ":" not in self.proposer)
+        _need(bool(known), f"--speculate must be ngram, mtp or mtp:PATH, got {self.proposer!r}")
+        within = self.max_drafts is None or 1 <= self.max_drafts <= MAX_DRAFTS
+        _need(within, f"--speculate-tokens must be between 1 and {MAX_DRAFTS}, got {self.max_drafts}")
+
+    @property
+    def kind(self) -> str | None:
+        return None if self.proposer is None else self.proposer.partition(":")[0]
+
+    @property
+    def path(self) -> str | None:
+        """Of a head; None: the one that comes with the embedded model."""
+        return None if self.proposer is None else self.proposer.partition(":")[2] or None
+
+    @property
+    def drafts(self) -> int:
+        if self.proposer is None:
+            return 0
+        return self.max_drafts or PROPOSERS[self.proposer.partition(":")[0]]
+
+
+@dataclass(frozen=True, slots=True)
 class SanitizeConfig:
     """Whether the race sanitizer listens, and what becomes of its findings."""
 
@@ -266,6 +301,7 @@ class Config:
     offload: OffloadConfig = OffloadConfig()
     sanitize: SanitizeConfig = SanitizeConfig()
     lora: LoraConfig = LoraConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
     def shown(self) -> dict[str, Any]:
         """For reports that others read: everything, and of a store's URL only what may be shown."""

@@ -374,6 +374,8 @@ class TokenEvent(NamedTuple):
     matched_s: float | None = None  # on the first event: of that, what it took to key its prompt and look it up in colder tiers
     loaded_s: float | None = None  # on the first event: of that, how long it waited for KV from colder tiers
     failure: PenstockError | None = None  # what the error is, where no step has failed: the request was refused, or its engine is gone
+    drafted: int = 0  # drafts that the step verified for it
+    accepted: int = 0  # and those of them that were kept
     scored: bool = False  # on the first event: its tokens behind the first attend to a part of its context
 
 
@@ -463,7 +465,9 @@ class Lease(Protocol):
 
 # ----------------------------------------------------------------------------------------------------------- step: plan
 
-TOKEN_IN_FLIGHT = -1  # in a plan: the token that the previous step samples, not yet known to the host
+# In a plan, tokens that the host does not know yet: the last one that the previous step emits for the request, and behind it what was
+# drafted on the device: -2 is the first draft, -3 the second.
+TOKEN_IN_FLIGHT = -1
 
 
 class FenceId(NamedTuple):
@@ -505,13 +509,15 @@ class Chunk(NamedTuple):
     request_id: str
     row: int  # fixed while the request runs; device state of the request lives under it
     start: int
-    tokens: tuple[int, ...]  # len(tokens) == num_tokens; TOKEN_IN_FLIGHT only where it is the one token of a decode
+    tokens: tuple[int, ...]  # len(tokens) == num_tokens; of a decode: the request's last token, or TOKEN_IN_FLIGHT, and drafts behind it
     slots: NDArray[np.int32]  # of its first ceil((start + num_tokens) / block_tokens) blocks, without `num_elsewhere`, in token order
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
-    num_logits: int  # of its last tokens so many have their logits computed, and a token sampled from each
+    num_logits: int  # of its last tokens so many have their logits computed, and a token sampled from each; of a decode all
     adapter: Adapter | None = None  # whose weights it is computed with; looked up by its digest where the step is launched
     echo: Echo | None = None  # None: no logprobs of its prompt are wanted
     paged: NDArray[np.int32] | None = None  # slots of host memory that have the blocks which `slots` lack; None: there are none
+    num_unsure: int = 0  # it starts up to so many tokens earlier: so many drafts of the step before may turn out to be rejected
+    next_token: int = 0  # the prompt's behind its last one, where it samples none
     num_left_out: int = 0  # blocks before its own that are neither in `slots` nor in `paged`: its tokens do not attend to them
     scoring: Scoring | None = None
 
@@ -573,18 +579,24 @@ class StepPlan:
 
     number: int
     chunks: tuple[Chunk, ...]
-    num_decodes: int  # the first so many chunks have one token each, the others several
+    num_decodes: int  # the first so many chunks are decodes: one token and its drafts; the others have several tokens of a prompt
     starts: tuple[Start, ...] = ()
     after: tuple[FenceId, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
     loads: tuple[str, ...] = ()  # requests whose KV is still on its way into slots of this step: each layer waits for its share of it
+    num_ahead: int = 0  # drafts that the device makes for each request behind what it samples, for the next step
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + sum(len(c.tokens) for c in self.chunks[self.num_decodes :])
+        return sum(len(c.tokens) for c in self.chunks)
+
+    @property
+    def num_rows(self) -> int:
+        """What kernels see: every token of a decode is a row of its own, and so is every other chunk."""
+        return sum(len(c.tokens) for c in self.chunks[: self.num_decodes]) + len(self.chunks) - self.num_decodes
 
     @property
     def is_decode(self) -> bool:
-        """One token per request: the shape that captured replays serve."""
+        """No prompts: the shape that captured replays serve best."""
         return self.num_decodes == len(self.chunks)
 
     @property

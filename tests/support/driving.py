@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
+from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
 from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
@@ -18,16 +18,17 @@ _OFFLOAD = ("eviction", "lease_s", "load_always", "load_deadline_s", "ssd_dir", 
 
 def tiny_config(model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, host_blocks: int = 0, **engine: Any) -> Config:
     """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind the device. Settings of `_KV` go
-    to the KV side."""
+    to the KV side, `speculate` names a proposer."""
     kv = {name: engine.pop(name) for name in _KV if name in engine}
     offload = {name: engine.pop(name) for name in _OFFLOAD if name in engine}
-    positions = engine.pop("positions", None)
+    positions, speculate = engine.pop("positions", None), engine.pop("speculate", None)
     host_gib = (host_blocks + 0.5) * block_bytes(model, kv.get("block_tokens", 16)) / GIB if host_blocks else None
     return Config(
         source=ModelSource(model=model, load_format="dummy", device=device, dtype="float32", positions=positions),  # type: ignore[arg-type]
         kv=KvConfig(device_blocks=blocks, **kv),
         engine=EngineConfig(**{"max_batch": 16, "prefill_chunk": 64, **engine}),
         offload=OffloadConfig(enabled=host_blocks > 0, host_gib=host_gib, **{"load_always": True, **offload}),
+        speculation=SpeculationConfig(speculate),
     )
 
 

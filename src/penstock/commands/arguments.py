@@ -27,6 +27,7 @@ from penstock.config import (
     ModelSource,
     OffloadConfig,
     SanitizeConfig,
+    SpeculationConfig,
     place_of,
 )
 from penstock.contract import SamplingParams
@@ -63,6 +64,7 @@ def engine_flags() -> argparse.ArgumentParser:
     _memory_flags(parent.add_argument_group("KV memory"))
     _offload_flags(parent.add_argument_group("KV offload"))
     _step_flags(parent.add_argument_group("scheduling"))
+    _speculation_flags(parent.add_argument_group("speculative decoding"))
     safety = parent.add_argument_group("safety")
     safety.add_argument(
         "--sanitize",
@@ -77,6 +79,21 @@ def engine_flags() -> argparse.ArgumentParser:
         "--sanitize-bytes", action="store_true", help="also spoil slots before they are written, and compare blocks that leave and return"
     )
     return parent
+
+
+def _speculation_flags(group: Any) -> None:
+    group.add_argument(
+        "--speculate",
+        metavar="PROPOSER",
+        help="verify several proposed tokens in one step: ngram looks for what followed the same tokens before, mtp[:PATH] has a head "
+        "that was trained for the model (unset: one token at a time)",
+    )
+    group.add_argument(
+        "--speculate-tokens",
+        type=int,
+        metavar="N",
+        help="proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp)",
+    )
 
 
 def _model_flags(group: Any) -> None:
@@ -285,6 +302,7 @@ def config_of(args: argparse.Namespace) -> Config:
         offload=_offload_of(args),
         sanitize=SanitizeConfig(args.sanitize, args.sanitize_json, args.sanitize_bytes),
         lora=LoraConfig(tuple(getattr(args, "lora", ())), getattr(args, "lora_dir", None)),
+        speculation=SpeculationConfig(args.speculate, args.speculate_tokens),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from penstock.config import FEWEST_RESIDENT, GIB, Config
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine, EngineParts
+from penstock.engine.execution.ahead import HeadPasses
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.batch import Shape
@@ -19,8 +21,8 @@ from penstock.engine.execution.executor import Executor, StepLimits
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.paging import PagedReads
-from penstock.engine.execution.replays import cuda_buckets
-from penstock.engine.execution.sampler import Noise, Sampler, gumbel_noise
+from penstock.engine.execution.replays import cuda_buckets, decode_sizes
+from penstock.engine.execution.sampler import Accept, Noise, Sampler, gumbel_noise
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.residency import ResidencyChoice
@@ -34,11 +36,16 @@ from penstock.lanes import cuda
 from penstock.lanes.lane import Lane
 from penstock.lanes.make import make_lane
 from penstock.models.adapters import read_adapter
+from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import inspect_model, load_model
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.accept import accept
+from penstock.speculation.drafter import Speculation
+from penstock.speculation.length import StepCosts
+from penstock.speculation.mtp import MtpHead, read_head, shipped_head
 
 CPU_KV_GIB = 1.0
 _CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
@@ -51,6 +58,9 @@ _CPU_MIN_CHUNK = 64
 _CUDA_PIECE_TOKENS = 16384
 _CPU_PIECE_TOKENS = 4096
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
+_MAX_STEP_DRAFTS = 64  # verified in one step: where many requests decode, a row more is work
+_CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+_GUESSED_ROW = 0.05  # of a step of one row, what a further row takes, until it was measured
 
 
 def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | None = None) -> Engine:
@@ -79,10 +89,11 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     model = loaded.model
     adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
     dims = model.config
+    head = _head(config, model)
     layout = layout_for(config, dims, device)
     num_blocks = _num_blocks(config, layout, model)
     _max_model_len(config, dims, num_blocks)  # raises before memory is taken for what could not be used
-    storage = open_cache(config, layout, _scope(model, layout), device, num_blocks, sanitizer)
+    storage = open_cache(config, layout, _scope(model, layout, head), device, num_blocks, sanitizer)
     cache, arena = storage.cache, storage.arena
     max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable)
     budget = _budget(config, device, max_model_len)
@@ -100,13 +111,20 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         arena=arena.name,
         max_paged=cache.num_pageable if may_be_paged else 0,
         max_parts=0 if residency.division is None else blocks_for(max_model_len, residency.division.part_tokens),
+        max_drafts=min(_MAX_STEP_DRAFTS, config.speculation.drafts * budget.max_batch),
+        max_request_drafts=config.speculation.drafts,
+        has_head=head is not None,
     )
     attention = _attention(arena, model)
     lane = make_lane("compute", device, sanitizer)
     lanes = [lane]
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
-    executor = _executor(model, attention, lane, limits, _buckets(config, budget, device), adapters, grammars)
+    buckets = _buckets(config, limits, device)
+    speculation = _speculation(config, limits, device)
+    executor = _executor(model, attention, lane, limits, buckets, adapters, grammars)
     executor.guard = storage.guard
+    if head is not None:
+        executor.ahead = HeadPasses(head, attention, executor.pending, limits.padding_slot)
     if limits.max_paged and storage.host_arena is not None:
         lanes.append(make_lane("page", device, sanitizer))
         piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
@@ -118,7 +136,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     parts = EngineParts(
         name=loaded.name,
         tokenizer=loaded.tokenizer,
-        scheduler=Scheduler(cache, budget, dims.eos_ids, cache.prefill),
+        scheduler=Scheduler(cache, budget, dims.eos_ids, cache.prefill, speculation),
         executor=executor,
         adapters=adapters,
         cache=cache,
@@ -132,6 +150,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         grammars=grammars,
         residency=residency,
         sanitizer=sanitizer,
+        speculation=speculation,
     )
     return Engine(parts)
 
@@ -175,8 +194,16 @@ def _executor(
     grammars: Grammars,
 ) -> Executor:
     uploads = Uploads(model.device, lane)
-    sampler = Sampler(limits.max_batch, model.config.vocab, lane, uploads, _noise(model.device))
-    return Executor(Forward(model, attention, sampler.last_tokens), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
+    sampler = Sampler(
+        limits.max_batch,
+        model.config.vocab,
+        lane,
+        uploads,
+        _noise(model.device),
+        _accept(model.device),
+        limits.max_request_drafts if limits.has_head else 0,
+    )
+    return Executor(Forward(model, attention, sampler.pending), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
 
 
 def device_for(config: Config) -> torch.device:
@@ -189,7 +216,8 @@ def device_for(config: Config) -> torch.device:
 
 def layout_for(config: Config, dims: ModelConfig, device: torch.device) -> BlockLayout:
     dtype = str(_dtype(config, device)).removeprefix("torch.")
-    return BlockLayout(dims.num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
+    num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # a head has one of its own
+    return BlockLayout(num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -286,8 +314,23 @@ def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pagea
     return wanted
 
 
-def _scope(model: Model, layout: BlockLayout) -> Scope:
-    return Scope(model.digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
+def _head(config: Config, model: Model) -> MtpHead | None:
+    """What is wrong with it is said before memory is taken."""
+    if config.speculation.kind != "mtp":
+        return None
+    if not isinstance(model, Decoder):
+        raise ConfigError("--speculate mtp: this architecture has no heads")
+    if config.speculation.path is not None:
+        return read_head(Path(config.speculation.path), model)
+    head = shipped_head(model)
+    if head is None:
+        raise ConfigError("--speculate mtp: no head comes with this model; train one with `penstock train-mtp` and give mtp:PATH")
+    return head
+
+
+def _scope(model: Model, layout: BlockLayout, head: MtpHead | None) -> Scope:
+    digest = model.digest if head is None else hashlib.blake2b(model.digest + head.digest, digest_size=len(model.digest)).digest()
+    return Scope(digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
 
 
 def _layer_ops(device: torch.device) -> LayerOps:
@@ -299,11 +342,14 @@ def _layer_ops(device: torch.device) -> LayerOps:
 
 
 def _attention(arena: DeviceArena, model: Model) -> Attention:
+    dims = model.config
+    if arena.layout.num_layers > dims.num_layers:  # a head's layer is like the model's last
+        dims = replace(dims, num_layers=arena.layout.num_layers, windows=dims.windows + dims.windows[-1:])
     if arena.device.type == "cuda":
         from penstock.engine.execution.attention.triton import TritonAttention
 
-        return TritonAttention(arena.tensor, model.config, model.rope)
-    return CpuAttention(arena.tensor, model.config, model.rope)
+        return TritonAttention(arena.tensor, dims, model.rope)
+    return CpuAttention(arena.tensor, dims, model.rope)
 
 
 def _noise(device: torch.device) -> Noise:
@@ -314,10 +360,28 @@ def _noise(device: torch.device) -> Noise:
     return gumbel_noise
 
 
-def _buckets(config: Config, budget: Budget, device: torch.device) -> tuple[Shape, ...]:
+def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Speculation | None:
+    """With step costs that are a guess: what a machine does with memory, not with arithmetic."""
+    if config.speculation.proposer is None:
+        return None
+    sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
+    sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
+    costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes))
+    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=config.speculation.kind != "ngram")
+
+
+def _accept(device: torch.device) -> Accept:
+    if device.type == "cuda":
+        from penstock.speculation import triton_accept
+
+        return triton_accept.accept
+    return accept
+
+
+def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:
     """On the CPU a recording costs nothing and padding costs work, so every batch size has its own, and prompts have none."""
     if not config.engine.capture:
         return ()
     if device.type == "cuda":
-        return cuda_buckets(budget.max_batch, budget.prefill_chunk)
-    return tuple(Shape(size, size, size) for size in range(1, budget.max_batch + 1))
+        return cuda_buckets(limits.max_rows, limits.prefill_chunk)
+    return tuple(Shape(size, size, size) for size in range(1, limits.max_rows + 1))

@@ -54,6 +54,7 @@ from penstock.models.progress import Progress, silent
 from penstock.models.tokenizer import TextCodec
 from penstock.observe import EngineObserver, Unwatched
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.drafter import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class EngineParts:
     grammars: Grammars
     residency: ResidencyChoice
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
+    speculation: Speculation | None = None  # proposes tokens, where that was asked for
     recorder: Recorder | None = None  # told of every step, where somebody wants the run again
 
 
@@ -325,7 +327,10 @@ class Engine:
         table = cache.open("warm-up", None, 0)
         try:
             if cache.try_extend(table, 1):
-                self._parts.executor.warm(int(table.slots(1)[0]), self.max_model_len, progress)
+                slot = int(table.slots(1)[0])
+                self._parts.executor.warm(slot, self.max_model_len, progress)
+                if self._parts.speculation is not None:
+                    self._parts.speculation.costs = self._parts.executor.measured_costs(slot, self._parts.speculation.costs)
         finally:
             cache.release(table, self._parts.lanes[0].record())
 
@@ -340,6 +345,10 @@ class Engine:
     def _turn(self) -> bool:
         self._inbox.run_some()
         settled = self._settle()
+        if self._running is not None and self._parts.scheduler.needs_result:
+            running, self._running = self._running, None
+            self._read(running)
+            settled = True
         plan = self._plan()
         if self._parts.scheduler.left_scored and self._parts.executor.scores is not None:
             left, self._parts.scheduler.left_scored = self._parts.scheduler.left_scored, []
@@ -440,6 +449,8 @@ class Engine:
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
         self._parts.scheduler.tau = self._pace.scoring.tau
+        if self._parts.speculation is not None and self._pace.decoded is not None:
+            self._parts.speculation.step_took(*self._pace.decoded)
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)

@@ -1,4 +1,5 @@
-"""How long prefills take. Owns the times of steps that are on the lane; what is made of them is the business of `kv/tiers/policy.py`."""
+"""How long steps take. Owns the times of those that are on the lane; what is made of them is the business of `kv/tiers/policy.py` and of
+`speculation/length.py`."""
 
 from __future__ import annotations
 
@@ -32,10 +33,18 @@ class Prefill(NamedTuple):
     at_most: bool = False  # the step did much else as well
 
 
+class Decoded(NamedTuple):
+    """A step that did nothing but decode."""
+
+    num_rows: int
+    seconds: float  # from the end of the step before, where there was one: what the host did in between counts
+
+
 class _LaunchedStep(NamedTuple):
     """A step on the lane."""
 
     prefill: Prefill | None  # what it computes, where that is of interest
+    num_rows: int  # of a step that only decodes
     at_s: float
     scores: bool | None  # of a step that only decodes, whether it scores
 
@@ -73,6 +82,7 @@ class Pace:
         self.scoring = ScoringCost()
         self._launched: deque[_LaunchedStep] = deque()
         self._last_end_s = 0.0
+        self.decoded: Decoded | None = None  # the step read last, where it was one
 
     def launched(self, plan: StepPlan) -> None:
         chunks = plan.chunks[plan.num_decodes :]
@@ -82,13 +92,17 @@ class Pace:
             depth = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks) / num
             prefill = Prefill(num, depth, 0.0, at_most=num < _MIN_SHARE * plan.num_tokens)
         decodes = plan.is_decode and not (plan.loads or any(chunk.num_paged for chunk in plan.chunks))
-        scores = any(chunk.scoring is not None for chunk in plan.chunks)
-        self._launched.append(_LaunchedStep(prefill, self._clock(), scores if decodes else None))
+        scores = any(chunk.scoring is not None for chunk in plan.chunks) if decodes else None
+        self._launched.append(_LaunchedStep(prefill, plan.num_rows if plan.is_decode else 0, self._clock(), scores))
 
     def read(self) -> Prefill | None:
         """The oldest step is over; None where it says nothing about prefills."""
-        prefill, launched_s, scores = self._launched.popleft()
-        started_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
+        prefill, num_rows, launched_s, scores = self._launched.popleft()
+        before_s = self._last_end_s
+        started_s, self._last_end_s = max(launched_s, before_s), self._clock()
+        took_s = self._last_end_s - started_s
         if scores is not None:
-            self.scoring.add(self._last_end_s - started_s, scores)
+            self.scoring.add(took_s, scores)
+        idle_s = started_s - before_s
+        self.decoded = Decoded(num_rows, took_s + (idle_s if idle_s < took_s else 0.0)) if num_rows else None
         return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)

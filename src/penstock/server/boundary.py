@@ -161,8 +161,8 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
         prompt = None if scored is None else PromptLogprobs([None if part is None else part.made() for part in scored])
         failure = None if self.fault is None else error_from(self.fault)
         given = failure if isinstance(failure, PenstockError) else None
-        rest = (self.finish, self.stop_token, self.source, self.error, self.waited_s, self.matched_s, self.loaded_s, given, self.scored)
-        return TokenEvent(request_id, self.tokens, self.logprobs, prompt, *rest)
+        rest = (self.finish, self.stop_token, self.source, self.error, self.waited_s, self.matched_s, self.loaded_s, given)
+        return TokenEvent(request_id, self.tokens, self.logprobs, prompt, *rest, scored=self.scored)
 
 
 # ---------------------------------------------------------------------------------------------------------- engine to front

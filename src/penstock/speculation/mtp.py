@@ -36,6 +36,7 @@ from penstock.speculation.vocab import DraftVocab
 
 CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
 FORMAT, VERSION = "penstock-mtp", 1
+SHIPPED = Path(__file__).parent / "heads"
 MAX_DEPTH = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")  # of the target
@@ -61,8 +62,11 @@ class HeadConfig:
 class MtpHead:
     """A head on the device of its target, whose embedding and output matrix it shares."""
 
-    def __init__(self, config: HeadConfig, weights: Mapping[str, Weight], vocab: DraftVocab | None, target: Decoder) -> None:
+    def __init__(
+        self, config: HeadConfig, weights: Mapping[str, Weight], vocab: DraftVocab | None, target: Decoder, digest: bytes = b""
+    ) -> None:
         self.config, self.vocab = config, vocab
+        self.digest = digest  # of its file
         self._target = target
         self._fc, self._hidden_norm, self._embed_norm = weights["fc"], weights["hidden_norm"], weights["embed_norm"]
         output = target.output if vocab is None else rows_of(target.output, vocab.target_ids.to(target.device))
@@ -71,14 +75,17 @@ class MtpHead:
         self._block = Decoder(head_dims(target.config), inner, target.ops, b"")
         self.dims = self._block.config
 
-    def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv) -> Guess:
-        """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as its layer 0."""
+    def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv, at: Tensor | None = None) -> Guess:
+        """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as its layer 0. `at`: entries whose
+        guesses are wanted; None: all."""
         ops, eps = self._target.ops, self.dims.norm_eps
         both = (
             ops.rms_norm(hidden, self._hidden_norm, eps),
             ops.rms_norm(self._target.embed(tokens), self._embed_norm, eps),
         )
         inner, residual = self._block.layer(0, ops.linear(torch.cat(both, dim=-1), self._fc), None, kv)
+        if at is not None:
+            inner, residual = inner[..., at, :], residual[at]
         state = residual + (inner.sum(dim=0).to(residual.dtype) if inner.dim() == 3 else inner)
         return Guess(state, self._block.head(inner, residual))
 
@@ -153,11 +160,20 @@ def read_head(directory: Path, target: Decoder) -> MtpHead:
     """The head in `directory`, for `target`. Everything that is wrong with it is a ModelError."""
     file = directory / CONFIG_FILE
     config = _checked_config(read_json(file), target, str(file))
-    tensors = _read_tensors(directory / TENSORS_FILE)
+    tensors, digest = _read_tensors(directory / TENSORS_FILE)
     vocab = _vocab(tensors.pop("d2t", None), config, target.config.vocab, str(directory / TENSORS_FILE))
     _check_tensors(tensors, target.config, directory / TENSORS_FILE)
     weights = {weight.name: _placed(weight, tensors[weight.name], target) for weight in head_layout(target.config)}
-    return MtpHead(config, weights, vocab, target)
+    return MtpHead(config, weights, vocab, target, digest)
+
+
+def shipped_head(target: Decoder) -> MtpHead | None:
+    """The head that comes with the package for these weights, if one does."""
+    own = fingerprint(target)
+    for directory in sorted(SHIPPED.iterdir()) if SHIPPED.is_dir() else ():
+        if (directory / CONFIG_FILE).is_file() and read_json(directory / CONFIG_FILE).get("target_fingerprint") == own:
+            return read_head(directory, target)
+    return None
 
 
 def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> HeadConfig:
@@ -187,11 +203,11 @@ def _vocab(d2t: Tensor | None, config: HeadConfig, vocab: int, where: str) -> Dr
     return made
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
     with WeightFile(path) as file:
         data = file.read(0, file.num_bytes)
     try:
-        return safetensors.torch.load(data)
+        return safetensors.torch.load(data), hashlib.blake2b(data, digest_size=16).digest()
     except (SafetensorError, ValueError, KeyError) as error:
         raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 

@@ -27,7 +27,7 @@ NOTHING = Proposal(())
 
 
 class Proposer(Protocol):
-    """Proposes for one request. Called by one thread, after every step, with accepted tokens alone."""
+    """Proposes for one request. Called by one thread, before a step, with accepted tokens alone."""
 
     def propose(self, history: Sequence[int], k: int) -> Proposal:
         """At most `k` tokens behind `history`, which is that of the last call with accepted tokens appended. May be fewer, or none."""

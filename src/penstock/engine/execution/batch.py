@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock.errors import InvariantBroken
 # A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than shorter ones', and their keys
 # are cut into so many shares that no multiprocessor waits for another.
 DEEP_TOKENS = 8192
-
+_WRITES_OF, _UNSURE_OF = attrgetter("writes"), attrgetter("num_unsure")
 
 Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens before it, and its own
 
@@ -30,8 +31,9 @@ class StepInputs:
 
     Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of
     kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)], exactly: there is nothing
-    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each. Of a sequence some of whose blocks are not
-    on the device, all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
+    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each: of a plan's chunk with drafts each token is
+    one of them, over the same table and with one token more than the one before. Of a sequence some of whose blocks are not on the device,
+    all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
     from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
@@ -80,6 +82,11 @@ class Shape:
     @property
     def is_decode(self) -> bool:
         return self.num_tokens == self.num_chunks
+
+    @property
+    def samples_all(self) -> bool:
+        """Every token is a row, and is sampled."""
+        return self.num_tokens == self.num_chunks == self.num_samples
 
     def cuts(self) -> tuple[int, ...]:
         """Ends of: tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows. Tables follow."""
@@ -134,22 +141,57 @@ class Packed:
     write_slots: NDArray[np.int32]
     spans: Spans
     paged: tuple[PagedChunk, ...] = ()
+    nexts_at: int = 0  # where the tokens behind those of a step with prompts begin, where somebody wants them
+    drafted: Drafted | None = None  # where some chunk has drafts, or starts where the host does not know
+
+
+class Drafted(NamedTuple):
+    """What the samples of a step have besides where some requests have drafts in it, or had some in the step before. The samples of one
+    request are neighbours: a group. The arrays stand behind all else in the packed ints."""
+
+    at: int
+    num_samples: int
+    num_groups: int
+    num_drafts: int  # of the group that has most
+    num_unsure: int  # most of any chunk
+
+    def views(self, packed: Tensor) -> DraftedInputs:
+        parts = packed[self.at : self.at + self.num_ints(self.num_samples, self.num_groups)].split(self._sizes())
+        return DraftedInputs(*parts)
+
+    def _sizes(self) -> list[int]:
+        return [self.num_samples, self.num_samples, self.num_groups, self.num_groups]
+
+    @staticmethod
+    def num_ints(num_samples: int, num_groups: int) -> int:
+        return 2 * (num_samples + num_groups)
+
+
+class DraftedInputs(NamedTuple):
+    """The same on the device; all int32."""
+
+    unsure: Tensor  # [S] 1: it starts where the step before says; 0: where the host says
+    group_of: Tensor  # [S]
+    starts: Tensor  # [G] the first sample of each group
+    lengths: Tensor  # [G] its drafts
 
 
 class Packer:
     """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running meanwhile."""
 
-    def __init__(self, block_tokens: int, padding_slot: int, padding_row: int) -> None:
+    def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, wants_nexts: bool = False) -> None:
+        """`wants_nexts`: of steps with prompts the tokens behind each are packed, too."""
+        self._wants_nexts = wants_nexts
         self.block_tokens = block_tokens
         self._padding_slot = padding_slot
         self._padding_row = padding_row
 
     def pack(self, chunks: tuple[Chunk, ...], num_decodes: int, bucket: Shape | None, into: NDArray[np.int32]) -> Packed:
-        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token each.
+        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token and its drafts.
 
         Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. In a decode bucket each is
         a chunk of its own, so that every program has work; in any other they belong to no chunk, and padding chunks have no tokens.
-        Every chunk of a bucket is sampled once; those that did not ask are sampled into the padding row.
+        Every row of a bucket is sampled once; those that did not ask are sampled into the padding row.
         """
         num = len(chunks)
         lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
@@ -160,30 +202,49 @@ class Packer:
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
         if (table_lens != -(-(resident + lens) // self.block_tokens)).any() or (resident < 0).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
-        if (lens[:num_decodes] != 1).any() or (lens[num_decodes:] == 1).any():
-            raise InvariantBroken(f"not the first {num_decodes} chunks have one token, and the others several")
         num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
-        if (num_logits > lens).any():
-            raise InvariantBroken("a chunk wants more logits than it has tokens")
-        shape = bucket or Shape(int(lens.sum()), num, int(num_logits.sum()))
+        _check_lengths(lens, num_logits, num_decodes)
         num_tables = 1 + int(table_lens.sum())
-        ints = into[: shape.fixed_ints + num_tables + int(paged_lens.sum())]
-        parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints)))]
-        tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows, tables = parts
+        table_starts = np.cumsum(table_lens) - table_lens + 1
+        of_chunk: NDArray[np.intp] | slice = slice(None)
+        first_rows = np.arange(num)
+        places: NDArray[np.int32] | int = 0
+        num_tokens = int(lens.sum())
+        num_single, num_drafts = num_decodes, int(lens[:num_decodes].sum()) - num_decodes
+        if num_drafts:  # every token of a decode is a row of its own
+            of_chunk = np.repeat(np.arange(num), np.where(np.arange(num) < num_decodes, lens, 1))
+            places = _places(of_chunk)
+            first_rows = np.flatnonzero(places == 0)
+            num, num_decodes = len(of_chunk), num_decodes + num_drafts
+            lens, starts, resident, num_logits = (
+                lens[of_chunk],
+                starts[of_chunk] + places,
+                resident[of_chunk] + places,
+                num_logits[of_chunk],
+            )
+            lens[:num_decodes] = num_logits[:num_decodes] = 1
+        shape = bucket or Shape(num_tokens, num, int(num_logits.sum()))
+        is_drafted = num_drafts > 0 or any(map(_UNSURE_OF, chunks))
+        num_extra = Drafted.num_ints(shape.num_samples, shape.num_samples - num_drafts) if is_drafted else 0
+        num_nexts = shape.num_tokens if self._wants_nexts and not shape.samples_all else 0
+        num_extra += num_nexts
+        ints = into[: shape.fixed_ints + num_tables + int(paged_lens.sum()) + num_extra]
+        parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints) - num_extra))]
+        tokens, positions, write_at, q_starts, kv_lens, tables_at, rows, sample_at, sample_rows, tables = parts
         tables[0] = self._padding_slot  # entry 0 is the table of every padding chunk
         if chunks:
             np.concatenate([c.slots for c in chunks], out=tables[1:num_tables])
         kv_lens[:num] = resident + lens
         kv_lens[num:] = 1
-        table_ends = np.cumsum(table_lens)
-        table_starts[:num] = table_ends - table_lens + 1
-        table_starts[num:] = 0
-        rows[:num] = [c.row for c in chunks]
+        tables_at[:num] = table_starts[of_chunk]
+        tables_at[num:] = 0
+        rows[:num] = np.fromiter((c.row for c in chunks), np.int32, len(chunks))[of_chunk]
         rows[num:] = self._padding_row
         q_starts[0] = 0
         np.cumsum(lens, out=q_starts[1 : num + 1])
         q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1) if shape.is_decode else q_starts[num]
-        self._pack_tokens(chunks, num_decodes, starts, tables[table_ends], (tokens, positions, write_at))
+        last_slots = tables[tables_at[:num_decodes] + (kv_lens[:num_decodes] - 1) // self.block_tokens]
+        self._pack_tokens(chunks[:num_single], chunks[num_single:], starts, last_slots, (tokens, positions, write_at))
         if bucket:
             sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
             sample_rows[:num] = np.where(num_logits > 0, rows[:num], self._padding_row)
@@ -192,30 +253,41 @@ class Packer:
             sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(num_logits), num_logits) + np.arange(shape.num_samples)
             sample_rows[:] = np.repeat(rows, num_logits)
         spans = tuple(zip(resident[num_decodes:].tolist(), lens[num_decodes:].tolist(), strict=True))
-        paged = tuple(_pack_paged(chunks, q_starts, tables, num_tables)) if len(tables) > num_tables else ()
+        paged = tuple(_pack_paged(chunks, q_starts, first_rows, tables, num_tables)) if len(tables) > num_tables else ()
+        nexts_at = len(ints) - num_extra
+        if num_nexts:
+            _pack_nexts(chunks, num_single, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
+        drafted = _pack_drafted(chunks, bucket is not None, shape.num_samples, ints, nexts_at + num_nexts) if is_drafted else None
         num_decodes = shape.num_chunks if shape.is_decode else num_decodes
-        write_slots = write_at[: int(lens.sum())] // self.block_tokens
+        write_slots = write_at[:num_tokens] // self.block_tokens
+        if drafted is not None and drafted.num_unsure:  # what the device knows better may be written before where the host has it
+            write_slots = np.concatenate([write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
         most = int(lens.max(initial=0)), int(kv_lens.max())
-        return Packed(shape, ints, num_decodes, *most, tables[1:num_tables], write_slots, spans, paged)
+        return Packed(shape, ints, num_decodes, *most, tables[1:num_tables], write_slots, spans, paged, nexts_at, drafted)
+
+    def _slots_before(self, chunk: Chunk) -> NDArray[np.int32]:
+        """Those that the chunk writes where some drafts before it were rejected."""
+        first, end = (chunk.start - chunk.num_unsure) // self.block_tokens, -(-chunk.start // self.block_tokens)
+        return chunk.slots[first - chunk.num_elsewhere : end - chunk.num_elsewhere]
 
     def _pack_tokens(
         self,
-        chunks: tuple[Chunk, ...],
-        num: int,
+        decodes: Sequence[Chunk],
+        others: Sequence[Chunk],
         starts: NDArray[np.int32],
         last_slots: NDArray[np.int32],
         out: tuple[NDArray[np.int32], ...],
     ) -> None:
-        """The first `num` are decodes, of which a step has hundreds: filled at once."""
+        """Decodes have a row for each token, and a step has hundreds of them: filled at once. `starts` and `last_slots` are by row."""
         tokens, positions, write_at = out
-        block = self.block_tokens
+        block, at = self.block_tokens, len(last_slots)
         padding_at = self._padding_slot * block
-        tokens[:num] = [c.tokens[0] for c in chunks[:num]]
-        positions[:num] = starts[:num]
-        writes = np.fromiter((c.writes for c in chunks[:num]), bool, num)
-        write_at[:num] = np.where(writes, last_slots[:num] * block + starts[:num] % block, padding_at)
-        at = num
-        for chunk in chunks[num:]:
+        tokens[:at] = [token for chunk in decodes for token in chunk.tokens]
+        positions[:at] = starts[:at]
+        write_at[:at] = last_slots * block + starts[:at] % block
+        if not all(map(_WRITES_OF, decodes)):
+            write_at[:at][np.repeat([not c.writes for c in decodes], [len(c.tokens) for c in decodes])] = padding_at
+        for chunk in others:
             end = at + len(chunk.tokens)
             tokens[at:end] = chunk.tokens
             where = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int32)
@@ -225,9 +297,56 @@ class Packer:
         tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at
 
 
-def _pack_paged(chunks: tuple[Chunk, ...], q_starts: NDArray[np.int32], tables: NDArray[np.int32], table_at: int) -> Iterator[PagedChunk]:
-    """Those whose first blocks were paged out; the slots of these stand behind all tables."""
+def _check_lengths(lens: NDArray[np.int32], num_logits: NDArray[np.int32], num_decodes: int) -> None:
+    if (lens[num_decodes:] == 1).any():
+        raise InvariantBroken(f"not only the first {num_decodes} chunks have one token")
+    if (num_logits > lens).any():
+        raise InvariantBroken("a chunk wants more logits than it has tokens")
+    decodes = lens[:num_decodes]
+    if (num_logits[:num_decodes] != decodes)[decodes != 1].any():
+        raise InvariantBroken("a decode with drafts wants the logits of all its tokens")
+
+
+def _places(owners: NDArray[np.intp]) -> NDArray[np.int32]:
+    """0, 1, 2, .. within each run of equal owners."""
+    at = np.arange(len(owners), dtype=np.int32)
+    begins = np.flatnonzero(np.diff(owners, prepend=-1))
+    return at - np.repeat(at[begins], np.diff(begins, append=len(owners)))
+
+
+def _pack_nexts(chunks: Sequence[Chunk], num_decodes: int, is_bucket: bool, into: NDArray[np.int32]) -> None:
+    """Token ids, or -1 - the number of the sample that is the next token."""
+    at = sample = 0
     for number, chunk in enumerate(chunks):
+        num_samples = max(chunk.num_logits, is_bucket)
+        end = at + len(chunk.tokens)
+        if number < num_decodes:
+            into[at:end] = -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
+        else:
+            into[at : end - 1] = chunk.tokens[1:]
+            into[end - 1] = -1 - sample if chunk.num_logits else chunk.next_token
+        at, sample = end, sample + num_samples
+    into[at:] = 0
+
+
+def _pack_drafted(chunks: tuple[Chunk, ...], is_bucket: bool, num_samples: int, ints: NDArray[np.int32], at: int) -> Drafted:
+    """In a bucket every row has a sample, and one that pads it is a group of its own."""
+    sizes = np.array([max(chunk.num_logits, is_bucket) for chunk in chunks], np.int32)
+    flags = np.repeat([chunk.num_unsure > 0 for chunk in chunks], sizes)
+    sizes = np.concatenate([sizes[sizes > 0], np.ones(num_samples - len(flags), np.int32)])
+    unsure, group_of, starts, lengths = np.split(ints[at:], np.cumsum([num_samples, num_samples, len(sizes)]))
+    unsure[: len(flags)], unsure[len(flags) :] = flags, 0
+    group_of[:] = np.repeat(np.arange(len(sizes)), sizes)
+    starts[:] = np.cumsum(sizes) - sizes
+    lengths[:] = sizes - 1
+    return Drafted(at, num_samples, len(sizes), int(lengths.max(initial=0)), max(chunk.num_unsure for chunk in chunks))
+
+
+def _pack_paged(
+    chunks: tuple[Chunk, ...], q_starts: NDArray[np.int32], first_rows: NDArray[np.intp], tables: NDArray[np.int32], table_at: int
+) -> Iterator[PagedChunk]:
+    """Those whose first blocks were paged out; the slots of these stand behind all tables."""
+    for number, chunk in zip(first_rows.tolist(), chunks, strict=True):
         if chunk.paged is not None and len(chunk.paged):
             tables[table_at : table_at + len(chunk.paged)] = chunk.paged
             yield PagedChunk((int(q_starts[number]), int(q_starts[number + 1])), chunk.paged, table_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.config import ScorerName
-from penstock.contract import MAX_LOGPROBS, Access, Adapter, Fence, Mode, StepPlan, Waits
+from penstock.contract import MAX_LOGPROBS, Access, Adapter, Chunk, Fence, Mode, StepPlan, Waits
 from penstock.engine.execution import warm
+from penstock.engine.execution.ahead import HeadPasses
 from penstock.engine.execution.arriving import Arriving
-from penstock.engine.execution.batch import Packed, Packer, Shape
+from penstock.engine.execution.batch import Drafted, Packed, Packer, Shape, StepInputs
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
@@ -21,13 +23,14 @@ from penstock.engine.execution.outcome import LateSample, Outputs, RunningStep
 from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
-from penstock.engine.execution.sampler import Allowed, Sampler, packed_width, token_logprobs
+from penstock.engine.execution.sampler import Allowed, Drafting, Sampler, packed_width, token_logprobs
 from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.models.lora import AdapterWeights, blank_weights, lora_runs
 from penstock.observe import ByteGuard
+from penstock.speculation.length import StepCosts
 
 _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
 
@@ -38,6 +41,7 @@ _INPUTS = "replay inputs"
 _GRAPHS = "memory of replays"
 _ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
 _NO_WAITS = Waits()
+_TIMED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +56,25 @@ class StepLimits:
     arena: str  # name of the KV arena in declared accesses
     max_paged: int = 0  # blocks in host memory that the sequences of a step may have
     max_parts: int = 0  # of a sequence's context, whose scores a step may give
+    max_drafts: int = 0  # of all requests of a step
+    max_request_drafts: int = 0  # of one
+    has_head: bool = False  # which makes drafts on the device
+
+    @property
+    def max_rows(self) -> int:
+        return self.max_batch + self.max_drafts
 
     @property
     def staging_ints(self) -> int:
-        most = Shape(self.prefill_chunk + self.max_batch, self.max_batch, self.max_batch)
-        return most.fixed_ints + 1 + self.max_batch * (self.max_table + NUM_PARAMS) + self.max_paged
+        most = Shape(self.prefill_chunk + self.max_rows, self.max_rows, self.max_rows)
+        per_row = NUM_PARAMS + 2 * self.max_request_drafts
+        drafted = Drafted.num_ints(self.max_rows, self.max_rows) if self.max_drafts else 0
+        nexts = most.num_tokens if self.has_head else 0
+        return most.fixed_ints + 1 + self.max_rows * per_row + self.max_batch * self.max_table + drafted + nexts + self.max_paged
 
     @property
     def result_ints(self) -> int:
-        return (self.max_batch + self.prefill_chunk) * packed_width(MAX_LOGPROBS) + self.max_parts + 1
+        return (self.max_rows + self.prefill_chunk) * packed_width(MAX_LOGPROBS) + self.max_parts + 1
 
 
 class _Chain:
@@ -98,6 +112,7 @@ class Executor:
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # where there is host memory to page out to
         self.scores: ContextKeys | None = None  # where requests may attend to a part of their context
+        self.ahead: HeadPasses | None = None  # where a head makes drafts
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
@@ -106,13 +121,23 @@ class Executor:
         self.limits = limits
         self._device = device
         self._rows = Rows(limits.max_batch)
-        self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch)
+        self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, wants_nexts=limits.has_head)
         self._staging = StagingRing(limits.staging_ints, lane, "staged inputs", pinned=device.type == "cuda")
         self._results = StagingRing(limits.result_ints, lane, "staged results", pinned=device.type == "cuda")
         inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=device)
         self._replays = Replays(
-            lane, forward, self._packer, inputs, buckets, lambda: (sampler.last_tokens, forward.model.rope, forward.attention.arena)
+            lane, forward, self._packer, inputs, buckets, lambda: (sampler.pending, forward.model.rope, forward.attention.arena)
         )
+
+    @property
+    def pending(self) -> Tensor:
+        """[rows, 1 + drafts]: the last token of each request, and what was drafted behind it."""
+        return self._sampler.pending
+
+    @property
+    def _num_layers(self) -> int:
+        """Of a block: those of the model, and a head's."""
+        return int(self._forward.attention.arena.shape[1])
 
     def capture_all(self, progress: Callable[[str, int, int], None]) -> None:
         """Record every bucket now, so that no request pays for it; the largest first, whose memory the others reuse."""
@@ -142,6 +167,19 @@ class Executor:
         finally:
             self._weights_of = weights_of
         progress("warming up", len(kinds), len(kinds))
+
+    def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
+        """What steps that decode `costs.sizes` rows take on this machine: the least of a few. Blocks; behind `warm`."""
+        seconds: list[float] = []
+        for size in costs.sizes:
+            times = []
+            for _ in range(_TIMED_STEPS):
+                started_s = time.perf_counter()
+                if (error := self.launch(warm.verify_plan(size, slot, self.limits.block_tokens)).wait_error()) is not None:
+                    raise error
+                times.append(time.perf_counter() - started_s)
+            seconds.append(max([min(times), *seconds[-1:]]))  # noise aside, more rows take no less
+        return replace(costs, seconds=tuple(seconds))
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
         """Put the step on the compute lane and return; the step before may still be running there. `waits`: what the plan's ids stand
@@ -175,14 +213,18 @@ class Executor:
             scores = None if self.scores is None else self.scores.for_step(plan.chunks, packed, outputs.room_for_parts)
             flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], Flow(lora=lora, scores=scores))
             self._submit_prompt_logprobs(chain, plan, flow, outputs)
-        chunks = plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
+        chunks: Sequence[Chunk] = plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
+        if packed.drafted is not None:  # one for each sample
+            chunks = [c for c in chunks for _ in range(max(1, c.num_logits))]
         masks = self.masks.for_step(chunks, self._device.type == "cuda")
 
         def sample() -> tuple[Ticket, Fence]:
             if packed.shape.num_samples:
                 outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
-                chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), len(packed.ints), outputs, masks), "sample", accesses)
+                chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
+            if self.ahead is not None:
+                self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, plan.num_ahead)
             fence = self._lane.record()
             self._results.used_until(fence)
             self.masks.used_until(fence)
@@ -211,7 +253,7 @@ class Executor:
             int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) - chunk.num_elsewhere :]
         ]
         if slots:
-            access = Access(arena, slots, (0, self._forward.model.config.num_layers), Mode.WRITE)
+            access = Access(arena, slots, (0, self._num_layers), Mode.WRITE)
             chain.submit(lambda: guard.poison(arena, slots), "poison", [access])
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
@@ -239,6 +281,7 @@ class Executor:
             flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans, packed.paged)
 
         chain.submit(upload, "upload", [self._staging.access(Mode.READ)])
+        self._submit_place(chain, packed, flow, lambda: landed[0])
         if packed.paged:
             self._submit_paged(chain, arriving, packed, flow)
             return flow, lambda: landed[0]
@@ -259,6 +302,18 @@ class Executor:
     def _submit_scores(self, chain: _Chain, flow: Flow) -> None:
         if flow.scores is not None:
             chain.submit(flow.scores.finish, "part scores", [self._results.access(Mode.WRITE)])
+
+    def _submit_place(self, chain: _Chain, packed: Packed, flow: Flow, ints: Callable[[], Tensor]) -> None:
+        """Where the step before had drafts, its rows begin behind those that were kept: the device knows, the host does not yet."""
+        drafted = packed.drafted
+        if drafted is None or drafted.num_unsure == 0:
+            return
+
+        def place() -> None:
+            unsure = drafted.views(ints()).unsure[: packed.num_decodes]
+            place_unsure(flow.bound_inputs(), unsure, self._sampler.rejected, self.limits.block_tokens)
+
+        chain.submit(place, "place", [self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.WRITE)])
 
     def _submit_paged(self, chain: _Chain, arriving: Arriving, packed: Packed, flow: Flow) -> None:
         """Layers whose attention is over what is on the device first, and then over pieces that stream in from host memory."""
@@ -292,6 +347,7 @@ class Executor:
         chain.submit(
             lambda: move(inputs[: len(host)], host), "upload", [self._staging.access(Mode.READ), Access(_INPUTS, *_ONE, Mode.WRITE)]
         )
+        self._submit_place(chain, packed, captured.flow, lambda: inputs)
         self._wait_for(arriving, chain, self._forward.model.config.num_layers)  # no wait is kept inside a replay
         kv = self._accesses(packed, (0, self._forward.model.config.num_layers))
         others = self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.READ), Access(_GRAPHS, *_ONE, Mode.WRITE)
@@ -304,25 +360,64 @@ class Executor:
         """Decide how this step samples and put the parameters behind the packed inputs. Returns the ints to upload in all."""
         ends = packed.shape.cuts()
         sample_at, rows = packed.ints[ends[6] : ends[7]], packed.ints[ends[7] : ends[8]]
-        plan = self._rows.sample_plan(rows, packed.ints[ends[0] : ends[1]][sample_at])
+        num_unsure = 0 if packed.drafted is None else packed.drafted.num_unsure
+        plan = self._rows.sample_plan(rows, packed.ints[ends[0] : ends[1]][sample_at], num_unsure)
         used = len(packed.ints)
         if plan.params is not None:
             array[used : used + plan.params.size] = plan.params.ravel()
             used += plan.params.size
         return plan, used
 
-    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, params_at: int, outputs: Outputs, masks: StepMasks | None) -> None:
+    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, packed: Packed, outputs: Outputs, masks: StepMasks | None) -> None:
         assert flow.logits is not None and outputs.sampled is not None
         inputs = flow.bound_inputs()
         params = None
         if plan.params is not None:
+            params_at = len(packed.ints)
             params = ints[params_at : params_at + plan.params.size].view(plan.params.shape)
+        drafted = packed.drafted
+        drafting = None if drafted is None else Drafting(drafted, drafted.views(ints), inputs.tokens)
         allowed = None
         if masks is not None:
             words = move(torch.empty(len(masks.host), dtype=torch.int32, device=self._device), masks.host)
             allowed = Allowed(self._uploads.send(masks.at), words.view(len(masks.at), -1))
-        output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params, allowed)
+        output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params, allowed, drafting)
         move(outputs.sampled, output.packed())
+        outputs.made = output
+
+    def _submit_ahead(
+        self,
+        chain: _Chain,
+        arriving: Arriving,
+        packed: Packed,
+        flow: Flow,
+        outputs: Outputs,
+        ints: Callable[[], Tensor],
+        num_drafts: int,
+    ) -> None:
+        """The head's pass over the step, which fills its KV, and those that make drafts."""
+        ahead, layer = self.ahead, self._num_layers - 1
+        assert ahead is not None
+
+        def run() -> None:
+            inputs, made = flow.bound_inputs(), outputs.made
+            outputs.made = None
+            if made is None:  # nothing was sampled: a prompt is under way
+                nexts, lasts = inputs.tokens[:0], inputs.sample_at[:0].long()
+            else:
+                nexts = made.tokens.clamp(min=0)
+                lasts = torch.arange(len(nexts), device=nexts.device) if made.lasts is None else made.lasts
+            rows = inputs.sample_rows[lasts]
+            if not packed.shape.samples_all:
+                given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]
+                sampled = nexts[(-1 - given).clamp(min=0).long()] if len(nexts) else given
+                nexts, lasts = torch.where(given < 0, sampled, given), inputs.sample_at[lasts].long()
+            ahead.run(flow, nexts, lasts, rows, num_drafts)
+
+        self._wait_for(arriving, chain, layer + 1)
+        rows = packed.ints[slice(*packed.shape.cuts()[7:9])]
+        read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
+        chain.submit(run, "draft", [*self._accesses(packed, (layer, layer + 1)), *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)])
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
@@ -347,3 +442,16 @@ class Executor:
             move(room, token_logprobs(logits, self._uploads.send(targets), num_top).packed())
 
         return run
+
+
+def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:
+    """Move the rows of requests whose last drafts are only now decided to where they belong. Decodes are the first rows, and each has a
+    sample, so that rows and samples have the same numbers."""
+    num = len(unsure)
+    shift = rejected[inputs.rows[:num]] * unsure
+    inputs.positions[:num] -= shift
+    inputs.kv_lens[:num] -= shift
+    last = inputs.kv_lens[:num] - 1
+    slots = inputs.tables[inputs.table_starts[:num] + last // block_tokens]
+    write_at = slots * block_tokens + last % block_tokens
+    inputs.write_at[:num] = torch.where(shift > 0, write_at, inputs.write_at[:num])

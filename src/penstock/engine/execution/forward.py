@@ -78,10 +78,10 @@ class LayerOp(NamedTuple):
 class Forward:
     """Makes the ops of one pass over a model."""
 
-    def __init__(self, model: Model, attention: Attention, last_tokens: Tensor) -> None:
+    def __init__(self, model: Model, attention: Attention, pending: Tensor) -> None:
         self.model = model
         self.attention = attention
-        self._last_tokens = last_tokens  # int32 by row: what each request sampled last
+        self._pending = pending  # int32 [rows, 1 + drafts]: what each request sampled last, and what was drafted behind it
 
     def ops(self, flow: Flow) -> list[LayerOp]:
         layers = [LayerOp(self._layer(flow, i), (i, i + 1), f"layer {i}") for i in range(self.model.config.num_layers)]
@@ -96,7 +96,11 @@ class Forward:
             inputs = flow.bound_inputs()
             # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from where it was sampled.
             firsts = inputs.tokens[: len(inputs.rows)]
-            latest = self._last_tokens[inputs.rows[: len(firsts)]]
+            width = self._pending.shape[1]
+            places = inputs.rows[: len(firsts)]
+            if width > 1:  # -1 is the token sampled last, -2 the first draft
+                places = places * width + (-1 - firsts).clamp(0, width - 1)
+            latest = self._pending.view(-1)[places]
             firsts.copy_(torch.where(firsts < 0, latest, firsts))
             flow.hidden, flow.residual = self.model.embed(inputs.tokens), None
 

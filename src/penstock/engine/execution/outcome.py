@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,11 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import Access, Chunk, Fence, Load, PartScores, Sampled, Scoring, StepFailure, StepResult, TokenScores
+from penstock.contract import (
+    Access,
+    Chunk,
+    Fence,
+    Load,
+    PartScores,
+    Sampled,
+    Scoring,
+    StepFailure,
+    StepResult,
+    TokenLogprob,
+    TokenScores,
+)
 from penstock.engine.execution.masks import GrammarEnd, StepMasks
-from penstock.engine.execution.sampler import packed_width
+from penstock.engine.execution.sampler import SampleOutput, packed_width
 from penstock.lanes.lane import Lane, Ticket
 from penstock.models.lora import LoraRuns
+from penstock.speculation.accept import NO_TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +46,7 @@ class Outputs:
     prompts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [tokens, width]
     parts: list[tuple[str, bool, Tensor]] = field(default_factory=list)  # request, whether recall was asked for, [parts + 1]
     num_used: int = 0
+    made: SampleOutput | None = None  # on the device, until drafts have been made from it
 
     def room_for(self, num_rows: int, num_top: int) -> Tensor:
         """Room in the buffer for packed rows with this many alternatives each: [num_rows, width], or [num_rows] where there is but a token
@@ -62,8 +76,8 @@ class RunningStep:
     """A step on the compute lane."""
 
     number: int
-    chunks: Sequence[Chunk]  # those with an entry in the sampled outputs, in order
-    num_logprobs: Sequence[int]  # by chunk: alternatives wanted; -1: no logprobs
+    chunks: Sequence[Chunk]  # of each entry in the sampled outputs; one with drafts has several
+    num_logprobs: Sequence[int]  # by entry: alternatives wanted; -1: no logprobs
     outputs: Outputs
     last: Ticket
     fence: Fence
@@ -98,6 +112,8 @@ class RunningStep:
         if self.outputs.sampled is None:
             return []
         output = self.outputs.sampled.numpy()
+        if any(c.num_logits > 1 for c in self.chunks):
+            return self._several_sampled(output)
         if output.ndim == 1:
             tokens = output.tolist()
             return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, tokens, strict=False) if c.num_logits]
@@ -107,6 +123,24 @@ class RunningStep:
             for c, row, num in found
             if c.num_logits
         ]
+
+    def _several_sampled(self, output: NDArray[np.int32]) -> list[Sampled]:
+        """Of a request's entries, in order, those that were kept."""
+        found: dict[str, list[TokenLogprob]] = {}
+        wanted = {c.request_id: num for c, num in zip(self.chunks, self.num_logprobs, strict=False) if c.num_logits}
+        if output.ndim == 1:
+            entries: Iterable[TokenLogprob] = (TokenLogprob(token, 0.0, 0, ()) for token in output.tolist())
+        else:
+            entries = _scores(output).entries()
+        for c, entry in zip(self.chunks, entries, strict=False):
+            if c.num_logits and entry.token != NO_TOKEN:
+                found.setdefault(c.request_id, []).append(entry)
+        sampled = []
+        for request_id, some in found.items():
+            num = wanted[request_id]
+            logprobs = None if num < 0 else tuple(one._replace(top=one.top[:num]) for one in some)
+            sampled.append(Sampled(request_id, tuple(one.token for one in some), logprobs))
+        return sampled
 
 
 def _part_scores(request_id: str, recall: bool, room: Tensor) -> PartScores:

@@ -30,12 +30,17 @@ class Captured(NamedTuple):
 def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
     """Shapes worth a graph: decodes, dense where a step is latency and sparse where it is work; and short prompts, alone or beside
     decodes, whose launches would take longer than their work."""
-    sizes = [1, 2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_batch + 64, 64)]
-    decodes = (*(size for size in sizes if size < max_batch), max_batch)
+    decodes = decode_sizes(max_batch)
     deep = (Shape(size, size, size, deep=True) for size in decodes if 1 < size <= MOST_DEEP)
     lone = [Shape(tokens, 1, 1) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048) if tokens <= prefill_chunk]
     mixed = [Shape(tokens, 32, 32) for tokens in (64, 128, 256, 512, 1088, 2176) if tokens <= prefill_chunk and max_batch >= 32]
     return (*(Shape(size, size, size) for size in decodes), *deep, *lone, *mixed)
+
+
+def decode_sizes(max_rows: int) -> tuple[int, ...]:
+    """Numbers of decoded rows that have a graph."""
+    sizes = [1, 2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_rows + 64, 64)]
+    return (*(size for size in sizes if size < max_rows), max_rows)
 
 
 class Replays:
@@ -61,7 +66,7 @@ class Replays:
 
     def bucket_for(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds the step; None where it has to run eagerly."""
-        num_tokens, num_chunks = plan.num_tokens, len(plan.chunks)
+        num_tokens, num_chunks = plan.num_tokens, plan.num_rows
         longest = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks)
         is_decode = plan.is_decode
         if plan.echoes:

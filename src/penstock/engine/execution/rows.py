@@ -11,7 +11,7 @@ from penstock.contract import SamplingParams, Start
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 NUM_FLOATS = len(_FLOATS) + 1  # and 1 for a row that has biases, else 0: what another request left in the row does not count
-NUM_PARAMS = NUM_FLOATS + 3  # and top_k, two words of draw key
+NUM_PARAMS = NUM_FLOATS + 3  # and top_k, two words of draw key; behind them the keys of draws at earlier positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class SamplePlan:
     penalties: bool  # or biases: state of rows is needed
     filters: bool  # any top-k or top-p: needs a sort
     num_logprobs: list[int]  # by row: alternatives wanted; -1: no logprobs
-    params: NDArray[np.int32] | None  # [NUM_PARAMS, S] packed words, None where greedy
+    params: NDArray[np.int32] | None  # [NUM_PARAMS + 2 * unsure, S] packed words, None where greedy
     biases: bool = False  # any row has some; then `penalties` is set too
 
 
@@ -47,16 +47,20 @@ class Rows:
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._flags[:, row] = (not sampling.greedy, needs_state(sampling), sampling.top_k > 0 or sampling.top_p < 1.0, biased)
 
-    def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> SamplePlan:
-        """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch."""
+    def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32], num_unsure: int = 0) -> SamplePlan:
+        """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch. The
+        device may find that some are up to `num_unsure` less, and gets the keys of these draws as well."""
         random, penalties, filters, biases = (bool(flags.any()) for flags in self._flags[:, rows])
         greedy = not (random or penalties)
         params = None
         if not greedy:
-            params = np.empty((NUM_PARAMS, len(rows)), np.int32)
+            params = np.empty((NUM_PARAMS + 2 * num_unsure, len(rows)), np.int32)
             params[:NUM_FLOATS] = self._floats[:, rows].view(np.int32)
             params[NUM_FLOATS] = self._top_k[rows]
-            params[NUM_FLOATS + 1 :] = draw_keys(self._seeds[rows], positions)
+            seeds = self._seeds[rows]
+            for shift in range(num_unsure + 1):
+                at = NUM_FLOATS + 1 + 2 * shift
+                params[at : at + 2] = draw_keys(seeds, positions - shift)
         return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases)
 
 

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from penstock.contract import MAX_LOGIT_BIAS, Start
+from penstock.engine.execution.batch import Drafted, DraftedInputs
 from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
+from penstock.speculation.accept import Accepted, Drafts, Target, counts_before
+from penstock.speculation.accept import accept as accept_drafts
 
 _MASK32 = 0xFFFFFFFF
 _LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
 
 Noise = Callable[[Tensor, int], Tensor]
+Accept = Callable[[Drafts, Target, Noise], Accepted]
 
 
 @dataclass(slots=True)
@@ -31,6 +35,7 @@ class SampleOutput:
     ranks: Tensor | None = None  # int32 [S]
     top_ids: Tensor | None = None  # int64 [S, n]
     top_logprobs: Tensor | None = None  # float32 [S, n]
+    lasts: Tensor | None = None  # int64 [G]: the sample that is the last token of each request. None: every one is
 
     def packed(self) -> Tensor:
         """All of it as int32 words [S, `packed_width`], or the tokens alone [S]: one copy brings it to the host, where `outcome.py` takes
@@ -83,15 +88,46 @@ class Allowed(NamedTuple):
         return logits.index_copy(0, self.at, logits[self.at].masked_fill(forbidden, -torch.inf))
 
 
+class Drafting(NamedTuple):
+    """The drafts of a step that is sampled."""
+
+    shape: Drafted
+    inputs: DraftedInputs
+    tokens: Tensor  # int32 of the step: where a sample has a draft behind it, that is the next of them
+
+    def drafts(self) -> Drafts:
+        places = torch.arange(1, self.shape.num_drafts + 1, device=self.tokens.device)
+        at = self.inputs.starts.long()[:, None] + places
+        return Drafts(self.tokens[at.clamp(max=len(self.tokens) - 1)], self.inputs.lengths)
+
+    def places(self) -> Tensor:
+        """Of each sample in its group."""
+        at = torch.arange(len(self.inputs.group_of), device=self.tokens.device)
+        return at - self.inputs.starts[self.inputs.group_of]
+
+
 class Sampler:
     """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
 
-    def __init__(self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, noise: Noise = gumbel_noise) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        vocab: int,
+        lane: Lane,
+        uploads: Uploads,
+        noise: Noise = gumbel_noise,
+        accept: Accept = accept_drafts,
+        num_pending: int = 0,
+    ) -> None:
+        """`num_pending`: drafts of each request that wait on the device for the next step."""
         num_rows, device = max_batch + 1, uploads.device  # one more for padding
         self._lane = lane
         self._uploads = uploads
         self._noise = noise
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._accept = accept
+        self.pending = torch.zeros((num_rows, 1 + num_pending), dtype=torch.int32, device=device)  # the last token, and drafts behind it
+        self.last_tokens = self.pending[:, 0]
+        self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)  # drafts of the last step, where that had drafts
         self._counts = torch.zeros((num_rows, vocab), dtype=torch.int32, device=device)  # of generated tokens
         self._in_prompt = torch.zeros((num_rows, vocab), dtype=torch.bool, device=device)
         self._biased = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)  # token ids; those not used have no bias
@@ -118,35 +154,67 @@ class Sampler:
         if not self._lane.is_current():
             raise InvariantBroken(f"the sampler's state is touched by what is no work of lane {self._lane.name}")
 
-    def sample(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor | None, allowed: Allowed | None = None) -> SampleOutput:
-        """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice in `last_tokens`."""
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        plan: SamplePlan,
+        params: Tensor | None,
+        allowed: Allowed | None = None,
+        drafting: Drafting | None = None,
+    ) -> SampleOutput:
+        """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice in `last_tokens`. Where there
+        are drafts, a row behind the first that was rejected has no token."""
         self._require_lane()
         open_logits = logits if allowed is None else allowed.masked(logits)
         if params is None:
             tokens = open_logits.argmax(dim=-1)
         else:
-            tokens = self._choose(open_logits.float(), rows, plan, params)
-        self.last_tokens.index_copy_(0, rows.long(), tokens.to(torch.int32))
-        if plan.penalties:
-            self._counts.index_put_((rows.long(), tokens), torch.ones_like(rows), accumulate=True)
-        output = SampleOutput(tokens.to(torch.int32))
+            tokens = self._choose(open_logits.float(), rows, plan, params, drafting)
+        if drafting is not None:
+            tokens, lasts = self._keep(drafting, rows, tokens, plan.penalties)
+        else:
+            lasts = None
+            self.last_tokens.index_copy_(0, rows.long(), tokens.to(torch.int32))
+            if plan.penalties:
+                self._counts.index_put_((rows.long(), tokens), torch.ones_like(rows), accumulate=True)
+        output = SampleOutput(tokens.to(torch.int32), lasts=lasts)
         num_top = max(plan.num_logprobs, default=-1)
         if num_top >= 0:
-            _add_logprobs(output, logits, tokens, num_top)
+            _add_logprobs(output, logits, tokens if drafting is None else tokens.clamp(min=0), num_top)
         return output
 
-    def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor) -> Tensor:
+    def _keep(self, drafting: Drafting, rows: Tensor, chosen: Tensor, counts_tokens: bool) -> tuple[Tensor, Tensor]:
+        """Of each request its drafts as far as they were chosen, and the token behind them: [S], or `NO_TOKEN`. And which is the last."""
+        inputs, drafts = drafting.inputs, drafting.drafts()
+        accepted = self._accept(drafts, Target(inputs.starts, chosen.to(torch.int32)), self._noise)
+        of_group = rows.long()[inputs.starts.long()]
+        last = accepted.tokens.gather(1, accepted.counts.long()[:, None] - 1)[:, 0]
+        self.last_tokens.index_copy_(0, of_group, last)
+        self.rejected.index_copy_(0, of_group, inputs.lengths + 1 - accepted.counts)
+        if counts_tokens:
+            places = of_group[:, None].expand(accepted.tokens.shape)
+            kept = (accepted.tokens >= 0).to(torch.int32)
+            self._counts.index_put_((places, accepted.tokens.long().clamp(min=0)), kept, accumulate=True)
+        tokens = accepted.tokens[inputs.group_of.long(), drafting.places()].long()
+        return tokens, inputs.starts.long() + accepted.counts.long() - 1
+
+    def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor, drafting: Drafting | None = None) -> Tensor:
         floats = params[:NUM_FLOATS].view(torch.float32)
         temperature, top_p, min_p, presence, frequency, repetition, biased = (f[:, None] for f in floats)
         if plan.penalties:
-            logits = self._penalise(logits, rows, presence, frequency, repetition)
+            counts = self._counts[rows.long()]
+            if drafting is not None and drafting.shape.num_drafts:  # drafts before a row count there as if they had been emitted
+                before = counts_before(drafting.drafts().tokens, logits.shape[-1])
+                counts = counts + before[drafting.inputs.group_of.long(), drafting.places()]
+            logits = self._penalise(logits, rows, counts, presence, frequency, repetition)
         if plan.biases:
             # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are added.
             logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
         random = temperature >= 1e-5
         scores = logits / torch.where(random, temperature, 1.0)
         # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be NaN, and win.
-        noise = self._noise(params[NUM_FLOATS + 1 :], logits.shape[-1]).clamp(min=_LEAST_NOISE)
+        noise = self._noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=_LEAST_NOISE)
         noise = torch.where(random, noise, 0.0)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if not plan.filters:
@@ -161,8 +229,15 @@ class Sampler:
         best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
         return ids.gather(1, best)[:, 0]
 
-    def _penalise(self, logits: Tensor, rows: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:
-        counts = self._counts[rows.long()]
+    def _keys(self, params: Tensor, rows: Tensor, drafting: Drafting | None) -> Tensor:
+        """int32 [2, S] of the draws, by the positions that the rows turned out to have."""
+        keys = params[NUM_FLOATS + 1 :]
+        if drafting is None or drafting.shape.num_unsure == 0:
+            return keys
+        shift = (self.rejected[rows] * drafting.inputs.unsure).long()
+        return keys.view(-1, 2, len(rows)).gather(0, shift.expand(1, 2, -1))[0]
+
+    def _penalise(self, logits: Tensor, rows: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:
         seen = (counts > 0) | self._in_prompt[rows.long()]
         damped = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen & (repetition != 1.0), damped, logits)

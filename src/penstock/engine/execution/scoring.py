@@ -128,10 +128,10 @@ class ContextKeys:
         """`room`: host memory for what a request asks for. None: no chunk asks."""
         if not any(chunk.scoring is not None for chunk in chunks):
             return None
-        q_starts = packed.ints[slice(*packed.shape.cuts()[2:4])].tolist()
         streams = {paged.rows: paged.table_at for paged in packed.paged}
-        asked = []
-        for chunk, first, end in zip(chunks, q_starts, q_starts[1:], strict=False):
+        asked, end = [], 0
+        for chunk in chunks:
+            first, end = end, end + chunk.num_tokens
             if (scoring := chunk.scoring) is not None:
                 table_at = streams.get((first, end), -1) if scoring.paged else -1
                 out = room(chunk.request_id, scoring) if scoring.num_parts else None

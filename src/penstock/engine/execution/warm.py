@@ -100,6 +100,14 @@ def _fits(kind: StepKind, sizes: Sizes) -> bool:
     return len(kind.chunks) <= sizes.max_batch and tokens <= sizes.prefill_chunk and longest <= sizes.max_tokens
 
 
+def verify_plan(num_rows: int, slot: int, block_tokens: int) -> StepPlan:
+    """A step that verifies the drafts of one request."""
+    request = Request("warm-up", [0, 0], _GREEDY)
+    slots = np.full(-(-(num_rows + 1) // block_tokens), slot, np.int32)
+    chunk = Chunk(request.id, 0, 1, (0,) * num_rows, slots, writes=True, num_logits=num_rows)
+    return StepPlan(0, (chunk,), 1, (Start.of(0, request),))
+
+
 def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[StepPlan]:
     """Steps of these kinds. All their tables name one slot over and over: nobody looks at what is in it."""
     for number, kind in enumerate(kinds):

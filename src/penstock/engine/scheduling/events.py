@@ -22,6 +22,17 @@ class SchedulerCounts:
     parts_fetched: int = 0  # of scored requests' contexts, from host memory to the device
     scorings: int = 0
     recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
+    drafted_tokens: int = 0
+    accepted_by_place: list[int] = field(default_factory=list)  # drafts kept: how many first ones, second ones, ..
+    drafted_by_place: list[int] = field(default_factory=list)
+
+    def add_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """A step has verified so many drafts of one request."""
+        self.drafted_tokens += num_drafts
+        for counts, num in ((self.drafted_by_place, num_drafts), (self.accepted_by_place, num_accepted)):
+            counts.extend([0] * (num_drafts - len(counts)))
+            for place in range(num):
+                counts[place] += 1
 
 
 class Events:
@@ -31,8 +42,8 @@ class Events:
         self.stop_ids = frozenset(stop_ids)
         self._counts = counts
 
-    def of_tokens(self, track: Track, sampled: Sampled) -> TokenEvent:
-        """A step has chosen tokens for it: keeps them up to the one that ends it, if one does."""
+    def of_tokens(self, track: Track, sampled: Sampled, num_drafts: int = 0) -> TokenEvent:
+        """A step has chosen tokens for it: keeps them up to the one that ends it, if one does. `num_drafts`: verified for it."""
         sampling = track.request.sampling
         kept: list[int] = []
         finish: FinishReason | None = None
@@ -49,8 +60,14 @@ class Events:
                 break
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
         prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
-        scored = source is not None and track.resident is not None and sampling.max_tokens > 1
-        return TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source, scored=scored)
+        event = TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source)
+        if source is not None and track.resident is not None and sampling.max_tokens > 1:
+            event = event._replace(scored=True)
+        if not num_drafts:
+            return event
+        num_accepted = len(sampled.tokens) - 1
+        self._counts.add_drafts(num_drafts, num_accepted)
+        return event._replace(drafted=num_drafts, accepted=num_accepted)
 
     def of_end(self, track: Track, finish: FinishReason) -> TokenEvent:
         """It ends without a token: it wanted none, or somebody or something else has ended it."""

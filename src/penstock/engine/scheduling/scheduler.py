@@ -26,6 +26,7 @@ from penstock.contract import (
     Want,
 )
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
+from penstock.engine.scheduling.drafts import Decoding, Drafter
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line, want_rank
 from penstock.engine.scheduling.matching import find_match, found_share, is_arriving, is_pending, is_ready, prefetch_waiting, promote_ahead
@@ -64,8 +65,16 @@ class _Answered:
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, all in one step; who is admitted next is the line's business."""
 
-    def __init__(self, ledger: KvLedger, budget: Budget, stop_ids: Iterable[int], times: PrefillTimes | None = None) -> None:
-        """`times`: by which chunks are sized where the budget limits what they may take."""
+    def __init__(
+        self,
+        ledger: KvLedger,
+        budget: Budget,
+        stop_ids: Iterable[int],
+        times: PrefillTimes | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """`times`: by which chunks are sized where the budget limits what they may take. `drafter` None: every step decodes one token."""
+        self._drafter = drafter
         self._ledger = ledger
         self._budget = budget
         self._times = times
@@ -141,6 +150,11 @@ class Scheduler:
         """Whether the last plan left requests out because their KV is on its way to the device."""
         return self._is_held or self._running.num_loading > 0
 
+    @property
+    def needs_result(self) -> bool:
+        """Whether the next plan can propose more once the step that runs has been read."""
+        return self._drafter is not None and self._drafter.needs_results and self._steps.has_drafts
+
     # ------------------------------------------------------------------------------------------------------------- plan
 
     def plan(self, reads_host: bool = True) -> StepPlan | None:
@@ -156,6 +170,8 @@ class Scheduler:
         tracks = self._in_turn()
         decodes = any(track.num_left == 1 and track.state is State.RUNNING for track in tracks)
         room = Room(self._budget, self._ledger.block_tokens, self._times, decodes)
+        drafts = {} if self._drafter is None or not decodes else self._propose(self._drafter, tracks)
+        self._draft.num_ahead = 0 if self._drafter is None else self._drafter.num_ahead
         for track in tracks:
             num_left = track.num_left
             if num_left == 0 or track.state is not State.RUNNING or self._stays_out(track):
@@ -163,10 +179,11 @@ class Scheduler:
             num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
             if track.is_deep:
                 num_tokens = self._num_fitting(track, num_tokens)
-            if num_tokens > 0 and self._draw(track, num_tokens):
+            guesses = drafts.get(track, ())
+            if num_tokens > 0 and self._draw(track, num_tokens + len(guesses)):
                 if num_left > 1:  # what decodes takes no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
-                self._draft.add(track, num_tokens)
+                self._draft.add(track, num_tokens, guesses)
         if self.counts.retractions == num_retractions:
             self._admit(room)
         prefetch_waiting(self._line, self._ledger)
@@ -178,7 +195,34 @@ class Scheduler:
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
         number = self._steps.add(chunks, self._running.tracks)
         self.waits = Waits(draft.after, draft.loads)
-        return StepPlan(number, chunks, len(draft.decodes), tuple(draft.starts), tuple(draft.after), tuple(draft.loads))
+        return StepPlan(number, chunks, len(draft.decodes), tuple(draft.starts), tuple(draft.after), tuple(draft.loads), draft.num_ahead)
+
+    def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:
+        """Tokens that may follow those which the next step computes, for requests that decode."""
+        found: list[Decoding] = []
+        num_others = 0
+        for track in tracks:
+            if track.state is not State.RUNNING:
+                continue
+            if track.num_left > 1:
+                num_others += track.num_left
+            elif (most := self._most_drafts(track)) > 0:
+                found.append(Decoding(track, most, track.num_pending))
+        if not found:
+            return {}
+        proposed = drafter.propose(found, min(num_others, self._budget.prefill_chunk))
+        return {one.track: drafts for one, drafts in zip(found, proposed, strict=True) if drafts}
+
+    def _most_drafts(self, track: Track) -> int:
+        """How many there is room for: it was promised blocks for its life, and where promises exceed memory nobody leaves for a draft. A
+        request that is paged out or has a grammar decodes one token at a time."""
+        sampling = track.request.sampling
+        if track.num_left != 1 or track.is_deep or sampling.grammar is not None or track.num_planned < track.num_cached:
+            return 0
+        most = sampling.max_tokens - (track.num_expected - track.num_prompt) - 1
+        if self._budget.overcommit > 1.0:
+            most = min(most, track.held_table().num_slots * self._ledger.block_tokens - track.num_planned - 1)
+        return most
 
     def _stays_out(self, track: Track) -> bool:
         return not self._reads_host and track.reads_host
@@ -363,7 +407,10 @@ class Scheduler:
     def _retract(self, track: Track, saves: bool = True) -> None:
         shares = self._steps.shares_of(track)
         mine = [share for share in shares if share.epoch == track.epoch]
-        num_computed = max([track.num_committed, *(share.end for share in mine)])  # by the time that the last step launched is over
+        num_computed, num_unsure = track.num_committed, 0  # by the time that the last step launched is over
+        for share in mine:
+            num_unsure += share.num_drafts
+            num_computed = max(num_computed, share.end - num_unsure)
         self._leave(track, saves, num_computed)
         track.ran |= bool(mine) and track.lease is not None  # what they compute is saved, though their results may come later
         track.move(State.RETRACTED)
@@ -408,6 +455,13 @@ class Scheduler:
         if given.recall is not None:
             self.counts.recall.add(given.recall)
 
+    def _seal_filled(self, track: Track, fence: Fence | None) -> None:
+        """It has decoded: blocks that this has filled get their keys."""
+        size = self._ledger.block_tokens
+        if self._num_sealable(track) // size > track.num_sealed // size:
+            self._unsealed[track] = None
+            self._seal_some(fence)
+
     def _seal_some(self, fence: Fence | None) -> None:
         while self._unsealed and self._seals_left > 0:
             self._seals_left -= 1
@@ -416,7 +470,12 @@ class Scheduler:
     def _seal(self, track: Track, fence: Fence | None) -> None:
         """Blocks that it has filled by decoding get their keys; `fence` lies behind the steps that filled them."""
         del self._unsealed[track]
-        self._ledger.seal(track.held_table(), track.tokens, track.num_committed, fence)
+        track.num_sealed = self._num_sealable(track)
+        self._ledger.seal(track.held_table(), track.tokens, track.num_sealed, fence)
+
+    def _num_sealable(self, track: Track) -> int:
+        """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan."""
+        return track.num_committed if self._drafter is None else min(track.num_committed, self._steps.writes_from(track))
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
@@ -437,13 +496,15 @@ class Scheduler:
             # They hold in any life of the request, and a later one computes again what an earlier one had: keep only what is new.
             known = track.prompt_logprobs
             track.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
+        if share.num_drafts:
+            return self._commit_drafts(share, fence, sampled)
         if track.epoch == share.epoch:
             track.num_committed = share.end
             if share.end - share.start > 1:
+                track.num_sealed = share.end
                 self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
-            elif share.end % self._ledger.block_tokens == 0:
-                self._unsealed[track] = None
-                self._seal_some(fence)
+            elif self._drafter is not None or share.end % self._ledger.block_tokens == 0:
+                self._seal_filled(track, fence)
         if not share.num_logits:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None
@@ -451,6 +512,27 @@ class Scheduler:
             raise InvariantBroken(f"step sampled nothing for request {track.request.id}, though its plan said so")
         track.num_in_flight -= share.num_logits
         event = self._events.of_tokens(track, sampled)
+        return event if event.finish is None else self._end(track, event)
+
+    def _commit_drafts(self, share: Share, fence: Fence | None, sampled: Sampled | None) -> TokenEvent:
+        """Of its drafts those are kept that the target chose itself, and the token behind them."""
+        track = share.track
+        if sampled is None or not 1 <= len(sampled.tokens) <= share.num_logits:
+            raise InvariantBroken(
+                f"step verified {share.num_drafts} drafts of request {track.request.id}, and does not say how many it kept"
+            )
+        num_kept = len(sampled.tokens) - 1
+        track.num_in_flight -= share.num_logits
+        event = self._events.of_tokens(track, sampled, share.num_drafts)
+        if self._drafter is not None:
+            self._drafter.saw(track, share.num_drafts, num_kept)
+        if track.epoch == share.epoch:
+            num_rejected = share.num_drafts - num_kept
+            track.num_planned -= num_rejected
+            if not self._steps.move(track, num_rejected):
+                track.num_drafted = 0  # it has no later step: nothing about it is unsure
+            track.num_committed = min(share.end - num_rejected, len(track.tokens))
+            self._seal_filled(track, fence)
         return event if event.finish is None else self._end(track, event)
 
     # -------------------------------------------------------------------------------------------------------------- end
@@ -470,6 +552,8 @@ class Scheduler:
             self._ledger.end_want(track.want)
             track.want = None
         track.move(State.ENDED)
+        if self._drafter is not None:
+            self._drafter.ended(track)
         track.finish = event.finish
         del self._tracks[track.request.id]
         while self._answered and not self._tracks:  # nobody is left who would take their place

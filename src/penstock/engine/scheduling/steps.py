@@ -20,6 +20,7 @@ class Draft:
         self.decodes: list[Chunk] = []
         self.prefills: list[Chunk] = []
         self.starts: list[Start] = []  # rows that it sets up
+        self.num_ahead = 0  # drafts that are made behind it
         self.after: dict[FenceId, Fence] = {}  # earlier users of slots drawn for it
         self.loads: dict[str, Load] = {}  # by request: what its layers wait for
         self.scores = False  # some chunk asks for scores of its context
@@ -28,15 +29,19 @@ class Draft:
     def set_up(self, track: Track) -> None:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
 
-    def add(self, track: Track, num_tokens: int) -> None:
-        """The next `num_tokens` of it are computed; there are slots for them."""
+    def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
+        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots for all."""
         start, end = track.num_planned, track.num_planned + num_tokens
         table, request = track.held_table(), track.request
         sampling = request.sampling
         tokens = tuple(track.tokens[start:end])
         if len(tokens) < num_tokens:
             tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
-        num_logits = 1 if end == track.num_expected and sampling.max_tokens > 0 else 0
+        num_logits = 1 + len(drafts) if end == track.num_expected and sampling.max_tokens > 0 else 0
+        tokens, end = tokens + drafts, end + len(drafts)
+        num_unsure, track.num_drafted = track.num_drafted, len(drafts)
+        track.num_pending = self.num_ahead if num_logits else 0
+        next_token = track.tokens[end] if end < len(track.tokens) else 0
         track.num_planned = end
         track.num_in_flight += num_logits
         if track.load is not None:
@@ -52,7 +57,10 @@ class Draft:
             self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
         else:
             placed = Placed(table.slots(end), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
-        chunk = Chunk(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, *placed[1:])
+        chunk = Chunk(
+            *(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, placed.paged),
+            *(num_unsure, next_token, placed.num_left_out, placed.scoring),
+        )
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
 
     def drop(self, track: Track) -> None:
@@ -68,8 +76,13 @@ class Share(NamedTuple):
     track: Track
     epoch: int
     start: int
-    end: int  # tokens computed once the step is over
+    end: int  # tokens computed once the step is over, where all drafts are kept
     num_logits: int
+    writes_from: int = 0  # the first token that it may write, as far as was known when it was planned
+
+    @property
+    def num_drafts(self) -> int:
+        return max(0, self.num_logits - 1)
 
 
 class Step(NamedTuple):
@@ -107,6 +120,28 @@ class Steps:
     def shares_of(self, track: Track) -> list[Share]:
         return [share for step in self._unread for share in step.shares if share.track is track]
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some are being verified."""
+        return any(share.num_drafts for step in self._unread for share in step.shares)
+
+    def writes_from(self, track: Track) -> int:
+        """The first token of this life that a step which is not over may write."""
+        return min((share.writes_from for share in self.shares_of(track) if share.epoch == track.epoch), default=track.num_planned)
+
+    def move(self, track: Track, num_tokens: int) -> bool:
+        """What later steps of this life do for it begins so many tokens earlier than it was planned. False: there are none."""
+        found = False
+        for index, step in enumerate(self._unread):
+            shares = []
+            for share in step.shares:
+                if share.track is track and share.epoch == track.epoch:
+                    found = True
+                    share = share._replace(start=share.start - num_tokens, end=share.end - num_tokens)
+                shares.append(share)
+            self._unread[index] = step._replace(shares=tuple(shares))
+        return found
+
     def forget(self, tracks: Iterable[Track]) -> None:
         """What later steps did for them means nothing."""
         gone = set(tracks)
@@ -115,7 +150,7 @@ class Steps:
 
 
 def _share(track: Track, chunk: Chunk) -> Share:
-    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits)
+    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits, chunk.start - chunk.num_unsure)
 
 
 def _echo(request: Request, start: int, end: int) -> Echo | None:

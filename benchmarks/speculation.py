@@ -1,0 +1,185 @@
+"""Tokens per second with drafts and without, on prompts of several kinds: engines of one process, in turns, medians of rounds.
+
+python benchmarks/speculation.py --batches 1,4 --json speculation.json
+python benchmarks/speculation.py --device cuda --model PATH.gguf --batches 1,8,32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
+
+_TEXT = (
+    "The lighthouse at the northern cape was built in 1871 by the harbour company. Its lamp burned whale oil for the first nine years, then "
+    "paraffin, and since 1931 it has been electric. The keeper's family lived in the two rooms at its foot until 1968, when the light was "
+    "automated. Today the rooms are a small museum, which is open from May to September and shows the old lenses, the logbooks and a model "
+    "of the harbour as it was before the storm of 1894."
+)
+_CODE = (
+    "def total(prices, tax_rate):\n    result = 0\n    for price in prices:\n        result = result + price\n"
+    "    return result + result * tax_rate\n"
+)
+KINDS = {
+    "chat": (
+        "Why is the sky blue?",
+        "Give me five tips for a good night's sleep.",
+        "Tell me a short story about a fox and a clock.",
+        "What is the difference between a virus and a bacterium?",
+    ),
+    "code": (
+        f"Rename the variable result to amount in this code and show all of it:\n\n{_CODE}",
+        f"Add type hints and a docstring to this code and show all of it:\n\n{_CODE}",
+        "Write a Python class for a stack with push, pop and peek, and an example of its use.",
+        "Write a Python function that counts the words of a text file, with a test.",
+    ),
+    "summary": (
+        f"Summarise this text in two sentences:\n\n{_TEXT}",
+        f"Repeat this text word for word:\n\n{_TEXT}",
+        f"List the dates in this text and what happened then:\n\n{_TEXT}",
+        f"Correct the spelling of this text, and show it again:\n\n{_TEXT}",
+    ),
+}
+
+
+class Round(NamedTuple):
+    """One batch of requests, from the first token of the last prompt to the end."""
+
+    num_tokens: int
+    seconds: float
+    drafted: int
+    accepted: int
+    steps: int
+    blocked_s: float
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> Round:
+    """Every prompt is computed before the clock starts: what is measured is decoding."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    heard: list[tuple[float, TokenEvent]] = []
+    before = engine.stats()
+    for prompt in prompts:
+        engine.submit(prompt, sampling, lambda event: heard.append((time.perf_counter(), event)))
+    num_ended = 0
+    while num_ended < len(prompts):
+        time.sleep(0.002)
+        num_ended = sum(event.finish is not None for _, event in list(heard))
+    failed = [event.error for _, event in heard if event.finish is FinishReason.ERROR]
+    if failed:
+        raise SystemExit(f"a request failed: {failed[0]}")
+    firsts: dict[str, float] = {}
+    for at, event in heard:
+        if event.tokens:
+            firsts.setdefault(event.request_id, at)
+    start = max(firsts.values())
+    after = [(at, event) for at, event in heard if at > start]
+    stats = engine.stats()
+    return Round(
+        sum(len(event.tokens) for _, event in after),
+        max(at for at, _ in after) - start,
+        sum(event.drafted for _, event in after),
+        sum(event.accepted for _, event in after),
+        stats.steps - before.steps,
+        stats.blocked_s["result"] - before.blocked_s["result"],
+    )
+
+
+def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
+    config = Config(
+        ModelSource(args.model, device=args.device, weights=args.weights, dtype=args.dtype),
+        KvConfig(device_gib=args.device_kv_gib),
+        EngineConfig(max_batch=max(args.batches)),
+        OffloadConfig(enabled=False),
+        speculation=SpeculationConfig(proposer),
+    )
+    return build(config)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    proposers = [None if name == "plain" else name for name in args.proposers]
+    engines = {name or "plain": make_engine(args, name) for name in proposers}
+    loops = [EngineLoop(engine) for engine in engines.values()]
+    for loop in loops:
+        loop.start()
+    tokenizer = next(iter(engines.values())).tokenizer
+    found = []
+    try:
+        for kind, texts in KINDS.items():
+            prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+            for batch in args.batches:
+                some = [list(prompts[n % len(prompts)]) for n in range(batch)]
+                groups = [some] if batch > 1 else [[one] for one in prompts]
+                rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
+                for _ in range(args.rounds + 1):  # the first is thrown away: it computes prompts and learns what steps cost
+                    for name, engine in engines.items():
+                        rounds[name].append([run_round(engine, group, args.tokens) for group in groups])
+                found += [row(kind, batch, name, measured[1:]) for name, measured in rounds.items()]
+                print_rows(found[-len(engines) :])
+    finally:
+        for loop in loops:
+            loop.close(deadline_s=0.0)
+    return found
+
+
+def row(kind: str, batch: int, name: str, rounds: Sequence[Sequence[Round]]) -> dict[str, Any]:
+    rates = [sum(one.num_tokens for one in some) / sum(one.seconds for one in some) for some in rounds]
+    every = [one for some in rounds for one in some]
+    drafted, accepted = sum(one.drafted for one in every), sum(one.accepted for one in every)
+    seconds = sum(one.seconds for one in every)
+    return {
+        "kind": kind,
+        "batch": batch,
+        "proposer": name,
+        "tokens_per_s": statistics.median(rates),
+        "acceptance": accepted / drafted if drafted else None,
+        "tokens_per_step": sum(one.num_tokens for one in every) / max(1, sum(one.steps for one in every)) / batch,
+        "waits_for_device": sum(one.blocked_s for one in every) / seconds,
+    }
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    plain = next((one["tokens_per_s"] for one in rows if one["proposer"] == "plain"), None)
+    for one in rows:
+        share = "" if one["acceptance"] is None else f"{one['acceptance']:6.1%} kept"
+        ratio = "" if plain is None else f"{one['tokens_per_s'] / plain:5.2f}x"
+        print(
+            f"{one['kind']:8} batch {one['batch']:3}  {one['proposer']:8} {one['tokens_per_s']:9.1f} tok/s {ratio}  "
+            f"{one['tokens_per_step']:5.2f} tokens a step {share}  waits for the device {one['waits_for_device']:4.0%}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--weights", default="auto")
+    parser.add_argument("--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp"])
+    parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device-kv-gib", type=float, default=1.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = measure(args)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"settings": {**vars(args), "json": None}, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What the scheduler asks of whoever proposes tokens. Owns the interface; proposers are `penstock.speculation`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.engine.scheduling.track import Track
+
+
+class Decoding(NamedTuple):
+    """A request that gets one token from the next step, and may get more."""
+
+    track: Track
+    most: int  # drafts that there is room for
+    num_pending: int = 0  # drafts of it that wait on the device
+
+
+class Drafter(Protocol):
+    """Called by the engine thread."""
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether it can propose nothing for a request whose drafts are still being verified: their step is read first."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Drafts that the device is to make of each request behind the next step."""
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        """Drafts for each of them, in a step that also computes `num_others` tokens of prompts."""
+
+    def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
+        """So many of a request's drafts were kept, in order."""
+
+    def ended(self, track: Track) -> None:
+        """The request is over."""

@@ -1,0 +1,169 @@
+"""A multi-token-prediction head in the engine: drafts are made on the device, step after step, and never change an answer. Random heads for
+random weights: whether drafts are any good is the business of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config import Config, SpeculationConfig
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.models.decoder import Decoder
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.mtp import head_layout, write_head
+from penstock.testing.sanitized import check_silent
+from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+
+Prompts = Callable[..., list[int]]
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"logprobs": 2},
+    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.3},
+    {"prompt_logprobs": 1, "logprobs": 1},
+)
+
+
+def model_of(engine: Engine) -> Decoder:
+    model = engine._parts.executor._forward.model
+    assert isinstance(model, Decoder)
+    return model
+
+
+def write_random_head(directory: Path, target: Decoder, seed: int = 0) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {weight.name: torch.randn(weight.shape, generator=generator) * 0.05 for weight in head_layout(target.config)}
+    write_head(directory, tensors, None, target, 3, {})
+    return directory
+
+
+def with_head(config: Config, head: Path) -> Config:
+    return Config(
+        config.source, config.kv, config.engine, config.offload, config.sanitize, config.lora, SpeculationConfig(f"mtp:{head}", 3)
+    )
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, device: str) -> Any:
+    """An engine without, and one with a head, whose drafts are all verified."""
+    made: list[tuple[Engine, Sanitizer | None]] = []
+
+    def make(**settings: Any) -> tuple[Engine, Engine]:
+        config = tiny_config(**{"device": device, **settings})
+        plain = build(config)
+        sanitizer = Sanitizer()
+        drafting = build(with_head(config, write_random_head(tmp_path / "head", model_of(plain))), sanitizer=sanitizer)
+        assert drafting._parts.speculation is not None
+        drafting._parts.speculation.force = lambda most: most
+        made.extend([(plain, None), (drafting, sanitizer)])
+        return plain, drafting
+
+    yield make
+    for engine, sanitizer in made:
+        engine.close(timeout_s=20.0)
+        if sanitizer is not None:
+            check_silent(sanitizer)
+
+
+def assert_same(found: Collected, right: Collected) -> None:
+    assert found.error is None and found.finish is right.finish and found.tokens == right.tokens
+    for ours, theirs in zip(found.logprobs, right.logprobs, strict=True):
+        assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "greedy")
+def test_a_head_changes_no_answer(options: dict[str, Any], pair: Any, prompts: Prompts) -> None:
+    plain, engine = pair()
+    for n, length in enumerate((1, 16, 17, 100)):
+        right = generate(plain, prompts(length, seed=n), max_tokens=50, **options)
+        assert_same(generate(engine, prompts(length, seed=n), max_tokens=50, **options), right)
+        engine.check()
+    assert engine._parts.scheduler.counts.drafted_tokens > 100
+
+
+def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(pair: Any, prompts: Prompts) -> None:
+    plain, engine = pair(blocks=28, host_blocks=400, overcommit=3.0, max_batch=6, max_model_len=256)
+    pairs = []
+    for n in range(9):
+        options = OPTIONS[n % 4]
+        right = generate(plain, prompts(10 + 11 * n, seed=n), max_tokens=70, **options)
+        pairs.append((submit(engine, prompts(10 + 11 * n, seed=n), max_tokens=70, **options), right))
+    run_all(engine)
+    engine.check()
+    for found, right in pairs:
+        assert_same(found, right)
+    assert engine.stats().retractions > 2
+
+
+def recorded_drafts(engine: Engine, prompt: list[int]) -> dict[int, list[int]]:
+    """What the device has drafted behind every step of one request, by the position of the last token that was kept."""
+    found: dict[int, list[int]] = {}
+    executor = engine._parts.executor
+    ahead = executor.ahead
+    assert ahead is not None
+    run = ahead.run
+
+    def record(*args: Any) -> None:
+        run(*args)
+        if len(args[2]):
+            found[int(args[0].bound_inputs().positions[args[2][0]])] = executor.pending[int(args[3][0])].tolist()
+
+    ahead.run = record  # type: ignore[method-assign]
+    generate(engine, prompt, max_tokens=24)
+    ahead.run = run  # type: ignore[method-assign]
+    return found
+
+
+def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any, prompts: Prompts) -> None:
+    """The head's rows are found again with the target's: computed, on the device, in host memory. The first draft of the prompt's end is
+    the same, and so are those of all steps."""
+    _, engine = pair(host_blocks=64, prefill_chunk=32)
+    engine._parts.speculation.force = lambda most: 0
+    engine._parts.speculation.__class__ = type("Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()})
+    prompt = prompts(90)
+    cold = recorded_drafts(engine, prompt)
+    assert len(cold) == 24 and len({tuple(one[1:]) for one in cold.values()}) > 5
+    assert recorded_drafts(engine, prompt) == cold
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    run_all(engine)
+    assert recorded_drafts(engine, prompt) == cold
+
+
+def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: Any, prompts: Prompts) -> None:
+    """The head's KV of rejected tokens is written over: behind the same tokens the same is drafted."""
+    _, engine = pair()
+    engine._parts.speculation.__class__ = type("Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()})
+    engine._parts.speculation.force = lambda most: 0
+    right = recorded_drafts(engine, prompts(40))
+    engine._parts.speculation.force = lambda most: most
+    verified = recorded_drafts(engine, prompts(40))
+    assert len(verified) > 10 and all(right[at] == drafts for at, drafts in verified.items())
+    assert engine._parts.scheduler.counts.drafted_tokens > 20
+
+
+def test_blocks_of_another_head_are_not_found(tmp_path: Path, device: str, prompts: Prompts) -> None:
+    config = tiny_config(device=device, host_blocks=32, ssd_dir=str(tmp_path / "ssd"))
+    plain = build(config)
+    heads = [write_random_head(tmp_path / f"head{seed}", model_of(plain), seed) for seed in (1, 2)]
+    plain.close(timeout_s=20.0)
+    sources = []
+    for head in (heads[0], heads[1], heads[0]):
+        engine = build(with_head(config, head))
+        found = submit(engine, prompts(64), max_tokens=2)
+        run_all(engine)
+        settle_all(engine)
+        assert found.source is not None
+        sources.append(found.source.ssd)
+        engine.close(timeout_s=20.0)
+    assert sources[:2] == [0, 0] and sources[2] >= 48

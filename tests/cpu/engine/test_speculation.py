@@ -1,0 +1,235 @@
+"""Drafts in the engine: whatever is proposed, requests get what they get without. Proposals here come from a script that knows the right
+answer and spoils some of it, so that every number of drafts is kept now and then; both where the host reads each result before it plans,
+and where it plans ahead and the device works out where rows begin. Everything runs under the sanitizer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.contract import FinishReason
+from penstock.engine.engine import Engine
+from penstock.engine.scheduling.drafts import Decoding
+from penstock.engine.scheduling.track import Track
+from penstock.models.registry import BUILT_IN
+from support.adapters import write_random_adapter
+from support.driving import Collected, generate, run_all, settle_all, submit
+
+Make = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+PLANS = pytest.mark.parametrize("ahead", [False, True], ids=["reads first", "plans ahead"])
+SAMPLED = {"temperature": 0.9, "seed": 11}
+
+
+class Script:
+    """Implements `Drafter`: proposes what the request will say, with mistakes."""
+
+    def __init__(self, ahead: bool, right_share: float = 0.7, most: int = 8, seed: int = 0) -> None:
+        self.needs_results = not ahead
+        self.num_ahead = 0
+        self.answers: dict[str, Sequence[int]] = {}
+        self.seen: list[tuple[int, int]] = []  # drafts, and those kept
+        self.ended_ids: list[str] = []
+        self._right_share, self._most, self._random = right_share, most, random.Random(seed)
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        return [self._drafts(one) for one in requests]
+
+    def _drafts(self, one: Decoding) -> tuple[int, ...]:
+        num = self._random.randint(0, min(one.most, self._most))
+        first = one.track.num_expected - one.track.num_prompt
+        answer = self.answers.get(one.track.request.id, ())
+        right = [*answer[first : first + num], *([0] * num)][:num]
+        return tuple(token if self._random.random() < self._right_share else self._random.randrange(500) for token in right)
+
+    def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
+        self.seen.append((num_drafts, num_kept))
+
+    def ended(self, track: Track) -> None:
+        self.ended_ids.append(track.request.id)
+
+
+def scripted(make_engine: Make, ahead: bool, right_share: float = 0.7, seed: int = 0, **settings: Any) -> tuple[Engine, Script]:
+    engine = make_engine(speculate="ngram", **settings)
+    script = Script(ahead, right_share, seed=seed)
+    engine._parts.scheduler._drafter, engine._parts.speculation = script, None
+    return engine, script
+
+
+def answered(engine: Engine, script: Script, prompt: Sequence[int], right: Collected, **sampling: Any) -> Collected:
+    """Its drafts are made from what `right` got."""
+    found = submit(engine, prompt, **sampling)
+    script.answers[found.request_id] = right.tokens
+    return found
+
+
+def assert_same(found: Collected, right: Collected) -> None:
+    assert found.error is None and found.finish is right.finish
+    assert found.tokens == right.tokens
+    assert len(found.logprobs) == len(right.logprobs)
+    for ours, theirs in zip(found.logprobs, right.logprobs, strict=True):
+        assert ours.token == theirs.token and ours.rank == theirs.rank
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 3},
+    SAMPLED,
+    {**SAMPLED, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
+    {**SAMPLED, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
+    {**SAMPLED, "logit_bias": ((7, 4.0), (9, -100.0))},
+    {"prompt_logprobs": 2, "logprobs": 2},
+]
+
+
+@PLANS
+@pytest.mark.parametrize("options", OPTIONS, ids=[",".join(options) or "greedy" for options in OPTIONS])
+def test_a_request_gets_the_tokens_and_scores_of_plain_decoding(
+    options: dict[str, Any], ahead: bool, make_engine: Make, prompts: Prompts
+) -> None:
+    plain = make_engine()
+    engine, script = scripted(make_engine, ahead)
+    for n, length in enumerate((1, 15, 16, 17, 40)):
+        right = generate(plain, prompts(length, seed=n), max_tokens=60, **options)
+        found = answered(engine, script, prompts(length, seed=n), right, max_tokens=60, **options)
+        run_all(engine)
+        engine.check()
+        assert_same(found, right)
+    assert len({kept for _, kept in script.seen}) >= 4, "all sorts of lengths are kept"
+    assert any(num > kept for num, kept in script.seen) and any(num == kept > 2 for num, kept in script.seen)
+
+
+@PLANS
+@pytest.mark.parametrize("seed", range(4))
+def test_many_requests_share_steps(seed: int, ahead: bool, make_engine: Make, prompts: Prompts) -> None:
+    """Some with drafts, some without, beside prompts; some are cancelled."""
+    choose = random.Random(seed)
+    plain = make_engine(blocks=512)
+    engine, script = scripted(make_engine, ahead, seed=seed, blocks=512, host_blocks=512, max_batch=6)
+    pairs = []
+    for n in range(14):
+        options: dict[str, Any] = choose.choice(OPTIONS)
+        length, num_tokens = choose.randint(1, 150), choose.randint(1, 50)
+        prompt = prompts(length, seed=n % 5)
+        right = generate(plain, prompt, max_tokens=num_tokens, **options)
+        found = answered(engine, script, prompt, right, max_tokens=num_tokens, **options)
+        if choose.random() < 0.3:
+            script.answers.pop(found.request_id)  # nothing right is proposed for it
+        if choose.random() < 0.15:
+            engine.cancel(found.request_id)
+            continue
+        pairs.append((found, right))
+        for _ in range(choose.randint(0, 9)):
+            engine.step()
+    run_all(engine)
+    engine.check()
+    for found, right in pairs:
+        assert_same(found, right)
+    assert len(script.ended_ids) == 14
+
+
+@PLANS
+def test_under_retraction_it_is_the_same(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
+    """Memory is promised several times over, so that requests lose theirs in the middle of a draft and go on from what was saved."""
+    plain = make_engine(blocks=512)
+    engine, script = scripted(make_engine, ahead, blocks=24, host_blocks=512, overcommit=3.0, max_batch=6, max_model_len=256)
+    pairs = []
+    for n in range(8):
+        prompt = prompts(20 + 7 * n, seed=n)
+        options = OPTIONS[n % len(OPTIONS)]
+        right = generate(plain, prompt, max_tokens=90, **options)
+        pairs.append((answered(engine, script, prompt, right, max_tokens=90, **options), right))
+    run_all(engine)
+    engine.check()
+    for found, right in pairs:
+        assert_same(found, right)
+    assert engine.stats().retractions > 3 and any(kept for _, kept in script.seen)
+
+
+@PLANS
+def test_what_was_generated_is_found_again_in_every_tier(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
+    """Blocks filled by accepted drafts get the keys of their tokens; those of rejected ones are in no block."""
+    plain = make_engine(blocks=64)
+    engine, script = scripted(make_engine, ahead, blocks=64, host_blocks=256)
+    prompt = prompts(30)
+    first = generate(plain, prompt, max_tokens=100)
+    found = answered(engine, script, prompt, first, max_tokens=100)
+    run_all(engine)
+    assert_same(found, first)
+    history = [*prompt, *first.tokens, 5, 6, 7]
+    right = generate(plain, history, max_tokens=20, logprobs=3)
+    again = answered(engine, script, history, right, max_tokens=20, logprobs=3)
+    run_all(engine)
+    assert_same(again, right)
+    assert again.source is not None and again.source.device >= 112
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    run_all(engine)
+    third = answered(engine, script, history, right, max_tokens=20, logprobs=3)
+    run_all(engine)
+    assert_same(third, right)
+    assert third.source is not None and third.source.host >= 112
+
+
+@PLANS
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
+def test_it_ends_where_plain_decoding_ends(num_tokens: int, ahead: bool, make_engine: Make, prompts: Prompts) -> None:
+    """By length, and by a token that stops it in the middle of kept drafts: nothing behind it is told or kept."""
+    plain = make_engine()
+    engine, script = scripted(make_engine, ahead, right_share=1.0)
+    prompt = prompts(21)
+    right = generate(plain, prompt, max_tokens=40)
+    short = answered(engine, script, prompt, right, max_tokens=num_tokens)
+    run_all(engine)
+    assert short.tokens == right.tokens[:num_tokens] and short.finish is FinishReason.LENGTH
+    stop = right.tokens[10 + num_tokens]
+    place = right.tokens.index(stop)
+    stopped = answered(engine, script, prompt, right, max_tokens=40, stop_token_ids=frozenset({stop}))
+    run_all(engine)
+    assert stopped.tokens == right.tokens[:place] and stopped.finish is FinishReason.STOP
+    assert stopped.events[-1].stop_token == stop
+    engine.check()
+
+
+@PLANS
+def test_with_adapters_it_is_the_same(ahead: bool, make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    plain = make_engine()
+    engine, script = scripted(make_engine, ahead)
+    pairs = []
+    for n in range(3):
+        directory = write_random_adapter(tmp_path / str(n), BUILT_IN["tiny-qwen3"], n)
+        theirs = plain.adapters.load(f"a{n}", directory).adapter
+        ours = engine.adapters.load(f"a{n}", directory).adapter
+        right = generate(plain, prompts(40), adapter=theirs, max_tokens=40)
+        pairs.append((answered(engine, script, prompts(40), right, adapter=ours, max_tokens=40), right))
+    run_all(engine)
+    for found, right in pairs:
+        assert_same(found, right)
+    assert len({tuple(right.tokens) for _, right in pairs}) == 3
+
+
+@PLANS
+def test_figures_are_those_of_what_happened(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
+    plain = make_engine()
+    engine, script = scripted(make_engine, ahead)
+    right = generate(plain, prompts(30), max_tokens=80)
+    found = answered(engine, script, prompts(30), right, max_tokens=80)
+    run_all(engine)
+    drafted, accepted = sum(num for num, _ in script.seen), sum(kept for _, kept in script.seen)
+    assert drafted > accepted > 0
+    counts = engine._parts.scheduler.counts
+    assert counts.drafted_tokens == drafted == sum(counts.drafted_by_place)
+    assert sum(counts.accepted_by_place) == accepted
+    assert counts.accepted_by_place[0] == sum(kept >= 1 for _, kept in script.seen)
+    assert counts.accepted_by_place[2] == sum(kept >= 3 for _, kept in script.seen)
+    assert sum(event.drafted for event in found.events) == drafted
+    assert sum(event.accepted for event in found.events) == accepted
+    assert counts.generated_tokens == 80
+    assert ahead or engine.stats().steps == 80 - accepted
