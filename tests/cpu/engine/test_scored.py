@@ -4,6 +4,7 @@ that recalls by construction; all of it runs under the sanitizer."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import threading
 import types
@@ -32,6 +33,7 @@ from support.driving import Collected, generate, run_all, settle_all, submit
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
+LENGTHS = [int(length) for length in os.environ.get("NEEDLE_LENGTHS", "65536").split(",")]
 LONG = 1536
 RESIDENT = 512
 MODEL = Retrieval(tries=32)  # so many questions for a needle: scores are taken twice meanwhile
@@ -120,6 +122,24 @@ def test_needles_are_found_with_six_percent_of_the_context_on_the_device(seed: i
     found = ask(8192, 0.06, seed=seed)
     assert found.needles >= 15
     assert found.num_slots <= 0.06 * 8192 / 16 and found.most_active <= found.num_slots
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_needles_are_found_in_long_contexts(length: int, tmp_path: Path) -> None:
+    """With one layer and one KV head, whose prefill takes a quarter of the time."""
+    model = Retrieval(num_layers=1, num_heads=2, num_kv_heads=1, tries=32)
+    stack = haystack(length, 16, (0.1, 0.5, 0.9), 0, model)
+    resident, total = int(length * 0.06) // 16 * 16, length + stack.most_tokens
+    config = Config(
+        source=ModelSource(model=str(write_retrieval_model(tmp_path, model)), device="cpu", dtype="float32"),
+        kv=KvConfig(device_blocks=resident // 16, resident_tokens=resident, residency="scored"),
+        engine=EngineConfig(max_model_len=total, max_batch=2, prefill_chunk=1024),
+        offload=OffloadConfig(host_gib=(total // 16 * 1.2 + 64) * BLOCK_BYTES / 4 / GIB),
+    )
+    engine = build_module.build(config)
+    found = drive(engine, stack)
+    engine.close(timeout_s=20.0)
+    assert found.needles >= 15 and found.most_active <= 0.06 * length / 16
 
 
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
@@ -409,7 +429,8 @@ def test_parts_whose_copies_fail_are_left_out(make_engine: Make, prompts: Prompt
 def test_a_random_crowd_of_exact_scored_and_fitting_requests(seed: int, make_engine: Make, prompts: Prompts) -> None:
     """Exact and fitting ones give what they give alone; the others end, and leave nothing behind."""
     rng = random.Random(seed)
-    engine = scored_engine(make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)))
+    speculate = "ngram" if seed % 2 else None
+    engine = scored_engine(make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)), speculate=speculate)
     full, stems = full_engine(make_engine), [prompts(LONG, one) for one in (1, 2)]
     waiting = [make_request(rng, stems) for _ in range(14)]
     asked: list[tuple[str, list[int], Collected]] = []
