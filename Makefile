@@ -84,11 +84,15 @@ bench: setup
 test: setup-dev lint types
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=10 $(ARGS)
 
+# A prefill of 131072 tokens takes a minute or two.
+NEEDLE_LENGTHS ?= 131072
+needles: setup-dev
+	PENSTOCK_NEEDLES=$(NEEDLE_LENGTHS) $(ONE_THREAD) $(BIN)/python -m pytest -q tests/cpu/engine/test_scored.py -k long_contexts
+
 # Trouble from several threads for SOAK_S seconds, then random crowds stepped by hand; both against each request's tokens alone.
 # SOAK_S=3600 CROWDS=1000 for a night.
 SOAK_DIR ?= /tmp
 SOAK_S ?= 60
-NEEDLE_LENGTHS ?= 131072
 CROWDS ?= 200
 soak: setup-dev
 	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --kv-offload-ssd-dir $(SOAK_DIR)
@@ -100,9 +104,6 @@ soak: setup-dev
 KILLS ?= 300
 DAMAGES ?= 5
 CRASHES ?= 600
-needles: setup-dev
-	NEEDLE_LENGTHS=$(NEEDLE_LENGTHS) $(ONE_THREAD) $(BIN)/python -m pytest -q tests/cpu/engine/test_scored.py -k long_contexts
-
 crash: setup-dev
 	$(ONE_THREAD) PENSTOCK_KILLS=$(KILLS) PENSTOCK_CRASHES=$(CRASHES) PENSTOCK_DAMAGES=$(DAMAGES) $(BIN)/python -m pytest -s \
 		-o faulthandler_timeout=0 tests/cpu/kv/ssd/test_ssd_crash.py tests/cpu/kv/ssd/test_ssd_killed.py tests/cpu/kv/ssd/test_ssd_damage.py $(ARGS)

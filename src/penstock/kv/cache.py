@@ -466,6 +466,8 @@ class KvCache:
             raise InvariantBroken(f"{own.owner!r} seals blocks while some before them are still on their way")
         first = own.num_keyed
         keys = own.next_keys(tokens, num_full)
+        if own.own_scope is not None:
+            self.saves.begin_unshared(keys[max(0, own.num_shared - first) :])
         self._give_keys(own, first, keys)
         self.saves.offer(own.hold, first, keys, fence, own.is_deep)
 
@@ -498,7 +500,7 @@ class KvCache:
         """Nobody could find what it has under a scope of its own."""
         first = max(own.num_shared, own.num_paged)
         self._pool.forget(own.hold.first(max(first, own.num_keyed))[first:].tolist())
-        self._host.forget(own.sealed_keys[own.num_shared :])
+        self.saves.end_unshared(own.sealed_keys[own.num_shared :])
 
     def _give_keys(self, own: BlockTable, first: int, keys: Sequence[bytes]) -> None:
         """Blocks `first..` of `own` are whole. In a cache that reuses nothing on the device the keys are only for colder tiers."""

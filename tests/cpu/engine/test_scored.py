@@ -33,7 +33,7 @@ from support.driving import Collected, generate, run_all, settle_all, submit
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-LENGTHS = [int(length) for length in os.environ.get("NEEDLE_LENGTHS", "65536").split(",")]
+LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "65536").split(",")]
 LONG = 1536
 RESIDENT = 512
 MODEL = Retrieval(tries=32)  # so many questions for a needle: scores are taken twice meanwhile
@@ -292,14 +292,15 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: 
 
 def test_an_exact_request_finds_nothing_that_was_computed_over_a_part(make_engine: Make, prompts: Prompts) -> None:
     """Holds invariant 15b."""
-    engine, prompt = scored_engine(make_engine), prompts(LONG)
-    scored = generate(engine, prompt, max_tokens=100)
-    settle_all(engine)
-    longer = [*prompt, *scored.tokens]
-    exact = submit(engine, longer, residency="exact", max_tokens=20, logprobs=2)
-    run_all(engine)
-    assert exact.source is not None and LONG - 16 <= exact.source.host <= LONG, "the prompt is found, and no more"
-    assert_same(exact, generate(full_engine(make_engine), longer, max_tokens=20, logprobs=2))
+    engine, full, prompt = scored_engine(make_engine), full_engine(make_engine), prompts(LONG)
+    scored = submit(engine, prompt, max_tokens=300)
+    for num in (100, 300):  # while it runs, and when it has ended
+        run_until(engine, lambda num=num: len(scored.tokens) >= num)  # type: ignore[misc]
+        longer = [*prompt, *scored.tokens[:num]]
+        exact = submit(engine, longer, residency="exact", max_tokens=20, logprobs=2)
+        run_until(engine, lambda exact=exact: exact.finish is not None)  # type: ignore[misc]
+        assert_same(exact, generate(full, longer, max_tokens=20, logprobs=2))
+        assert exact.source is not None and exact.source.computed >= 100, "the prompt is found, or what was computed exactly"
 
 
 def test_nothing_is_left_under_a_scope_of_its_own(make_engine: Make, prompts: Prompts) -> None:
@@ -309,6 +310,29 @@ def test_nothing_is_left_under_a_scope_of_its_own(make_engine: Make, prompts: Pr
     keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
     assert set(engine.cache.loads.host.keys()) <= keys
     assert set(engine.cache._pool.keys()) <= keys
+
+
+def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    """And no disk ever has it."""
+    engine, prompt = scored_engine(make_engine, ssd_dir=str(tmp_path), ssd_gib=0.05), prompts(LONG)
+    deep = submit(engine, prompt, max_tokens=200)
+    run_until(engine, lambda: len(deep.tokens) >= 100)
+    copier, may_go_on = engine.cache.saves.mover.copier, threading.Event()
+
+    def copy(*args: Any) -> None:
+        may_go_on.wait(30.0)
+        copier.copy(*args)
+
+    engine.cache.saves.mover.copier = types.SimpleNamespace(copy=copy)  # type: ignore[assignment]
+    run_until(engine, lambda: len(deep.tokens) >= 140)
+    engine.cancel(deep.request_id)
+    run_all(engine)
+    may_go_on.set()
+    assert_nothing_held(engine)
+    keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
+    assert set(engine.cache.loads.host.keys()) <= keys
+    assert engine.cache.cold_tiers["ssd"].usage().as_dict()["used"] <= len(keys)
+    assert not engine.cache.saves._unshared and not engine.cache.saves._unwanted
 
 
 def test_its_next_turn_computes_the_answer_again_and_finds_the_rest(make_engine: Make, prompts: Prompts) -> None:
