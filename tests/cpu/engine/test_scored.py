@@ -24,6 +24,7 @@ from penstock.engine.execution.recording import Recorder
 from penstock.engine.execution.recording import read as read_recording
 from penstock.engine.execution.scoring import StepScores
 from penstock.engine.pace import ScoringCost
+from penstock.engine.scheduling import residency
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
@@ -33,7 +34,7 @@ from support.driving import Collected, generate, run_all, settle_all, submit
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "65536").split(",")]
+LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "65536,131072").split(",")]
 LONG = 1536
 RESIDENT = 512
 MODEL = Retrieval(tries=32)  # so many questions for a needle: scores are taken twice meanwhile
@@ -65,8 +66,13 @@ def assert_nothing_held(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------------------------------- needles
 
 
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
 @pytest.fixture(autouse=True)
-def _every_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long steps take here decides nothing."""
     monkeypatch.setattr(ScoringCost, "tau", 16)
 
@@ -84,7 +90,13 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ask(retrieval: Path) -> Iterator[Callable[..., Found]]:
+def no_exact_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That find a needle wherever it is, while they measure recall."""
+    monkeypatch.setattr(residency, "FIRST_RECALL", -1)
+
+
+@pytest.fixture
+def ask(retrieval: Path, device: str, no_exact_steps: None) -> Iterator[Callable[..., Found]]:
     made: list[tuple[Engine, Sanitizer]] = []
 
     def ask(num_tokens: int, share: float, depths: tuple[float, ...] = (0.1, 0.5, 0.9), seed: int = 0, **kv: Any) -> Found:
@@ -92,7 +104,7 @@ def ask(retrieval: Path) -> Iterator[Callable[..., Found]]:
         resident = int(num_tokens * share) // 16 * 16
         total = num_tokens + stack.most_tokens
         config = Config(
-            source=ModelSource(model=str(retrieval), device="cpu", dtype="float32"),
+            source=ModelSource(model=str(retrieval), device=device, dtype="float32"),
             kv=KvConfig(device_blocks=resident // 16, resident_tokens=resident, residency="scored", **kv),
             engine=EngineConfig(max_model_len=total, max_batch=2, prefill_chunk=512),
             offload=OffloadConfig(host_gib=(total // 16 * 1.2 + 64) * BLOCK_BYTES / GIB),
@@ -125,13 +137,13 @@ def test_needles_are_found_with_six_percent_of_the_context_on_the_device(seed: i
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_needles_are_found_in_long_contexts(length: int, tmp_path: Path) -> None:
+def test_needles_are_found_in_long_contexts(length: int, tmp_path: Path, device: str, no_exact_steps: None) -> None:
     """With one layer and one KV head, whose prefill takes a quarter of the time."""
     model = Retrieval(num_layers=1, num_heads=2, num_kv_heads=1, tries=32)
     stack = haystack(length, 16, (0.1, 0.5, 0.9), 0, model)
     resident, total = int(length * 0.06) // 16 * 16, length + stack.most_tokens
     config = Config(
-        source=ModelSource(model=str(write_retrieval_model(tmp_path, model)), device="cpu", dtype="float32"),
+        source=ModelSource(model=str(write_retrieval_model(tmp_path, model)), device=device, dtype="float32"),
         kv=KvConfig(device_blocks=resident // 16, resident_tokens=resident, residency="scored"),
         engine=EngineConfig(max_model_len=total, max_batch=2, prefill_chunk=1024),
         offload=OffloadConfig(host_gib=(total // 16 * 1.2 + 64) * BLOCK_BYTES / 4 / GIB),
@@ -219,7 +231,7 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(make_engine: Make
         host = engine._parts.executor.paged._host.tensor  # type: ignore[union-attr]
         for part, fetched in track.resident._chosen.items():
             there = track.table.paged_slots[part * 4 : part * 4 + 4]
-            assert (engine.arena.tensor[fetched.slots.tolist()] == host[there.tolist()]).all()
+            assert (engine.arena.tensor[fetched.slots.tolist()].cpu() == host[there.tolist()]).all()
             looked += 1
     assert looked > 100 and deep.finish is FinishReason.LENGTH
 
@@ -273,10 +285,10 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: 
         if lse is not None and self._asked[0].scoring.recall:
             chunk = plans[0]
             num = chunk.start + 1 - 16 * chunk.num_elsewhere
-            here = arena[chunk.slots.tolist(), layer, 0].flatten(0, 1)[:num]
+            here = arena[chunk.slots.tolist(), layer, 0].flatten(0, 1)[:num].cpu()
             keys = torch.cat((here, host[chunk.paged.tolist(), layer, 0].flatten(0, 1)))  # type: ignore[union-attr]
             group = q.shape[1] // keys.shape[1]
-            scores = torch.einsum("hd,thd->ht", q[0], keys.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+            scores = torch.einsum("hd,thd->ht", q[0].cpu(), keys.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
             shares.append(float(scores.softmax(-1)[:, :num].sum(-1).mean()))
 
     monkeypatch.setattr(engine._parts.executor, "launch", launched)

@@ -57,6 +57,11 @@ class Division:
         return cls(part_blocks, block_tokens, window, rest - moving, moving)
 
     @property
+    def num_parts(self) -> int:
+        """On the device, in any way."""
+        return self.window + SLACK_PARTS + self.chosen + self.moving
+
+    @property
     def part_tokens(self) -> int:
         return self.part_blocks * self.block_tokens
 
@@ -221,9 +226,11 @@ class ResidentSet:
         known = np.zeros_like(scores)
         known[: len(self._scores)] = self._scores * DECAY
         self._scores = np.maximum(known, scores)
-        best = np.argsort(self._scores, kind="stable")[::-1].tolist()  # of equal ones the latest first
+        best = np.argsort(self._scores, kind="stable")[::-1]  # of equal ones the latest first
         pinned = set(self._pinned)
-        self._order = [*self._pinned, *(part for part in best if part not in pinned)]
+        # Looked through in every plan: as many as can be on the device in any way are enough, however long the context is.
+        most = 2 * self.division.num_parts
+        self._order = [*self._pinned, *(part for part in best[:most].tolist() if part not in pinned)]
 
     def take_landed(self) -> list[FetchedBlocks]:
         """Copies that are over are used from now on; returns those that have failed."""

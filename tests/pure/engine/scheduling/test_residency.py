@@ -44,7 +44,7 @@ def test_a_room_is_divided_without_a_rest_that_nobody_counts() -> None:
             assert blocks * tokens < 384
             continue
         parts = division.window + division.chosen + division.moving + 2
-        assert parts == blocks // division.part_blocks and division.chosen >= 2 and division.moving >= 1
+        assert parts == division.num_parts == blocks // division.part_blocks and division.chosen >= 2 and division.moving >= 1
         assert division.part_tokens == max(64, tokens)
 
 
