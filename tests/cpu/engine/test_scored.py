@@ -299,11 +299,25 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: 
     assert figures.recall.total == pytest.approx(np.mean(shares), rel=1e-4) and 0.05 < figures.recall.total < 0.95
 
 
+def test_a_short_prompt_may_have_a_long_answer(make_engine: Make, prompts: Prompts) -> None:
+    """What it writes is summed up and paged out as it goes on, and found again."""
+    engine = scored_engine(make_engine)
+    answers = [submit(engine, prompts(20, seed), max_tokens=700) for seed in (1, 2)]
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(1.0)
+        engine.check()
+    assert all(answer.finish is FinishReason.LENGTH and len(answer.tokens) == 700 for answer in answers)
+    figures = engine.stats().residency
+    assert figures.parts_fetched >= 2 and figures.scorings >= 10
+    assert_nothing_held(engine)
+
+
 # --------------------------------------------------------------------------------------------------------------------------- scope
 
 
 def test_an_exact_request_finds_nothing_that_was_computed_over_a_part(make_engine: Make, prompts: Prompts) -> None:
-    """Holds invariant 15b."""
+    """Holds invariant 15: what was computed over a part has a scope of its own."""
     engine, full, prompt = scored_engine(make_engine), full_engine(make_engine), prompts(LONG)
     scored = submit(engine, prompt, max_tokens=300)
     for num in (100, 300):  # while it runs, and when it has ended

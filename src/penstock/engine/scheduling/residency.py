@@ -178,11 +178,11 @@ class ResidentSet:
             return Placed(tail, paged, 0, scoring)
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
-        if not may_score or not self._is_due(start):
-            return Placed(own, None, num_left_out, None)
-        scoring, self._num_scorings = self._later(table, tail, start), self._num_scorings + 1
-        if may_read and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
-            return Placed(own, self._left_out(table), 0, scoring._replace(recall=True))
+        scoring = self._later(table, tail, start, may_score)
+        if scoring is not None and scoring.num_parts:
+            self._num_scorings += 1
+            if may_read and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
+                return Placed(own, self._left_out(table), 0, scoring._replace(recall=True))
         return Placed(own, None, num_left_out, scoring)
 
     def _left_out(self, table: Table) -> NDArray[np.int32]:
@@ -195,22 +195,25 @@ class ResidentSet:
 
     def _last_exact(self, table: Table, tail: NDArray[np.int32], end: int, may_score: bool) -> Scoring:
         """All that is paged out streams past this chunk, and is summed up on its way."""
-        self._num_summed = end // self.division.block_tokens
-        self._is_scoring, self._score_at = may_score, end + self.tau if may_score else end
-        num_parts = self._num_summed // self.division.part_blocks if may_score else 0
-        slots = tail[: self._num_summed - table.num_paged]
+        self._num_summed, slots = end // self.division.block_tokens, tail[: end // self.division.block_tokens - table.num_paged]
+        num_parts = self._begin_scoring(end) if may_score else 0
         return Scoring(self.division.part_blocks, self._most_parts, table.num_paged, slots, table.num_paged > 0, num_parts)
 
-    def _is_due(self, start: int) -> bool:
-        """Also where the window could not be paged out otherwise."""
-        num_behind = start // self.division.block_tokens - self._num_summed
-        return not self._is_scoring and (start >= self._score_at or num_behind >= self.division.part_blocks)
+    def _later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
+        """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged out, and has one without."""
+        first, end = self._num_summed, start // self.division.block_tokens
+        scores = may_score and start >= self._score_at and not self._is_scoring
+        if not scores and end - first < self.division.part_blocks:
+            return None
+        self._num_summed, slots = end, tail[first - table.num_paged : end - table.num_paged]
+        num_parts = self._begin_scoring(start) if scores else 0
+        return Scoring(self.division.part_blocks, self._most_parts, first, slots, False, num_parts)
 
-    def _later(self, table: Table, tail: NDArray[np.int32], start: int) -> Scoring:
-        first, self._num_summed = self._num_summed, start // self.division.block_tokens
-        self._is_scoring, self._score_at = True, start + self.tau
-        slots = tail[first - table.num_paged : self._num_summed - table.num_paged]
-        return Scoring(self.division.part_blocks, self._most_parts, first, slots, False, self._num_summed // self.division.part_blocks)
+    def _begin_scoring(self, position: int) -> int:
+        """Returns how many parts there are to be scored."""
+        num_parts = self._num_summed // self.division.part_blocks
+        self._is_scoring, self._score_at = num_parts > 0, position + self.tau
+        return num_parts
 
     def _chosen_slots(self) -> NDArray[np.int32]:
         if self._slots is None:

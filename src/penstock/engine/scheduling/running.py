@@ -30,6 +30,7 @@ class Running:
     def __init__(self, ledger: KvLedger, budget: Budget) -> None:
         self.tracks: dict[str, Track] = {}
         self.num_loading = 0
+        self.num_scored = 0
         self._ledger = ledger
         self._budget = budget
         self._num_promised = 0  # blocks
@@ -105,6 +106,7 @@ class Running:
         track.row = heapq.heappop(self._free_rows)
         track.begin(match, self._ledger.block_tokens)
         if track.is_deep and track.request.residency is not None and self._budget.division is not None:
+            self.num_scored += 1
             track.resident = ResidentSet(self._budget.division, track.request.residency.pins, len(track.tokens), track.lifetime_tokens)
         self.tracks[track.request.id] = track
         if match.num_colder and track.lease is not None:
@@ -212,6 +214,7 @@ class Running:
         self._num_promised -= self._may_draw(track)
         self._num_deep -= self._lifetime(track) if track.is_deep else 0
         track.num_lent = 0
+        self.num_scored -= track.resident is not None
         if saves and track.request.may_match and not track.computes:
             track.lease = self._ledger.retract(track.held_table(), num_tokens, fence)
         else:
@@ -232,6 +235,8 @@ class Running:
             raise InvariantBroken(
                 f"deep requests may need {deep} blocks of host memory, {self._num_deep} of {self._ledger.num_pageable} are noted"
             )
+        if self.num_scored != sum(track.resident is not None for track in self.tracks.values()):
+            raise InvariantBroken(f"{self.num_scored} scored requests are noted, and others run")
         rows = sorted([track.row for track in self.tracks.values()] + self._free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")

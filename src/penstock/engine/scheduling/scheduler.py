@@ -97,7 +97,7 @@ class Scheduler:
         self._answered: deque[_Answered] = deque()  # oldest first
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
-        self.tau = FIRST_TAU  # tokens of a request between two scorings; whoever measures what they cost may change it
+        self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
         self.left_scored: list[str] = []  # requests whose scores mean nothing any more, for whoever keeps some and clears the list
         self.lives: list[tuple[str, State]] = []  # loads, retractions and resumptions, for whoever times them and clears the list
 
@@ -232,7 +232,7 @@ class Scheduler:
         from host memory."""
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
         if (resident := track.deciding) is not None:
-            resident.tau = self.tau
+            resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
             self._ledger.close_scope(track.held_table(), track.num_planned)
             self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
         return 0 if self._stays_out(track) else num_fitting

@@ -149,7 +149,7 @@ def later(resident: ResidentSet, start: int) -> Scoring | None:
     table = FakeTable(start // 16 + 1, 380)
     scoring = resident.place(table, start, start + 1, True, False).scoring
     assert resident.place(table, start, start + 1, True, False).scoring is None or scoring is None, "one is under way"
-    if scoring is not None:
+    if scoring is not None and scoring.num_parts:
         resident.take_scores(scores())
     return scoring
 
@@ -157,11 +157,38 @@ def later(resident: ResidentSet, start: int) -> Scoring | None:
 def test_without_scores_between_the_window_is_summed_up_all_the_same() -> None:
     """However rarely scores are taken, a part that is full is summed up soon: it could not be paged out otherwise."""
     resident, table = resident_set(), FakeTable(401, 380)
-    resident.tau = 256
+    resident.tau = 300
     resident.place(table, 6399, 6400, True, True)
     resident.take_scores(scores())
-    asked = [start for start in range(6400, 6800) if later(resident, start) is not None]
-    assert asked == [6464, 6528, 6592, 6656, 6720, 6784]
+    asked = {start: later(resident, start) for start in range(6400, 6800)}
+    found = {start: one for start, one in asked.items() if one is not None}
+    assert list(found) == [6464, 6528, 6592, 6656, 6700, 6752]
+    assert [one.num_parts for one in found.values()] == [0, 0, 0, 0, 104, 0]
+    assert [one.slots.tolist() for one in found.values()][3:5] == [[412, 413, 414, 415], [416, 417]]
+
+
+def test_others_that_score_leave_it_its_turn_later() -> None:
+    resident, table = resident_set(), FakeTable(401, 380)
+    assert resident.place(table, 6399, 6400, False, True).scoring is not None, "it is summed up all the same"
+    assert resident.place(table, 6401, 6402, False, True).scoring is None
+    found = resident.place(table, 6402, 6403, True, True).scoring
+    assert found is not None and found.num_parts == 100
+
+
+def test_a_context_without_a_whole_part_has_nothing_to_score() -> None:
+    resident = resident_set(num_exact=20)
+    first = resident.place(FakeTable(2, 0), 0, 20, True, True).scoring
+    assert first is not None and first.num_parts == 0
+    assert first.slots.tolist() == [0]
+    asked = [(start, one.num_parts) for start in range(20, 200) if (one := short(resident, start)) is not None]
+    assert asked[-1][1] == 3 and all(num or start < 64 for start, num in asked)
+
+
+def short(resident: ResidentSet, start: int) -> Scoring | None:
+    scoring = resident.place(FakeTable(start // 16 + 1, 0), start, start + 1, True, False).scoring
+    if scoring is not None and scoring.num_parts:
+        resident.take_scores(np.zeros(scoring.num_parts, np.float32))
+    return scoring
 
 
 def test_now_and_then_all_that_is_left_out_is_read() -> None:
