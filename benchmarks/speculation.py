@@ -18,13 +18,12 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource, Offload
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.loop import EngineLoop
 
 _TEXT = (
-    "The lighthouse at the northern cape was built in 1871 by the harbour company. Its lamp burned whale oil for the first nine years, then "
-    "paraffin, and since 1931 it has been electric. The keeper's family lived in the two rooms at its foot until 1968, when the light was "
-    "automated. Today the rooms are a small museum, which is open from May to September and shows the old lenses, the logbooks and a model "
-    "of the harbour as it was before the storm of 1894."
+    "The lighthouse at the northern cape was built in 1871 by the harbour company. Its lamp burned whale oil for the first nine years, "
+    "then paraffin, and since 1931 it has been electric. The keeper's family lived in the two rooms at its foot until 1968, when the "
+    "light was automated. Today the rooms are a small museum, which is open from May to September and shows the old lenses, the logbooks "
+    "and a model of the harbour as it was before the storm of 1894."
 )
 _CODE = (
     "def total(prices, tax_rate):\n    result = 0\n    for price in prices:\n        result = result + price\n"
@@ -67,17 +66,17 @@ class Round(NamedTuple):
         return self.num_tokens / self.seconds
 
 
-def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> Round:
-    """Every prompt is computed before the clock starts: what is measured is decoding."""
+def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, salt: str) -> Round:
+    """Every prompt is computed before the clock starts: what is measured is decoding. With a salt of its own a round finds neither KV nor
+    text of the rounds before it."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     heard: list[tuple[float, TokenEvent]] = []
     before = engine.stats()
     for prompt in prompts:
-        engine.submit(prompt, sampling, lambda event: heard.append((time.perf_counter(), event)))
-    num_ended = 0
-    while num_ended < len(prompts):
-        time.sleep(0.002)
-        num_ended = sum(event.finish is not None for _, event in list(heard))
+        engine.submit(prompt, sampling, lambda event: heard.append((time.perf_counter(), event)), cache_salt=salt)
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(1.0)
     failed = [event.error for _, event in heard if event.finish is FinishReason.ERROR]
     if failed:
         raise SystemExit(f"a request failed: {failed[0]}")
@@ -112,26 +111,28 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     proposers = [None if name == "plain" else name for name in args.proposers]
     engines = {name or "plain": make_engine(args, name) for name in proposers}
-    loops = [EngineLoop(engine) for engine in engines.values()]
-    for loop in loops:
-        loop.start()
+    for engine in engines.values():
+        engine.warm()
     tokenizer = next(iter(engines.values())).tokenizer
     found = []
     try:
-        for kind, texts in KINDS.items():
+        for kind, texts in ((kind, KINDS[kind]) for kind in args.kinds):
             prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
             for batch in args.batches:
                 some = [list(prompts[n % len(prompts)]) for n in range(batch)]
                 groups = [some] if batch > 1 else [[one] for one in prompts]
                 rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
-                for _ in range(args.rounds + 1):  # the first is thrown away: it computes prompts and learns what steps cost
+                for number in range(args.rounds + 1):  # the first is thrown away: in it is learned what steps cost
                     for name, engine in engines.items():
-                        rounds[name].append([run_round(engine, group, args.tokens) for group in groups])
+                        salts = (f"{kind} {batch} {number} {n}" for n in range(len(groups)))
+                        rounds[name].append(
+                            [run_round(engine, group, args.tokens, salt) for group, salt in zip(groups, salts, strict=True)]
+                        )
                 found += [row(kind, batch, name, measured[1:]) for name, measured in rounds.items()]
                 print_rows(found[-len(engines) :])
     finally:
-        for loop in loops:
-            loop.close(deadline_s=0.0)
+        for engine in engines.values():
+            engine.close()
     return found
 
 
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp"])
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device-kv-gib", type=float, default=1.0)

@@ -22,7 +22,7 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import cuda_buckets, decode_sizes
-from penstock.engine.execution.sampler import Accept, Noise, Sampler, gumbel_noise
+from penstock.engine.execution.sampler import Kept, Noise, Sampler, gumbel_noise, kept_tokens
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.residency import ResidencyChoice
@@ -42,7 +42,6 @@ from penstock.models.loader import inspect_model, load_model
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.speculation.accept import accept
 from penstock.speculation.drafter import Speculation
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import MtpHead, read_head, shipped_head
@@ -200,7 +199,7 @@ def _executor(
         lane,
         uploads,
         _noise(model.device),
-        _accept(model.device),
+        _kept(model.device),
         limits.max_request_drafts if limits.has_head else 0,
     )
     return Executor(Forward(model, attention, sampler.pending), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
@@ -370,12 +369,12 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
     return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=config.speculation.kind != "ngram")
 
 
-def _accept(device: torch.device) -> Accept:
+def _kept(device: torch.device) -> Kept:
     if device.type == "cuda":
-        from penstock.speculation import triton_accept
+        from penstock.engine.execution import triton_drafts
 
-        return triton_accept.accept
-    return accept
+        return triton_drafts.kept_tokens
+    return kept_tokens
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

@@ -449,13 +449,13 @@ class Engine:
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
         self._parts.scheduler.tau = self._pace.scoring.tau
-        if self._parts.speculation is not None and self._pace.decoded is not None:
-            self._parts.speculation.step_took(*self._pace.decoded)
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)
             self._settle()
         events = self._parts.scheduler.commit(result)
+        if self._parts.speculation is not None and self._pace.decoded is not None:
+            self._parts.speculation.step_took(*self._pace.decoded, sum(len(event.tokens) for event in events))
         self._parts.executor.masks.advance((event.request_id, event.tokens) for event in events)  # their masks are computed from now on
         self._outbox.publish(events)
         started = time.monotonic()

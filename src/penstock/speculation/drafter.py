@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
-from penstock.speculation.length import DraftTrack, Row, StepCosts, begin, choose, settle
+from penstock.speculation.length import DraftTrack, Row, StepCosts, Trial, begin, choose, settle
 from penstock.speculation.ngram import NgramProposer, SharedTexts
 
-_TRY_AGAIN = 32  # steps in which no draft was worth its time: then some are made again
 _LEARNS = 0.2  # share of a measured step in what its size is taken to cost
 
 
@@ -31,7 +30,8 @@ class Speculation:
         self._on_device = on_device
         self._shared = SharedTexts()
         self._requests: dict[str, _Request] = {}
-        self._num_idle = 0  # steps since drafts were last worth it
+        self._trials: dict[int, Trial] = {}  # by the number of requests that decode, rounded up
+        self._trial = Trial()
         self.force: Callable[[int], int] | None = None  # for tests: drafts of a request, whatever they cost
 
     @property
@@ -40,15 +40,16 @@ class Speculation:
 
     @property
     def num_ahead(self) -> int:
-        """Where drafts are not worth their time, none are made for a while."""
-        return self._max_drafts if self._on_device and self._num_idle % _TRY_AGAIN == 0 else 0
+        return self._max_drafts if self._on_device and (self._trial.is_on or self.force is not None) else 0
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        self._trial = self._trials.setdefault(len(requests).bit_length(), Trial())
+        if not self._trial.is_on and self.force is None:
+            return [()] * len(requests)
         proposed = [self._proposal(one) for one in requests]
         rows = [Row(self._of(one.track).account, len(drafts)) for one, drafts in zip(requests, proposed, strict=True)]
         choice = choose(rows, self.costs, self._max_step_drafts, num_others)
         nums = choice.drafts if self.force is None else [min(row.most, self.force(row.most)) for row in rows]
-        self._num_idle = 0 if any(nums) else self._num_idle + 1
         begin(rows, choice)
         for one in requests:
             self._of(one.track).plain_s = choice.plain_s
@@ -58,8 +59,9 @@ class Speculation:
         request = self._of(track)
         settle(request.account, num_drafts, num_kept, request.plain_s)
 
-    def step_took(self, num_rows: int, seconds: float) -> None:
-        """A step that did nothing but decode so many rows."""
+    def step_took(self, num_rows: int, seconds: float, num_tokens: int) -> None:
+        """A step that did nothing but decode so many rows, and gave so many tokens."""
+        self._trial.add(seconds, num_tokens)
         costs = self.costs
         if (size := costs.padded(num_rows)) is None:
             return

@@ -19,6 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_LOSS = 0.03
+LOOK_STEPS = 8  # in which it is seen what proposing, or not proposing, gives
+KEPT_STEPS, MOST_KEPT_STEPS = 512, 8192  # in which the better one of the two goes on
+SETTLING_STEPS = 2  # behind a change that do not count
 _DECAY = 0.97  # of what was learned, with every step: a request that has changed is tried again
 _PRIOR_TRIES = 2.0  # how many observations the prior is worth
 _PRIOR_RATE = 0.6
@@ -75,6 +78,47 @@ class DraftTrack:
         reached = min(num_kept + 1, num_drafts)
         self.hits[:num_kept] += 1
         self.tries[:reached] += 1
+
+
+class Trial:
+    """Whether proposing pays at all with so many requests: tokens per second with it and without, both as they really were. What proposing
+    itself costs, and what the host does besides, is in no table. The better one goes on for long; then the other is looked at for a few
+    steps, ever more seldom as long as it stays the worse one."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._is_look = False
+        self._other: float | None = None  # tokens per second of the one that does not run, when it ran last
+        self._num_kept = KEPT_STEPS
+        self._left, self._num_unsettled = LOOK_STEPS, SETTLING_STEPS
+        self._seconds = self._tokens = 0.0
+
+    def add(self, seconds: float, num_tokens: int) -> None:
+        """A step has been read."""
+        if self._num_unsettled:  # it was planned before the last change
+            self._num_unsettled -= 1
+            return
+        self._seconds += seconds
+        self._tokens += num_tokens
+        self._left -= 1
+        if self._left == 0:
+            self._end_turn(self._tokens / max(self._seconds, 1e-9))
+
+    def _end_turn(self, rate: float) -> None:
+        if self._other is None or not self._is_look:
+            self._other = rate
+            self._begin_turn(not self.is_on, LOOK_STEPS, is_look=True)
+        elif rate > self._other:
+            self._num_kept = KEPT_STEPS
+            self._begin_turn(self.is_on, self._num_kept, is_look=False)
+        else:
+            self._begin_turn(not self.is_on, self._num_kept, is_look=False)
+            self._num_kept = min(2 * self._num_kept, MOST_KEPT_STEPS)
+
+    def _begin_turn(self, is_on: bool, num_steps: int, is_look: bool) -> None:
+        self.is_on, self._left, self._is_look = is_on, num_steps, is_look
+        self._num_unsettled = SETTLING_STEPS
+        self._seconds = self._tokens = 0.0
 
 
 class Row(NamedTuple):

@@ -65,11 +65,12 @@ class MtpHead:
     def __init__(
         self, config: HeadConfig, weights: Mapping[str, Weight], vocab: DraftVocab | None, target: Decoder, digest: bytes = b""
     ) -> None:
-        self.config, self.vocab = config, vocab
+        self.config = config
+        self.vocab = None if vocab is None else vocab.to(target.device)
         self.digest = digest  # of its file
         self._target = target
         self._fc, self._hidden_norm, self._embed_norm = weights["fc"], weights["hidden_norm"], weights["embed_norm"]
-        output = target.output if vocab is None else rows_of(target.output, vocab.target_ids.to(target.device))
+        output = target.output if self.vocab is None else rows_of(target.output, self.vocab.target_ids)
         layer = {f"layers.0.{name.removeprefix('layer.')}": weight for name, weight in weights.items() if name.startswith("layer.")}
         inner = {**layer, "embed": target.embedding, "head": output, "norm": weights["norm"]}
         self._block = Decoder(head_dims(target.config), inner, target.ops, b"")
@@ -91,7 +92,7 @@ class MtpHead:
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Every id that leaves the head is one of the target's."""
-        return draft_ids if self.vocab is None else self.vocab.target_ids.to(draft_ids.device)[draft_ids.long()]
+        return draft_ids if self.vocab is None else self.vocab.target_ids[draft_ids.long()]
 
 
 def head_dims(target: ModelConfig) -> ModelConfig:

@@ -8,7 +8,20 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from penstock.speculation import length
-from penstock.speculation.length import MAX_LOSS, DraftChoice, DraftTrack, Row, StepCosts, begin, choose, settle
+from penstock.speculation.length import (
+    LOOK_STEPS,
+    MAX_LOSS,
+    MOST_KEPT_STEPS,
+    SETTLING_STEPS,
+    DraftChoice,
+    DraftTrack,
+    Row,
+    StepCosts,
+    Trial,
+    begin,
+    choose,
+    settle,
+)
 
 MAX_DRAFTS = 8
 # As measured on two cores: a step of two tokens costs nearly two; four to six cost 1.7.
@@ -198,3 +211,55 @@ def test_an_account_that_hopes_for_results_that_are_not_read_yet_is_not_enough()
 
     with pytest.raises(AssertionError, match="row 0 after step"):
         simulate(CPU, never, 1, begin_late)
+
+
+# ------------------------------------------------------------------------------------------------------- whether it pays
+
+
+def run_trial(trial: Trial, num_steps: int, on_rate: float, off_rate: float) -> tuple[int, float]:
+    """Steps with proposals, and seconds, where each step gives one token."""
+    num_on, seconds = 0, 0.0
+    for _ in range(num_steps):
+        took = 1.0 / (on_rate if trial.is_on else off_rate)
+        num_on += trial.is_on
+        seconds += took
+        trial.add(took, 1)
+    return num_on, seconds
+
+
+def test_where_proposing_is_slower_it_is_hardly_ever_tried() -> None:
+    """However much slower: what looking costs is bounded, and falls."""
+    trial = Trial()
+    num_on, seconds = run_trial(trial, 20_000, on_rate=0.25, off_rate=1.0)
+    assert num_on <= 6 * (LOOK_STEPS + SETTLING_STEPS)
+    assert seconds < 1.01 * 20_000
+    num_on, _ = run_trial(trial, 20_000, on_rate=0.25, off_rate=1.0)
+    assert num_on <= 4 * (LOOK_STEPS + SETTLING_STEPS)
+
+
+def test_where_proposing_is_faster_it_goes_on() -> None:
+    num_on, _ = run_trial(Trial(), 20_000, on_rate=1.5, off_rate=1.0)
+    assert num_on > 0.98 * 20_000
+
+
+def test_what_changes_is_noticed() -> None:
+    trial = Trial()
+    run_trial(trial, 1_000, on_rate=2.0, off_rate=1.0)
+    assert trial.is_on
+    run_trial(trial, 2 * MOST_KEPT_STEPS, on_rate=0.5, off_rate=1.0)
+    assert not trial.is_on
+    run_trial(trial, 2 * MOST_KEPT_STEPS, on_rate=2.0, off_rate=1.0)
+    assert trial.is_on
+
+
+def test_steps_planned_before_a_change_do_not_count_for_what_follows() -> None:
+    """They are as slow as what was before: the other one would seem to be no better."""
+    trial = Trial()
+    for _ in range(SETTLING_STEPS + LOOK_STEPS):
+        trial.add(1.0, 1)
+    assert trial.is_on
+    for _ in range(SETTLING_STEPS):
+        trial.add(1000.0, 1)
+    for _ in range(LOOK_STEPS):
+        trial.add(0.5, 1)
+    assert trial.is_on, "it was twice as fast"

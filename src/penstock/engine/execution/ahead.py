@@ -64,8 +64,11 @@ class HeadPasses:
     def _ahead(self, inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
         """One row for each request, at the last token that it has kept."""
         num = len(lasts)
-        of_token = torch.searchsorted(inputs.q_starts[1:], lasts.to(torch.int32), right=True)
-        behind = inputs.q_starts[of_token + 1] - 1 - lasts  # tokens of its chunk that come later
+        if inputs.num_decodes == len(inputs.tokens):
+            of_token, behind = lasts, torch.zeros_like(lasts)
+        else:
+            of_token = torch.searchsorted(inputs.q_starts[1:], lasts.to(torch.int32), right=True)
+            behind = inputs.q_starts[of_token + 1] - 1 - lasts  # tokens of its chunk that come later
         return StepInputs(
             tokens=inputs.tokens[lasts],
             positions=inputs.positions[lasts],

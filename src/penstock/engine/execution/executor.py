@@ -21,7 +21,7 @@ from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
 from penstock.engine.execution.outcome import LateSample, Outputs, RunningStep
 from penstock.engine.execution.paging import PagedReads
-from penstock.engine.execution.replays import Replays
+from penstock.engine.execution.replays import CapturedPass, Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
 from penstock.engine.execution.sampler import Allowed, Drafting, Sampler, packed_width, token_logprobs
 from penstock.engine.execution.scoring import ContextKeys
@@ -145,6 +145,9 @@ class Executor:
         for done, bucket in enumerate(reversed(buckets)):
             progress("capturing steps", done, len(buckets))
             self._replays.get(bucket)
+            if bucket.samples_all and self.ahead is not None:
+                for num_drafts in (0, self.limits.max_request_drafts):
+                    self._captured_ahead(bucket, num_drafts)
         progress("capturing steps", len(buckets), len(buckets))
 
     def keep_scores(self, scorer: ScorerName) -> None:
@@ -224,7 +227,7 @@ class Executor:
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
             if self.ahead is not None:
-                self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, plan.num_ahead)
+                self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, plan.num_ahead)
             fence = self._lane.record()
             self._results.used_until(fence)
             self.masks.used_until(fence)
@@ -311,7 +314,12 @@ class Executor:
 
         def place() -> None:
             unsure = drafted.views(ints()).unsure[: packed.num_decodes]
-            place_unsure(flow.bound_inputs(), unsure, self._sampler.rejected, self.limits.block_tokens)
+            place_rows = place_unsure
+            if self._device.type == "cuda":
+                from penstock.engine.execution import triton_drafts
+
+                place_rows = triton_drafts.place_unsure
+            place_rows(flow.bound_inputs(), unsure, self._sampler.rejected, self.limits.block_tokens)
 
         chain.submit(place, "place", [self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.WRITE)])
 
@@ -393,11 +401,15 @@ class Executor:
         flow: Flow,
         outputs: Outputs,
         ints: Callable[[], Tensor],
+        bucket: Shape | None,
         num_drafts: int,
     ) -> None:
         """The head's pass over the step, which fills its KV, and those that make drafts."""
         ahead, layer = self.ahead, self._num_layers - 1
         assert ahead is not None
+        captured = None
+        if bucket is not None and bucket.samples_all and self._device.type == "cuda":
+            captured = self._captured_ahead(bucket, num_drafts)
 
         def run() -> None:
             inputs, made = flow.bound_inputs(), outputs.made
@@ -414,10 +426,26 @@ class Executor:
                 nexts, lasts = torch.where(given < 0, sampled, given), inputs.sample_at[lasts].long()
             ahead.run(flow, nexts, lasts, rows, num_drafts)
 
+        def fill() -> None:
+            from penstock.engine.execution import triton_drafts
+
+            made, outputs.made = outputs.made, None
+            assert made is not None and captured is not None
+            into = captured.nexts, captured.lasts, captured.rows
+            triton_drafts.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into, self.limits.max_batch)
+
         self._wait_for(arriving, chain, layer + 1)
         rows = packed.ints[slice(*packed.shape.cuts()[7:9])]
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
-        chain.submit(run, "draft", [*self._accesses(packed, (layer, layer + 1)), *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)])
+        accesses = [*self._accesses(packed, (layer, layer + 1)), *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)]
+        chain.submit(run if captured is None else fill, "draft", accesses)
+        if captured is not None:
+            chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
+
+    def _captured_ahead(self, bucket: Shape, num_drafts: int) -> CapturedPass:
+        ahead = self.ahead
+        assert ahead is not None
+        return self._replays.get_pass(bucket, num_drafts, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, num_drafts))
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""

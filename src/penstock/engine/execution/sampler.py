@@ -16,14 +16,13 @@ from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
-from penstock.speculation.accept import Accepted, Drafts, Target, counts_before
-from penstock.speculation.accept import accept as accept_drafts
+from penstock.speculation.accept import Drafts, Target, accept, counts_before
 
 _MASK32 = 0xFFFFFFFF
 _LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
 
 Noise = Callable[[Tensor, int], Tensor]
-Accept = Callable[[Drafts, Target, Noise], Accepted]
+Kept = Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
@@ -95,15 +94,35 @@ class Drafting(NamedTuple):
     inputs: DraftedInputs
     tokens: Tensor  # int32 of the step: where a sample has a draft behind it, that is the next of them
 
-    def drafts(self) -> Drafts:
-        places = torch.arange(1, self.shape.num_drafts + 1, device=self.tokens.device)
-        at = self.inputs.starts.long()[:, None] + places
-        return Drafts(self.tokens[at.clamp(max=len(self.tokens) - 1)], self.inputs.lengths)
+    def drafts(self) -> Tensor:
+        return drafts_of(self.tokens, self.inputs.starts, self.shape.num_drafts)
 
     def places(self) -> Tensor:
         """Of each sample in its group."""
         at = torch.arange(len(self.inputs.group_of), device=self.tokens.device)
         return at - self.inputs.starts[self.inputs.group_of]
+
+
+def drafts_of(step_tokens: Tensor, starts: Tensor, num_drafts: int) -> Tensor:
+    """int32 [G, num_drafts]: what stands in the step behind the first token of each group. Behind a group's own there may be anything."""
+    at = starts.long()[:, None] + torch.arange(1, num_drafts + 1, device=starts.device)
+    return step_tokens[at.clamp(max=len(step_tokens) - 1)]
+
+
+def kept_tokens(
+    starts: Tensor, lengths: Tensor, num_drafts: int, step_tokens: Tensor, chosen: Tensor, rows: Tensor, pending: Tensor, rejected: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of each group its drafts as far as they were `chosen` [S], and the token behind them: int32 [S], `NO_TOKEN` behind that; and int64
+    [G], which sample is the last. Leaves the last token in column 0 of `pending` and the number of drafts that were not kept in
+    `rejected`, by the `rows` of the samples."""
+    drafts = Drafts(drafts_of(step_tokens, starts, num_drafts), lengths)
+    accepted = accept(drafts, Target(starts, chosen.to(torch.int32)), gumbel_noise)
+    lasts = starts.long() + accepted.counts.long() - 1
+    of_group = rows.long()[starts.long()]
+    pending[:, 0].index_copy_(0, of_group, chosen[lasts].to(torch.int32))
+    rejected.index_copy_(0, of_group, lengths + 1 - accepted.counts)
+    group_of = torch.repeat_interleave(torch.arange(len(starts)), lengths.long() + 1)
+    return accepted.tokens[group_of, torch.arange(len(chosen)) - starts.long()[group_of]], lasts
 
 
 class Sampler:
@@ -116,7 +135,7 @@ class Sampler:
         lane: Lane,
         uploads: Uploads,
         noise: Noise = gumbel_noise,
-        accept: Accept = accept_drafts,
+        kept: Kept = kept_tokens,
         num_pending: int = 0,
     ) -> None:
         """`num_pending`: drafts of each request that wait on the device for the next step."""
@@ -124,7 +143,7 @@ class Sampler:
         self._lane = lane
         self._uploads = uploads
         self._noise = noise
-        self._accept = accept
+        self._kept = kept
         self.pending = torch.zeros((num_rows, 1 + num_pending), dtype=torch.int32, device=device)  # the last token, and drafts behind it
         self.last_tokens = self.pending[:, 0]
         self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)  # drafts of the last step, where that had drafts
@@ -186,18 +205,14 @@ class Sampler:
 
     def _keep(self, drafting: Drafting, rows: Tensor, chosen: Tensor, counts_tokens: bool) -> tuple[Tensor, Tensor]:
         """Of each request its drafts as far as they were chosen, and the token behind them: [S], or `NO_TOKEN`. And which is the last."""
-        inputs, drafts = drafting.inputs, drafting.drafts()
-        accepted = self._accept(drafts, Target(inputs.starts, chosen.to(torch.int32)), self._noise)
-        of_group = rows.long()[inputs.starts.long()]
-        last = accepted.tokens.gather(1, accepted.counts.long()[:, None] - 1)[:, 0]
-        self.last_tokens.index_copy_(0, of_group, last)
-        self.rejected.index_copy_(0, of_group, inputs.lengths + 1 - accepted.counts)
+        inputs = drafting.inputs
+        tokens, lasts = self._kept(
+            inputs.starts, inputs.lengths, drafting.shape.num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected
+        )
         if counts_tokens:
-            places = of_group[:, None].expand(accepted.tokens.shape)
-            kept = (accepted.tokens >= 0).to(torch.int32)
-            self._counts.index_put_((places, accepted.tokens.long().clamp(min=0)), kept, accumulate=True)
-        tokens = accepted.tokens[inputs.group_of.long(), drafting.places()].long()
-        return tokens, inputs.starts.long() + accepted.counts.long() - 1
+            kept = (tokens >= 0).to(torch.int32)
+            self._counts.index_put_((rows.long(), tokens.long().clamp(min=0)), kept, accumulate=True)
+        return tokens.long(), lasts
 
     def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor, drafting: Drafting | None = None) -> Tensor:
         floats = params[:NUM_FLOATS].view(torch.float32)
@@ -205,7 +220,7 @@ class Sampler:
         if plan.penalties:
             counts = self._counts[rows.long()]
             if drafting is not None and drafting.shape.num_drafts:  # drafts before a row count there as if they had been emitted
-                before = counts_before(drafting.drafts().tokens, logits.shape[-1])
+                before = counts_before(drafting.drafts(), logits.shape[-1])
                 counts = counts + before[drafting.inputs.group_of.long(), drafting.places()]
             logits = self._penalise(logits, rows, counts, presence, frequency, repetition)
         if plan.biases:

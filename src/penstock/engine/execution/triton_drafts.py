@@ -1,0 +1,102 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""What drafts need between the passes of a step, in one launch each: a step of a small model takes a millisecond, a launch microseconds.
+The rules are those of `executor.place_unsure` and `sampler.kept_tokens`, which say what tensors mean."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.execution.batch import StepInputs
+
+_ROWS = 128
+
+
+@triton.jit(do_not_specialize=["num"])
+def _place_kernel(
+    rows_ptr, unsure_ptr, rejected_ptr, positions_ptr, kv_lens_ptr, table_starts_ptr, tables_ptr, write_at_ptr, num,
+    BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = at < num
+    unsure = tl.load(unsure_ptr + at, mask=inside, other=0)
+    shift = tl.load(rejected_ptr + tl.load(rows_ptr + at, mask=inside, other=0), mask=inside, other=0) * unsure
+    moved = inside & (shift > 0)
+    tl.store(positions_ptr + at, tl.load(positions_ptr + at, mask=moved, other=0) - shift, mask=moved)
+    kv_len = tl.load(kv_lens_ptr + at, mask=moved, other=1) - shift
+    tl.store(kv_lens_ptr + at, kv_len, mask=moved)
+    last = kv_len - 1
+    slot = tl.load(tables_ptr + tl.load(table_starts_ptr + at, mask=moved, other=0) + last // BLOCK_TOKENS, mask=moved, other=0)
+    tl.store(write_at_ptr + at, slot * BLOCK_TOKENS + last % BLOCK_TOKENS, mask=moved)
+
+
+def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:
+    num = len(unsure)
+    _place_kernel[(triton.cdiv(num, _ROWS),)](
+        inputs.rows, unsure, rejected, inputs.positions, inputs.kv_lens, inputs.table_starts, inputs.tables, inputs.write_at, num,
+        BLOCK_TOKENS=block_tokens, ROWS=_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pending_stride"])
+def _keep_kernel(
+    starts_ptr, lengths_ptr, step_tokens_ptr, chosen_ptr, rows_ptr, pending_ptr, rejected_ptr, tokens_ptr, lasts_ptr, pending_stride,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """One program per request."""
+    group = tl.program_id(0)
+    place = tl.arange(0, PLACES)
+    start, length = tl.load(starts_ptr + group), tl.load(lengths_ptr + group)
+    chosen = tl.load(chosen_ptr + start + place, mask=place <= length, other=0).to(tl.int32)
+    draft = tl.load(step_tokens_ptr + start + 1 + place, mask=place < length, other=-1)
+    kept = tl.min(tl.where((place < length) & (draft == chosen), PLACES, place))
+    tl.store(tokens_ptr + start + place, tl.where(place <= kept, chosen, -1), mask=place <= length)
+    row = tl.load(rows_ptr + start)
+    tl.store(pending_ptr + row * pending_stride, tl.load(chosen_ptr + start + kept).to(tl.int32))
+    tl.store(rejected_ptr + row, length - kept)
+    tl.store(lasts_ptr + group, (start + kept).to(tl.int64))
+
+
+def kept_tokens(
+    starts: Tensor, lengths: Tensor, num_drafts: int, step_tokens: Tensor, chosen: Tensor, rows: Tensor, pending: Tensor, rejected: Tensor
+) -> tuple[Tensor, Tensor]:
+    tokens = torch.empty(len(chosen), dtype=torch.int32, device=chosen.device)
+    lasts = torch.empty(len(starts), dtype=torch.int64, device=chosen.device)
+    _keep_kernel[(len(starts),)](
+        starts, lengths, step_tokens, chosen, rows, pending, rejected, tokens, lasts, pending.stride(0),
+        PLACES=triton.next_power_of_2(num_drafts + 1),
+    )  # fmt: skip
+    return tokens, lasts
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_groups", "padding_row"])
+def _fill_kernel(
+    tokens_ptr, lasts_ptr, rows_ptr, nexts_out_ptr, lasts_out_ptr, rows_out_ptr, num_samples, num_groups, padding_row,
+    HAS_LASTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside, real = at < num_samples, at < num_groups
+    tl.store(nexts_out_ptr + at, tl.maximum(tl.load(tokens_ptr + at, mask=inside, other=0), 0), mask=inside)
+    last = at.to(tl.int64)
+    if HAS_LASTS:
+        last = tl.load(lasts_ptr + at, mask=real, other=0)
+    tl.store(lasts_out_ptr + at, last, mask=inside)
+    tl.store(rows_out_ptr + at, tl.load(rows_ptr + last, mask=real, other=0) * real + padding_row * (1 - real), mask=inside)
+
+
+def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor], padding_row: int) -> None:
+    """What a captured pass reads: `into` are its next tokens, last places and rows. Requests that there are not have the padding row."""
+    num_groups = len(tokens) if lasts is None else len(lasts)
+    _fill_kernel[(triton.cdiv(len(tokens), _ROWS),)](
+        tokens,
+        tokens if lasts is None else lasts,
+        rows,
+        *into,
+        len(tokens),
+        num_groups,
+        padding_row,
+        HAS_LASTS=lasts is not None,
+        ROWS=_ROWS,
+    )
