@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.report import Results, draw_bars, figure
+from penstock.bench.report import Column, Results, draw_bars, figure
 from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config
 from penstock.engine.build import device_for
@@ -34,7 +34,7 @@ class DeepBench:
 
     name = "deep"
     columns = (
-        figure("mode", "mode"),
+        Column("mode", lambda row: str(row["mode"])),
         figure("resident", "resident"),
         figure("tokens", "length"),
         figure("prefill s", "prefill_s", 2),
