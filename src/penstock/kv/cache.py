@@ -397,6 +397,7 @@ class KvCache:
             copied.hold.end()
             raise
         own.fetched.add(fetched)
+        own.num_fetched += num_blocks
         return fetched
 
     def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
@@ -405,6 +406,7 @@ class KvCache:
         if not isinstance(fetched, FetchedRun) or fetched not in own.fetched or not fetched.settled:
             raise InvariantBroken(f"{own.owner!r} drops blocks that it has not fetched, or that are still on their way")
         own.fetched.remove(fetched)
+        own.num_fetched -= fetched.hold.num_slots
         fetched.hold.end(fence)
 
     def close_scope(self, table: Table, num_tokens: int) -> None:

@@ -28,6 +28,7 @@ MOVING_SHARE = 8  # one in so many of the parts that can be chosen is kept free 
 FIRST_TAU = 16  # tokens between two scorings, until their times are known
 RECALL_EVERY = 64  # scorings, of which one is in a step that reads all of the context,
 FIRST_RECALL = 4  # this one first
+AT_ONCE = 32  # parts that are fetched in one plan: the engine thread takes a tenth of a millisecond for each
 DECAY = 0.5  # of a score with each scoring: what was wanted a moment ago is wanted sooner than what was never
 
 
@@ -260,7 +261,7 @@ class ResidentSet:
         """Parts to be fetched now, the most wanted first: as many as may be on their way."""
         end = table.num_paged // self.division.part_blocks
         target = [part for part in self._order if part < end][: self.division.chosen]
-        num = self.division.chosen + self.division.moving - len(self._chosen) - len(self._coming)
+        num = min(AT_ONCE, self.division.chosen + self.division.moving - len(self._chosen) - len(self._coming))
         missing = (part for part in target if part not in self._chosen and part not in self._coming)
         return [part for part, _ in zip(missing, range(num), strict=False)]
 

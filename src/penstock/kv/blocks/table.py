@@ -50,8 +50,8 @@ class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
     __slots__ = (
-        *("_after", "_paged", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_shared", "own_scope", "paged_pins"),
-        *("prefix", "sealed_keys"),
+        *("_after", "_paged", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_shared", "own_scope"),
+        *("paged_pins", "prefix", "sealed_keys"),
     )
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
@@ -63,6 +63,7 @@ class BlockTable:
         self.is_deep = False  # only its last blocks are on the device, and those before them in host memory
         self.paged_pins: list[Pin] = []  # of host memory, in token order
         self.fetched: set[FetchedRun] = set()
+        self.num_fetched = 0  # blocks in those
         self.own_scope: bytes | None = None  # under which its blocks from number `num_shared` on get their keys; None: there are none
         self.num_shared = 0
         self._paged: NDArray[np.int32] = np.empty(0, np.int32)
@@ -81,10 +82,6 @@ class BlockTable:
         """The next of its first blocks are in host memory, under `pin`."""
         self.paged_pins.append(pin)
         self._paged = np.concatenate((self._paged, pin.array))
-
-    @property
-    def num_fetched(self) -> int:
-        return sum(run.hold.num_slots for run in self.fetched)
 
     @property
     def owner(self) -> str:
