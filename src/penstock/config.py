@@ -13,8 +13,8 @@ from penstock.errors import ConfigError, InvalidRequest
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
-WeightsName = Literal["auto", "float32", "bfloat16", "int8"]
-WEIGHT_FORMS: tuple[WeightsName, ...] = ("auto", "float32", "bfloat16", "int8")
+WeightsName = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+WEIGHT_FORMS: tuple[WeightsName, ...] = ("auto", "float32", "bfloat16", "int8", "int4")
 LoadFormat = Literal["auto", "dummy"]
 GenerationConfigName = Literal["auto", "none"]
 SanitizeMode = Literal["off", "report", "strict"]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from penstock.bench.machine import describe_machine, device_of, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
-from penstock.errors import ModelError
+from penstock.errors import ConfigError, ModelError
 from penstock.kv.memory.layout import ITEM_BYTES, BlockLayout
 from penstock.lanes.cuda import describe_gpus
 from penstock.models.form_choice import ROWS, cpu_name, kept_measurement, pinned_forms, wanted
@@ -152,10 +152,14 @@ def _sizes(config: Config, facts: ModelFacts) -> Iterator[Check]:
 
     device = device_of(config)
     layout = layout_for(config, facts.config, torch.device(device))
-    held, forms = _forms(config, facts, layout.dtype, device)
+    try:
+        held, forms = _forms(config, facts, layout.dtype, device)
+    except ConfigError as error:
+        yield Check("weights", Status.FAIL, str(error), "leave --weights out")
+        return
     shapes = [(weight.name, weight.shape) for weight in weights_of(facts.config)]
     plain_bytes = facts.num_parameters * ITEM_BYTES[layout.dtype]
-    weight_bytes = plain_bytes if forms is None else forms.num_bytes(shapes, facts.config.tied_embeddings)
+    weight_bytes = plain_bytes if forms is None else forms.num_bytes(shapes, facts.config.tied_embeddings, facts.in_4_bits)
     room = _free_bytes(device)
     files = f", files {facts.file_bytes / GIB:.2f} GiB" if facts.file_bytes else "; it has none of its own"
     detail = f"{facts.num_parameters / 1e6:.1f} million parameters, {weight_bytes / GIB:.2f} GiB in {held}{files}"
@@ -172,13 +176,14 @@ def _forms(config: Config, facts: ModelFacts, dtype: str, device: str) -> tuple[
     """How a start would hold the matrices, in words; None: in `dtype` alone."""
     name = wanted(config.source.weights, device, getattr(torch, dtype))
     if name != "auto" or not facts.quantized:
-        forms = pinned_forms(name)
+        forms = pinned_forms(name, facts.in_4_bits)
         return str(forms or dtype), forms
     found = kept_measurement(facts.config)
     if found is None:
         return f"{dtype} or less: the first start measures what this CPU runs fastest", None
+    forms = found.forms if found.forms is None else found.forms.of(facts.in_4_bits)
     times = "; ".join(f"{rows} rows " + " / ".join(f"{ms:.1f}" for ms in found.ms[str(rows)].values()) for rows in ROWS)
-    return f"{found.forms or dtype} (measured, ms of {' / '.join(found.ms['1'])}: {times})", found.forms
+    return f"{forms or dtype} (measured, ms of {' / '.join(found.ms['1'])}: {times})", forms
 
 
 def _kv(config: Config, dims: ModelConfig, layout: BlockLayout, left_gib: float) -> Check:

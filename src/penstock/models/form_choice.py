@@ -10,7 +10,7 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 
 from penstock.config import WEIGHT_FORMS, WeightsName
 from penstock.errors import ConfigError
-from penstock.models.forms import Forms, Matrix, empty_matrix
+from penstock.models.forms import GROUP, Forms, Matrix, Quants, empty_matrix, matrix_of_quants, takes_4_bits
 from penstock.models.gguf_convert import cache_dir
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
@@ -26,10 +26,16 @@ from penstock.models.progress import Progress
 log = logging.getLogger(__name__)
 
 PINNED = "PENSTOCK_WEIGHTS"  # what `--weights auto` means, where it is set
-FEW_ROWS = 8  # with `--weights int8`, which measures nothing
+FEW_ROWS = 8  # with `--weights int8` and `int4`, which measure nothing
 ROWS = (1, 2, 4, 8, 16, 32, 128)  # that are measured; the last stands for all larger ones
 _ROUNDS = 5
-_CANDIDATES = {"int8": Forms(torch.bfloat16, max(ROWS)), "bfloat16": Forms(torch.bfloat16), "float32": Forms(torch.float32)}
+_CANDIDATES = {
+    "int4": Forms(torch.bfloat16, 0, max(ROWS)),
+    "int8": Forms(torch.bfloat16, max(ROWS)),
+    "bfloat16": Forms(torch.bfloat16),
+    "float32": Forms(torch.float32),
+}
+_ROW_STEP = 64  # rows of a measured matrix are a multiple: every form takes them
 _SAMPLE_VALUES = 16 << 20  # weights measured: more than caches hold in any form, and a second or two of products
 
 
@@ -46,19 +52,31 @@ class Measurement:
     @property
     def forms(self) -> Forms | None:
         """The fastest. None: float32 alone."""
-        most = self.ms[str(ROWS[-1])]
+        most, one = self.ms[str(ROWS[-1])], self.ms["1"]
         wide = "bfloat16" if most["bfloat16"] < most["float32"] else "float32"
-        few = 0
+        few, few_of_4 = self._rows_won("int8", wide), self._rows_won("int4", wide) if "int4" in one and one["int4"] < one["int8"] else 0
+        return None if few == few_of_4 == 0 and wide == "float32" else Forms(getattr(torch, wide), few, few_of_4)
+
+    def _rows_won(self, narrow: str, wide: str) -> int:
+        """Up to how many rows `narrow` is the faster of the two; one that loses in between ends there."""
+        won = 0
         for rows in ROWS[:-1]:
-            if self.ms[str(rows)]["int8"] >= self.ms[str(rows)][wide]:
+            if self.ms[str(rows)][narrow] >= self.ms[str(rows)][wide]:
                 break
-            few = rows
-        return None if few == 0 and wide == "float32" else Forms(getattr(torch, wide), few)
+            won = rows
+        return won
 
 
-def pinned_forms(weights: WeightsName) -> Forms | None:
-    """What a name stands for that measures nothing. None: float32."""
-    return {"int8": Forms(torch.bfloat16, FEW_ROWS), "bfloat16": Forms(torch.bfloat16)}.get(weights)
+def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms | None:
+    """What a name stands for that measures nothing, for weights of which some are `in_4_bits`. None: float32."""
+    if weights == "int4" and not in_4_bits:
+        raise ConfigError("--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K: no others are rounded to 4 bits")
+    named = {
+        "int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS),
+        "int8": Forms(torch.bfloat16, FEW_ROWS),
+        "bfloat16": Forms(torch.bfloat16),
+    }
+    return named.get(weights)
 
 
 def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName:
@@ -99,6 +117,7 @@ def kept_measurement(config: ModelConfig) -> Measurement | None:
 def measure(config: ModelConfig, progress: Progress, clock: Callable[[], float] = time.perf_counter) -> Measurement:
     """Products of the model's shapes in every form, in turns, so that what else the machine does meets all alike; the best of each."""
     samples = {name: _sample(config, forms) for name, forms in _CANDIDATES.items()}
+    samples = {name: matrices for name, matrices in samples.items() if matrices}
     ms: dict[str, dict[str, float]] = {}
     for done, rows in enumerate(ROWS):
         inputs = {width: torch.ones(rows, width) for width in {matrix.shape[1] for matrix in samples["int8"]}}
@@ -115,18 +134,24 @@ def measure(config: ModelConfig, progress: Progress, clock: Callable[[], float] 
 
 
 def _sample(config: ModelConfig, forms: Forms) -> list[Matrix]:
-    """Matrices of some layers; of one layer's first rows where it is large."""
+    """Matrices of some layers; of one layer's first rows where it is large. None at all where the form takes no such width."""
     width, qkv, ffn = _place(config)[3]
     shapes = ((qkv, width), (width, config.num_heads * config.head_dim), (2 * ffn, width), (width, ffn))
     layer = sum(rows * columns for rows, columns in shapes)
     share = min(1.0, _SAMPLE_VALUES / layer)
-    matrices = []
-    for _ in range(max(1, min(config.num_layers, _SAMPLE_VALUES // layer))):
-        for rows, columns in shapes:
-            matrix = empty_matrix("sample", (max(1, int(rows * share)), columns), False, forms)
-            matrix.fill(slice(None), torch.ones(matrix.shape))
-            matrices.append(matrix)
-    return matrices
+    taken = [(-(-int(rows * share) // _ROW_STEP) * _ROW_STEP, columns) for rows, columns in shapes]
+    if forms.few_rows_of_4 and not all(map(takes_4_bits, taken)):
+        return []
+    return [_ones(shape, forms) for _ in range(max(1, min(config.num_layers, _SAMPLE_VALUES // layer))) for shape in taken]
+
+
+def _ones(shape: tuple[int, int], forms: Forms) -> Matrix:
+    if forms.few_rows_of_4:
+        scale = torch.ones(shape[0], shape[1] // GROUP)
+        return matrix_of_quants(Quants(torch.full(shape, 8, dtype=torch.uint8), scale, scale), forms)
+    matrix = empty_matrix("sample", shape, False, forms)
+    matrix.fill(slice(None), torch.ones(shape))
+    return matrix
 
 
 def _place(config: ModelConfig) -> tuple[str, str, int, tuple[int, int, int]]:
@@ -134,7 +159,7 @@ def _place(config: ModelConfig) -> tuple[str, str, int, tuple[int, int, int]]:
 
 
 def _file(config: ModelConfig) -> Path:
-    key = hashlib.blake2b(repr((_place(config), ROWS)).encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(repr((_place(config), ROWS, tuple(_CANDIDATES))).encode(), digest_size=16).hexdigest()
     return cache_dir() / "forms" / f"{key}.json"
 
 

@@ -1,22 +1,31 @@
 """The forms in which a CPU holds a model's matrices, and their products. Owns the numbers of a form, not the choice of one.
 
-A matrix may be held twice: in 8 bits for products of a few rows, whose time is that of reading the weights, and in bfloat16 or float32 for
-many rows, whose time is that of computing. Both hold the same values, those of 8 bits: KV of a block is the same, but for rounding, whether
-a prefill or a decode step computed it.
+A matrix may be held twice: in 4 or 8 bits for products of a few rows, whose time is that of reading the weights, and in bfloat16 or
+float32 for many rows, whose time is that of computing. Both hold the same values, those of the few bits: KV of a block is the same, but for
+rounding, whether a prefill or a decode step computed it. Any matrix may be rounded to 8 bits; 4 bits are only for matrices that a file has
+in 4 bits.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _LARGEST = 127.0  # of 8 bits with a sign: symmetric, so that a scale is all that a row needs
+_LEAST_STEP = 1e-30  # bfloat16 has it
+GROUP = 32  # values of a row that share a scale and a zero in 4 bits, as files have them
+_MIDDLE = 8  # of 4 bits without a sign: the number that stands for a group's zero
+_ALIGNED_ROWS = 16  # the product of 4 bits takes multiples of so many rows
+_UNSIGNED = 128  # added to 8-bit activations: oneDNN multiplies those without a sign by weights with one
+_HEAD_ROWS = 4  # oneDNN multiplies so many rows in less time than fewer
+_PACKED_ROWS = 1024  # packed at a time, as 32-bit numbers: a multiple of every CPU's tile of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,55 +34,89 @@ class Forms:
 
     wide: torch.dtype  # for many rows: bfloat16 or float32
     few_rows: int = 0  # products of at most so many rows read 8-bit weights; 0: there are none
+    few_rows_of_4: int = 0  # the same of weights that the file has in 4 bits; 0: those are held as all others are
 
     @property
     def scope(self) -> str:
-        """Names the values of the weights, for keys. `few_rows` is not among them: it chooses between two products of the same values."""
-        name = str(self.wide).removeprefix("torch.")
-        return f"int8+{name}" if self.few_rows else name
+        """Names the values of the weights, for keys. Numbers of rows are not among them: they choose between two products of the same
+        values."""
+        return "+".join([name for name, _ in self._narrow] + [str(self.wide).removeprefix("torch.")])
 
     def __str__(self) -> str:
+        narrow = " and ".join(f"{name} for up to {rows} rows" for name, rows in self._narrow)
         name = str(self.wide).removeprefix("torch.")
-        return f"int8 for up to {self.few_rows} rows, {name} for more" if self.few_rows else name
+        return f"{narrow}, {name} for more" if narrow else name
 
-    def num_bytes(self, shapes: Iterable[tuple[str, tuple[int, ...]]], tied: bool) -> int:
+    @property
+    def _narrow(self) -> list[tuple[str, int]]:
+        return [(name, rows) for name, rows in (("int4", self.few_rows_of_4), ("int8", self.few_rows)) if rows]
+
+    def of(self, in_4_bits: Collection[str]) -> Forms:
+        """For a file that has the matrices `in_4_bits` so: where there are none, its values are those of the other forms, and so is its
+        scope."""
+        return self if in_4_bits else replace(self, few_rows_of_4=0)
+
+    def num_bytes(self, shapes: Iterable[tuple[str, tuple[int, ...]]], tied: bool, in_4_bits: Collection[str] = ()) -> int:
         """Of a model's weights in memory, by their names and shapes."""
         total = 0
         for name, shape in shapes:
-            narrow, wide = self.held(name, tied)
-            matrix = math.prod(shape) * (narrow + wide * self.wide.itemsize) + 2 * narrow * shape[0]
-            total += matrix if len(shape) == 2 else 4 * shape[0]
+            if len(shape) == 1:
+                total += 4 * shape[0]
+            elif self.few_rows_of_4 and name in in_4_bits:
+                total += math.prod(shape) * self.wide.itemsize + math.prod(shape) // 2 + 4 * math.prod(shape) // GROUP
+            else:
+                narrow, wide = self.held(name, tied)
+                total += math.prod(shape) * (narrow + wide * self.wide.itemsize) + 2 * narrow * shape[0]
+                total += 0 if wide else math.prod(shape) + 8 * shape[0]  # the head once more, in oneDNN's order
         return total
 
     def held(self, name: str, tied: bool) -> tuple[bool, bool]:
-        """Whether a matrix is held in 8 bits, and whether in the wide form. Logits come from 8 bits alone where their product is exact;
-        embeddings that are only looked up are wide."""
+        """Whether a matrix that no file has in 4 bits is held in 8 bits, and whether in the wide form. Logits come from 8 bits alone where
+        their product is exact; embeddings that are only looked up are wide."""
         narrow = self.few_rows > 0 and (name != "embed" or tied)
         return narrow, not (narrow and name in ("embed", "head") and has_exact_products())
 
 
 def has_exact_products() -> bool:
     """Whether products of 8-bit numbers are summed in 32 bits. Without VNNI pairs of them are summed in 16, and clipped."""
-    return bool(torch.cpu._is_vnni_supported())
+    return bool(torch.cpu._is_vnni_supported()) and torch.backends.mkldnn.is_available()
+
+
+class Quants(NamedTuple):
+    """Rows of a matrix in 4 bits, as a file has them: value = (number - 8) * scale + zero."""
+
+    numbers: Tensor  # uint8 [rows, in], 0 to 15
+    scale: Tensor  # float32 [rows, in / GROUP]
+    zero: Tensor  # the same
+
+
+def takes_4_bits(shape: tuple[int, ...]) -> bool:
+    """Whether the product of 4 bits takes a matrix of this shape."""
+    return len(shape) == 2 and shape[0] % _ALIGNED_ROWS == 0 and shape[1] % GROUP == 0
 
 
 class Matrix:
     """One matrix [out, in] in its forms."""
 
-    __slots__ = ("few_rows", "packed", "scale", "shape", "wide")
+    __slots__ = ("few_rows", "is_in_4_bits", "packed", "scale", "shape", "tiled", "wide")
 
     def __init__(self, packed: Tensor | None, scale: Tensor | None, wide: Tensor | None, few_rows: int) -> None:
-        self.packed, self.scale = packed, scale  # int8 [out, in]; bfloat16 [out], by which a row is multiplied
+        # 8 bits: int8 [out, in], and bfloat16 [out] by which a row is multiplied. 4 bits: uint8 [out, in / 2] in the order of this CPU's
+        # product, and bfloat16 [in / GROUP, out, 2], a scale and a zero.
+        self.packed, self.scale = packed, scale
+        self.is_in_4_bits = packed is not None and packed.dtype == torch.uint8
         self.wide = wide  # None: every product is one of 8-bit numbers
+        self.tiled: tuple[Tensor, Tensor, Tensor] | None = None  # the numbers in oneDNN's order, scales and zeros of rows; made by `logits`
         self.few_rows = few_rows
-        self.shape = next(tensor.shape for tensor in (packed, wide) if tensor is not None)
+        self.shape = next(tensor.shape for tensor in (wide, packed) if tensor is not None)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.packed, self.scale, self.wide) if tensor is not None]
+        return [tensor for tensor in (self.packed, self.scale, self.wide, *(self.tiled or ())) if tensor is not None]
 
     def split(self, sizes: Sequence[int]) -> list[Matrix]:
-        """Its rows in parts that share its memory."""
+        """Its rows in parts that share its memory, to be filled one by one. One in 4 bits is made in one piece."""
+        assert not self.is_in_4_bits
         ends = itertools.accumulate(sizes)
         spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         held = (self.packed, self.scale, self.wide)
@@ -82,6 +125,7 @@ class Matrix:
 
     def fill(self, rows: slice, values: Tensor) -> None:
         """Round float32 `values` [rows, in] to its forms."""
+        assert not self.is_in_4_bits
         if self.packed is not None and self.scale is not None:
             scale = _scale(values).bfloat16()
             factor = scale.float()
@@ -92,32 +136,39 @@ class Matrix:
             self.wide[rows] = values
 
     def reorder(self, order: Tensor) -> None:
+        assert not self.is_in_4_bits
         for tensor in self.tensors:
             tensor.copy_(tensor[order])
 
     def product(self, x: Tensor) -> Tensor:
-        """float32 [T, in] -> float32 [T, out]. Activations are rounded to bfloat16 where the product reads 8 bits or bfloat16."""
-        if len(x) <= self.few_rows:
+        """[T, in] -> [T, out], in bfloat16 unless the form is float32: activations are rounded to it on both sides of the product."""
+        if x.shape[0] <= self.few_rows:
             assert self.packed is not None and self.scale is not None
-            return torch._weight_int8pack_mm(x.bfloat16(), self.packed, self.scale).float()
+            if self.is_in_4_bits:
+                return torch._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale)
+            return torch._weight_int8pack_mm(x.bfloat16(), self.packed, self.scale)
         assert self.wide is not None
-        if self.wide.dtype == torch.bfloat16:
-            return F.linear(x.bfloat16(), self.wide).float()
-        return F.linear(x, self.wide)
+        return F.linear(x.to(self.wide.dtype), self.wide)
 
     def logits(self, x: Tensor) -> Tensor:
         """`product` for the output head, whose results are compared with each other: bfloat16 would tie neighbours. Activations are two
         8-bit numbers, the second of what the first leaves out, and sums of products are exact."""
         if self.wide is not None:
-            return self.product(x)
+            return self.product(x).float()
         assert self.packed is not None and self.scale is not None
-        scale = _scale(x)
+        if self.tiled is None:  # nothing is filled any more
+            zeros = torch.zeros(self.shape[0], dtype=torch.int32)
+            self.tiled = torch.ops.onednn.qlinear_prepack(self.packed, None), self.scale.float(), zeros
+        num_rows, scale = len(x), _scale(x)
         coarse = (x / scale).round_()
-        rest = x - coarse * scale
+        rest = torch.addcmul(x, coarse, scale, value=-1.0)
         rest_scale = _scale(rest)
-        both = torch.cat((coarse, (rest / rest_scale).round_())).to(torch.int8)
-        sums = torch._int_mm(both, self.packed.t())
-        return (sums[: len(x)] * scale).addcmul_(sums[len(x) :], rest_scale).mul_(self.scale)
+        both = torch.cat((coarse, (rest / rest_scale).round_())).add_(_UNSIGNED).to(torch.uint8)
+        if 2 * num_rows < _HEAD_ROWS:
+            both = F.pad(both, (0, 0, 0, _HEAD_ROWS - 2 * num_rows))
+        # The scale and the zero of `both`, and of the result; nothing is applied to it.
+        sums = torch.ops.onednn.qlinear_pointwise(both, 1.0, _UNSIGNED, *self.tiled, None, 1.0, 0, torch.float32, "none", [], "")
+        return (sums[:num_rows] * scale).addcmul_(sums[num_rows : 2 * num_rows], rest_scale)
 
     def rows(self, tokens: Tensor) -> Tensor:
         """float32 [T, in]: an embedding's rows."""
@@ -135,7 +186,21 @@ def empty_matrix(name: str, shape: tuple[int, ...], tied: bool, forms: Forms) ->
     return Matrix(packed, scale, torch.empty(shape, dtype=forms.wide) if wide else None, forms.few_rows if narrow else 0)
 
 
+def matrix_of_quants(quants: Quants, forms: Forms) -> Matrix:
+    """A matrix that a file has in 4 bits. Only its scales and zeros are rounded, to bfloat16."""
+    numbers, (num_rows, width) = quants.numbers, quants.numbers.shape
+    scale, zero = quants.scale.bfloat16(), quants.zero.bfloat16()
+    packed = torch.empty(num_rows, width // 2, dtype=torch.uint8)
+    wide = torch.empty(num_rows, width, dtype=forms.wide)
+    for first in range(0, num_rows, _PACKED_ROWS):
+        rows = slice(first, first + _PACKED_ROWS)
+        packed[rows] = torch._convert_weight_to_int4pack_for_cpu(numbers[rows].int(), 1)
+        steps = numbers[rows].view(-1, width // GROUP, GROUP).float().sub_(_MIDDLE)
+        values = steps.mul_(scale[rows].float().unsqueeze(2)).add_(zero[rows].float().unsqueeze(2))
+        wide[rows] = values.view(-1, width)
+    return Matrix(packed, torch.stack((scale.t(), zero.t()), dim=2), wide, forms.few_rows_of_4)
+
+
 def _scale(rows: Tensor) -> Tensor:
-    """[T, 1]: what a step of 8 bits is worth in each row; 1 in a row of zeros, where any would do."""
-    scale = rows.abs().amax(dim=1, keepdim=True).div_(_LARGEST)
-    return scale.masked_fill_(scale == 0, 1.0)
+    """[T, 1]: what a step of 8 bits is worth in each row; not 0 in a row of zeros, where any other number would do."""
+    return rows.abs().amax(dim=1, keepdim=True).div_(_LARGEST).clamp_(min=_LEAST_STEP)

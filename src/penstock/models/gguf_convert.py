@@ -11,15 +11,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
 import torch
 
 from penstock.errors import ModelError
-from penstock.models.architecture import TensorSpec
-from penstock.models.forms import Forms
+from penstock.models.architecture import TensorSpec, WeightSpec
+from penstock.models.forms import Forms, Quants, matrix_of_quants, takes_4_bits
 from penstock.models.gguf_file import GgufEncoding, GgufFile, GgufTensor
 from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
 from penstock.models.model import ModelConfig, Weight
@@ -53,22 +54,52 @@ def load_converted(path: Path, load: Load[Loaded], progress: Progress) -> Loaded
     return loaded
 
 
-def read_gguf(source: GgufFile, config: ModelConfig, forms: Forms, progress: Progress) -> dict[str, Weight]:
-    """The model's weights in `forms`, each decoded a piece at a time and rounded to where it stays: nothing is written."""
-    named, interleaved = check_gguf(source, config), architecture_of(config).interleaved_in_gguf
+def read_gguf(source: GgufFile, config: ModelConfig, forms: Forms, in_4_bits: Collection[str], progress: Progress) -> dict[str, Weight]:
+    """The model's weights in `forms`, nothing is written. Those `in_4_bits` are taken as they are, where `forms` has 4 bits; all others are
+    decoded a piece at a time and rounded to where they stay."""
+    named = check_gguf(source, config)
     total, done = sum(weight.numel for weight in layout(config)), 0
-    weights = {}
+    weights: dict[str, Weight] = {}
     for weight in layout(config):
-        out = weights[weight.name] = empty_formed(weight, config, forms)
-        for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
-            tensor = named[part.name]
-            encoding = source.encoding(tensor)
-            pieces = source.decoded(tensor, config.head_dim if part.name.endswith(interleaved) else None)
-            for rows, piece in zip(piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes), pieces, strict=True):
-                put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=DTYPES[encoding.dtype]))
+        if forms.few_rows_of_4 and weight.name in in_4_bits:
+            weights[weight.name] = matrix_of_quants(_quants(source, weight, named, config), forms)
+        else:
+            weights[weight.name] = empty_formed(weight, config, forms)
+            _fill(weights[weight.name], source, weight, named, config)
         done += weight.numel
         progress("loading weights", done, total)
     return weights
+
+
+def _fill(out: Weight, source: GgufFile, weight: WeightSpec, named: Mapping[str, GgufTensor], config: ModelConfig) -> None:
+    for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+        tensor = named[part.name]
+        encoding = source.encoding(tensor)
+        pieces = source.decoded(tensor, _interleaved(part, config))
+        for rows, piece in zip(piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes), pieces, strict=True):
+            put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=DTYPES[encoding.dtype]))
+
+
+def _quants(source: GgufFile, weight: WeightSpec, named: Mapping[str, GgufTensor], config: ModelConfig) -> Quants:
+    pieces = [piece for part in weight.parts for piece in source.quants(named[part.name], _interleaved(part, config))]
+    return Quants(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*pieces, strict=True)))
+
+
+def _interleaved(part: TensorSpec, config: ModelConfig) -> int | None:
+    return config.head_dim if part.name.endswith(architecture_of(config).interleaved_in_gguf) else None
+
+
+def weights_in_4_bits(source: GgufFile, config: ModelConfig) -> frozenset[str]:
+    """The model's matrices that can be held in 4 bits without being rounded to them: the file has all their parts so. Embeddings and the
+    head are not among them, whose products are exact ones of 8 bits; nor are rows that the model puts into another order."""
+    named = check_gguf(source, config)
+    reordered = "qkv" if config.rotary_dim else None
+    return frozenset(
+        weight.name
+        for weight in layout(config)
+        if weight.name.startswith("layers.") and weight.name.rpartition(".")[2] != reordered and takes_4_bits(weight.shape)
+        if all(source.has_quants(named[part.name]) for part in weight.parts)
+    )
 
 
 def is_quantized(source: GgufFile) -> bool:
@@ -196,12 +227,11 @@ def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progre
     encodings = {name: source.encoding(tensor) for name, tensor in named.items()}
     header, total = _header(named, encodings)
     file.write(header)
-    interleaved = architecture_of(config).interleaved_in_gguf
     done = 0
     content = {}
     for name, tensor in named.items():
         digests = []
-        for piece in source.decoded(tensor, config.head_dim if name.endswith(interleaved) else None):
+        for piece in source.decoded(tensor, _interleaved(TensorSpec(name, tensor.shape), config)):
             file.write(piece)
             digests.append(piece_digest(piece))
             done += len(piece)

@@ -20,6 +20,7 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # GGUF type -> struct format
+_STRUCTS = {kind: struct.Struct("<" + kind) for kind in _NUMBERS.values()}  # a vocabulary has a hundred thousand lengths
 _MAX_DIMENSIONS = 4
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an unnamed tensor of one dimension
 _LEAST_ENTRY_BYTES = 8 + 4 + 1
@@ -48,6 +49,14 @@ class GgufEncoding(NamedTuple):
     @property
     def item_bytes(self) -> int:
         return 4 if self.dtype == "F32" else 2
+
+
+class GgufQuants(NamedTuple):
+    """Rows in 4 bits, in groups of 32: value = (number - 8) * scale + zero."""
+
+    numbers: np.ndarray[Any, np.dtype[np.uint8]]  # [rows, values]
+    scale: np.ndarray[Any, np.dtype[np.float32]]  # [rows, values / 32]
+    zero: np.ndarray[Any, np.dtype[np.float32]]
 
 
 class GgufFile:
@@ -109,15 +118,27 @@ class GgufFile:
         import gguf
 
         encoding = self.encoding(tensor)
-        whole = None if interleaved is None else self._unpermuted(tensor, encoding, interleaved)
-        for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
-            raw = self._rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
+        for raw in self._pieces(tensor, encoding, interleaved):
             if not encoding.plain:
                 try:
                     raw = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
                 except NotImplementedError as error:
                     raise ModelError(f"{self.path}: tensor {tensor.name}: {error}") from error
             yield np.ascontiguousarray(raw).reshape(-1).data
+
+    def has_quants(self, tensor: GgufTensor) -> bool:
+        """Whether `quants` can tell what its encoding holds: numbers of 4 bits at equal steps."""
+        return tensor.kind in _QUANTS
+
+    def quants(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[GgufQuants]:
+        """A tensor that is inside and has them, without any rounding, in pieces of rows."""
+        for raw in self._pieces(tensor, self.encoding(tensor), interleaved):
+            yield _QUANTS[tensor.kind](raw)
+
+    def _pieces(self, tensor: GgufTensor, encoding: GgufEncoding, interleaved: int | None) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+        whole = None if interleaved is None else self._unpermuted(tensor, encoding, interleaved)
+        for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
+            yield self._rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
 
     def numbers(self, tensor: GgufTensor) -> list[float]:
         """A short vector of plain numbers."""
@@ -150,6 +171,42 @@ def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]
     return heads.swapaxes(1, 2).reshape(rows.shape)
 
 
+def _quants_of_q4_0(raw: np.ndarray[Any, Any]) -> GgufQuants:
+    """A group is a float16 step and 16 bytes, whose low halves come first."""
+    groups = raw.reshape(len(raw), -1, 18)
+    scale = groups[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
+    return GgufQuants(_nibbles(groups[..., 2:]).reshape(len(raw), -1), scale, np.zeros_like(scale))
+
+
+def _quants_of_q4_1(raw: np.ndarray[Any, Any]) -> GgufQuants:
+    """The same with a float16 minimum behind the step."""
+    groups = raw.reshape(len(raw), -1, 20)
+    scale, least = np.moveaxis(groups[..., :4].copy().view(np.float16).astype(np.float32), -1, 0)
+    return GgufQuants(_nibbles(groups[..., 4:]).reshape(len(raw), -1), scale, least + _MIDDLE * scale)
+
+
+def _quants_of_q4_k(raw: np.ndarray[Any, Any]) -> GgufQuants:
+    """Eight groups share two float16 factors, of their steps and of their minima, which have 6 bits each. The numbers of two groups share
+    32 bytes."""
+    import gguf
+
+    blocks = raw.reshape(-1, 144)
+    factors = blocks[:, :4].copy().view(np.float16).astype(np.float32)
+    steps, minima = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+    scale, least = factors[:, :1] * steps, factors[:, 1:] * minima
+    numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
+    zero = _MIDDLE * scale - least
+    return GgufQuants(numbers.reshape(len(raw), -1), scale.reshape(len(raw), -1), zero.reshape(len(raw), -1))
+
+
+def _nibbles(data: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.concatenate((data & 15, data >> 4), axis=-1)
+
+
+_MIDDLE = np.float32(8)
+_QUANTS = {2: _quants_of_q4_0, 3: _quants_of_q4_1, 12: _quants_of_q4_k}  # by ggml's number for the encoding
+
+
 class _Cursor:
     """Reads forward through the header; running past the end, or a count that cannot fit, is a ModelError."""
 
@@ -171,7 +228,8 @@ class _Cursor:
         return piece
 
     def number(self, kind: str) -> Any:
-        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
+        form = _STRUCTS[kind]
+        return form.unpack(self.take(form.size))[0]
 
     def count(self, least_bytes: int) -> int:
         """A number of things that take at least `least_bytes` each."""

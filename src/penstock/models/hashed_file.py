@@ -140,7 +140,10 @@ class HashedFile(WeightFile):
         end = start + num_bytes
         if end > self.num_bytes:
             raise ModelError(f"{self.path} has {self.num_bytes} bytes; {end} are wanted")
-        numbers = range(start // PIECE_BYTES, -(-end // PIECE_BYTES))
+        first, at = divmod(start, PIECE_BYTES)
+        if 0 < num_bytes <= PIECE_BYTES - at:  # nearly all: a header is read a few bytes at a time
+            return self._checked(first)[at : at + num_bytes]
+        numbers = range(first, -(-end // PIECE_BYTES))
         spans = ((number, max(start - number * PIECE_BYTES, 0), end - number * PIECE_BYTES) for number in numbers)
         return b"".join(self._checked(number)[first:last] for number, first, last in spans)
 

@@ -18,7 +18,8 @@ class TorchLayerOps:
 
     def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Matrix):
-            return weight.product(x) if bias is None else weight.product(x).add_(bias)
+            product = weight.product(x).float()
+            return product if bias is None else product.add_(bias)
         # For a few rows MKL takes up to twice as long with the weight transposed in the call as with the operands exchanged.
         if len(x) >= 4 and x.dtype == torch.float32 and x.device.type == "cpu" and weight.is_contiguous():
             product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
@@ -26,7 +27,7 @@ class TorchLayerOps:
         return F.linear(x, weight, bias)
 
     def linear_shares(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
-        return self.linear(x, weight)
+        return weight.product(x) if isinstance(weight, Matrix) else self.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
@@ -40,11 +41,12 @@ class TorchLayerOps:
         return self.rms_norm(residual, weight, eps), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+        half = gate_up.shape[-1] // 2
+        gate, up = gate_up.split_with_sizes((half, half), dim=-1)  # `chunk` takes half as long again
         return F.silu(gate).mul_(up)
 
     def gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
-        return self.silu_mul(self.linear(x, weight))
+        return self.silu_mul(self.linear_shares(x, weight))
 
 
 _LAYER_OPS = TorchLayerOps()

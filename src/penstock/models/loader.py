@@ -20,7 +20,16 @@ from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
 from penstock.models.form_choice import fastest_forms, pinned_forms, wanted
-from penstock.models.gguf_convert import CONVERTER_VERSION, Content, check_gguf, gguf_config, is_quantized, load_converted, read_gguf
+from penstock.models.gguf_convert import (
+    CONVERTER_VERSION,
+    Content,
+    check_gguf,
+    gguf_config,
+    is_quantized,
+    load_converted,
+    read_gguf,
+    weights_in_4_bits,
+)
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import LayerOps, Model, ModelConfig
@@ -99,19 +108,20 @@ def _load_gguf(
     with HashedFile(path, progress) as file:
         source = GgufFile(file)
         config = parse_config(gguf_config(source), str(path)).settled(max_model_len)
-        check_gguf(source, config)
+        in_4_bits = weights_in_4_bits(source, config)
         if weights_name == "auto":
             forms = fastest_forms(config, progress) if is_quantized(source) else None
         else:
-            forms = pinned_forms(weights_name)
+            forms = pinned_forms(weights_name, in_4_bits)
         if forms is None:
             return None
+        forms = forms.of(in_4_bits)
         with tempfile.TemporaryDirectory() as folder:
             for file_name, data in tokenizer_files(source.metadata, str(path)).items():
                 (Path(folder) / file_name).write_bytes(data)
             tokenizer = load_tokenizer(Path(folder), config)
         config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
-        weights = read_gguf(source, config, forms, progress)
+        weights = read_gguf(source, config, forms, in_4_bits, progress)
         digest = weights_digest(config, torch.float32, [b"gguf", str(CONVERTER_VERSION).encode(), file.digest], forms)
     return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)
 
@@ -126,6 +136,7 @@ class ModelFacts:
     file_bytes: int  # 0: there are no files
     has_chat_template: bool
     quantized: bool = False  # whether its files hold tensors of less than 16 bits
+    in_4_bits: frozenset[str] = frozenset()  # its weights that files have in 4 bits, as the CPU multiplies them
 
 
 def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
@@ -149,7 +160,7 @@ def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
         check_gguf(source, config)
         settings = json.loads(tokenizer_files(source.metadata, str(path))["tokenizer_config.json"])
         facts = _facts(name, config, file.num_bytes, "chat_template" in settings, max_model_len)
-        return dataclasses.replace(facts, quantized=is_quantized(source))
+        return dataclasses.replace(facts, quantized=is_quantized(source), in_4_bits=weights_in_4_bits(source, config))
 
 
 def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:

@@ -96,7 +96,7 @@ class LayerOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
-        """As `linear` for `add_rms_norm` alone: [T, out], or float32 [shares, T, out] whose sum that is."""
+        """As `linear` for `add_rms_norm` alone: [T, out], perhaps in a narrower type, or float32 [shares, T, out] whose sum that is."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns (norm(x + residual), x + residual). `x` may be in shares."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,19 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": scaling.kind, **{renamed.get(k, k): list(v) if isinstance(v, tuple) else v for k, v in numbers.items()}}
 
 
-def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int = 0, metadata: Mapping[str, Any] | None = None) -> Path:
-    """The same model as `write_tiny_model` as a GGUF file in float32; `metadata` replaces or adds string entries."""
+def write_tiny_gguf(
+    path: Path,
+    config: ModelConfig = TINY_LLAMA,
+    *,
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+    encoding_of: Callable[[str], str] = lambda name: "F32",
+) -> Path:
+    """The same model as `write_tiny_model` as a GGUF file; `metadata` replaces or adds string entries. `encoding_of`: ggml's encoding of a
+    matrix by its name in safetensors files."""
     import gguf
 
-    kind = config.architecture
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, config.architecture)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.default_len)
     writer.add_embedding_length(config.hidden)
@@ -168,10 +175,13 @@ def write_tiny_gguf(path: Path, config: ModelConfig = TINY_LLAMA, *, seed: int =
     _add_gguf_tokenizer(writer, {"tokenizer.ggml.pre": "smollm", **(metadata or {})})
     for name, factors in _gguf_factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
-    names = gguf.get_tensor_name_map(next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), config.num_layers).mapping
+    names = gguf.get_tensor_name_map(
+        next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture), config.num_layers
+    ).mapping
     for name, tensor in tiny_tensors(config, seed).items():
         module, _, which = name.rpartition(".")
-        writer.add_tensor(f"{names[module][1]}.{which}", _gguf_rows(name, tensor, config))
+        kind = gguf.GGMLQuantizationType[encoding_of(name) if tensor.dim() == 2 else "F32"]
+        writer.add_tensor(f"{names[module][1]}.{which}", gguf.quantize(_gguf_rows(name, tensor, config), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -142,6 +142,17 @@ def test_a_model_that_would_not_load_fails_for_the_reason_that_a_load_gives(tmp_
     assert penstock("doctor", "--model", str(path), "--device", "cpu").code == 1
 
 
+def test_4_bits_are_shown_where_the_file_has_them_and_fail_where_it_does_not(tmp_path, penstock):
+    path = write_tiny_gguf(tmp_path / "four.gguf", encoding_of=lambda name: "Q4_0" if ".layers." in name else "Q8_0")
+    four, eight = (model_checks(Config(ModelSource(str(path), device="cpu", weights=weights))) for weights in ("int4", "int8"))
+    assert "in int4 for up to 8 rows and int8 for up to 8 rows, bfloat16 for more" in four["weights"].detail
+    assert "in int8 for up to 8 rows, bfloat16 for more" in eight["weights"].detail
+    plain = write_tiny_model(tmp_path / "plain")
+    failed = model_checks(Config(ModelSource(str(plain), device="cpu", weights="int4")))["weights"]
+    assert failed.status is doctor.Status.FAIL and "needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K" in failed.detail
+    assert penstock("doctor", "--model", str(plain), "--device", "cpu", "--weights", "int4").code == 1
+
+
 def test_half_the_dtype_is_half_the_memory():
     single, half = (model_checks(Config(ModelSource("qwen3-0.6b", device="cpu", dtype=dtype))) for dtype in ("float32", "bfloat16"))
     assert ("2.22 GiB in float32" in single["weights"].detail, "1.11 GiB in bfloat16" in half["weights"].detail) == (True, True)

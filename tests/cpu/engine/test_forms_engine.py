@@ -1,4 +1,4 @@
-"""An engine whose weights are in 8 bits: prefixes come back as they were computed, and only to the form that computed them."""
+"""An engine whose weights are in 4 or 8 bits: prefixes come back as they were computed, and only to the form that computed them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from penstock.config import Config, WeightsName
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.testing.sanitized import build_sanitized, check_silent
+from penstock.testing.tiny_models import write_tiny_gguf
 from support.driving import generate, settle_all, tiny_config
 
 PROMPT = list(range(3, 100))  # six full blocks, and one token that is always computed
 
 
-def config_of(weights: WeightsName, **offload: Any) -> Config:
-    config = tiny_config("tiny-llama", host_blocks=64)
-    source = dataclasses.replace(config.source, weights=weights)
+def config_of(weights: WeightsName, folder: Path, **offload: Any) -> Config:
+    """A GGUF file whose layers are in 4 bits, in any form: the same weights for all."""
+    config, file = tiny_config("tiny-llama", host_blocks=64), folder / "tiny.gguf"
+    if not file.exists():
+        write_tiny_gguf(file, encoding_of=lambda name: "Q4_1" if ".layers." in name else "Q8_0")
+    source = dataclasses.replace(config.source, model=str(file), load_format="auto", weights=weights)
     return dataclasses.replace(config, source=source, offload=dataclasses.replace(config.offload, **offload))
 
 
@@ -29,10 +33,10 @@ def answer(engine: Engine) -> tuple[KvSource | None, list[int]]:
     return found.source, list(found.tokens)
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_a_prefix_that_is_used_again_leads_to_the_same_tokens(weights: WeightsName) -> None:
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_a_prefix_that_is_used_again_leads_to_the_same_tokens(tmp_path: Path, weights: WeightsName) -> None:
     """The first answer prefills 97 rows at once; the second computes one row, as a decode step would, over the first one's KV."""
-    engine, sanitizer = build_sanitized(config_of(weights))
+    engine, sanitizer = build_sanitized(config_of(weights, tmp_path))
     cold, again = answer(engine), answer(engine)
     assert cold[0] == KvSource(computed=97) and again[0] == KvSource(device=96, computed=1)
     assert cold[1] == again[1]
@@ -42,7 +46,8 @@ def test_a_prefix_that_is_used_again_leads_to_the_same_tokens(weights: WeightsNa
 
 def test_blocks_on_disk_serve_the_form_that_computed_them_and_no_other(tmp_path: Path) -> None:
     def restarted(weights: WeightsName) -> int:
-        engine, sanitizer = build_sanitized(config_of(weights, ssd_dir=str(tmp_path), ssd_gib=0.05, load_always=True))
+        offload = {"ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.05, "load_always": True}
+        engine, sanitizer = build_sanitized(config_of(weights, tmp_path, **offload))
         engine.cache.cold_tiers["ssd"]._calls.store.wait_scanned(20.0)
         source, _ = answer(engine)
         persisting = engine.cache.persist()
@@ -58,3 +63,5 @@ def test_blocks_on_disk_serve_the_form_that_computed_them_and_no_other(tmp_path:
     assert restarted("int8") == 0
     assert restarted("int8") == 96
     assert restarted("float32") == 0 and restarted("bfloat16") == 0
+    assert restarted("int4") == 0
+    assert restarted("int4") == 96

@@ -111,6 +111,8 @@ def recorded_drafts(engine: Engine, prompt: list[int]) -> dict[int, list[int]]:
     executor = engine._parts.executor
     ahead = executor.ahead
     assert ahead is not None
+    if executor.pending.is_cuda:
+        pytest.skip("nobody sees a captured pass run")
     run = ahead.run
 
     def record(*args: Any) -> None:
@@ -124,13 +126,7 @@ def recorded_drafts(engine: Engine, prompt: list[int]) -> dict[int, list[int]]:
     return found
 
 
-def assert_alike(found: dict[int, list[int]], right: dict[int, list[int]], device: str) -> None:
-    """On CUDA a prompt's tokens are computed by other kernels than a decode's, and a random head decides by little."""
-    num_same = sum(found[at] == drafts for at, drafts in right.items())
-    assert found.keys() == right.keys() and num_same >= (len(right) if device == "cpu" else len(right) - 4)
-
-
-def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any, device: str, prompts: Prompts) -> None:
+def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any, prompts: Prompts) -> None:
     """The head's rows are found again with the target's: computed, on the device, in host memory. The first draft of the prompt's end is
     the same, and so are those of all steps."""
     _, engine = pair(host_blocks=64, prefill_chunk=32)
@@ -139,11 +135,11 @@ def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any,
     prompt = prompts(90)
     cold = recorded_drafts(engine, prompt)
     assert len(cold) == 24 and len({tuple(one[1:]) for one in cold.values()}) > 5
-    assert_alike(recorded_drafts(engine, prompt), cold, device)
+    assert recorded_drafts(engine, prompt) == cold
     settle_all(engine)
     engine.cache.reset(("device",))
     run_all(engine)
-    assert_alike(recorded_drafts(engine, prompt), cold, device)
+    assert recorded_drafts(engine, prompt) == cold
 
 
 def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: Any, prompts: Prompts) -> None:

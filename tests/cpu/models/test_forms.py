@@ -1,29 +1,37 @@
-"""Matrices in 8 bits and in bfloat16: the values they hold, how exact their products are, and how a form is chosen and kept."""
+"""Matrices in 4 and 8 bits and in bfloat16: the values they hold, how exact their products are, and how a form is chosen and kept."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config import ModelSource, WeightsName
 from penstock.errors import ConfigError
-from penstock.models import form_choice
-from penstock.models.form_choice import ROWS, Measurement, fastest_forms, kept_measurement, measure, wanted
-from penstock.models.forms import Forms, Matrix, empty_matrix, has_exact_products
+from penstock.models import form_choice, gguf_file
+from penstock.models.form_choice import ROWS, Measurement, fastest_forms, kept_measurement, measure, pinned_forms, wanted
+from penstock.models.forms import Forms, Matrix, Quants, empty_matrix, has_exact_products, matrix_of_quants
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps
 from penstock.models.llama import SMOLLM2_135M
-from penstock.models.loader import load_model
+from penstock.models.loader import inspect_model, load_model
 from penstock.models.model import Model
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN, layout
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
 
 INT8 = Forms(torch.bfloat16, 8)
+INT4 = Forms(torch.bfloat16, 8, 8)
 TINY = BUILT_IN["tiny-llama"]
 CPU = ("cpu", torch.float32)
 
@@ -73,8 +81,8 @@ def test_products_of_few_and_of_many_rows_are_those_of_the_same_values(rows: int
     matrix = made(values)
     assert matrix.packed is not None and matrix.scale is not None
     exact = x @ (matrix.packed.float() * matrix.scale.float()[:, None]).t()
-    assert relative(matrix.product(x), exact) < 4e-3, "more than rounding to bfloat16"
-    assert matrix.product(x).dtype == torch.float32
+    assert relative(matrix.product(x).float(), exact) < 4e-3, "more than rounding to bfloat16"
+    assert TorchLayerOps().linear(x, matrix).dtype == torch.float32
 
 
 @pytest.mark.skipif(not has_exact_products(), reason="this CPU has no VNNI: logits are products like any other")
@@ -101,17 +109,147 @@ def test_a_bias_and_an_adapter_add_to_products_of_any_form() -> None:
     matrix = made(some(96, 64))
     ops = TorchLayerOps()
     with_bias = ops.linear(x, matrix, bias)
-    assert torch.equal(with_bias, matrix.product(x) + bias)
+    assert torch.equal(with_bias, matrix.product(x).float() + bias)
     with_bias[:, 4:8].addmm_(some(2, 3), some(3, 4))  # as an adapter does, in place
 
 
-def test_bytes_are_counted_as_they_are_held() -> None:
-    model = load("int8")
-    shapes = [(w.name, w.shape) for w in layout(TINY)]
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_bytes_are_counted_as_they_are_held(tmp_path: Path, weights: WeightsName) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=of_4_bits("Q4_1"))
+    model, facts = opened(path, weights), inspect_model(str(path))
+    model.output.logits(torch.ones(1, model.config.hidden))  # type: ignore[attr-defined]
+    forms = pinned_forms(weights, facts.in_4_bits)
+    shapes = [(w.name, w.shape) for w in layout(model.config)]
     held = [model.embedding, model.norm, *(t for layer in model.layers for t in layer if t is not None)]  # type: ignore[attr-defined]
     held += [] if model.config.tied_embeddings else [model.output]  # type: ignore[attr-defined]
     tensors = [t for one in held for t in (one.tensors if isinstance(one, Matrix) else [one])]
-    assert sum(t.nbytes for t in tensors) == INT8.num_bytes(shapes, model.config.tied_embeddings)
+    assert forms is not None
+    assert sum(t.nbytes for t in tensors) == forms.num_bytes(shapes, model.config.tied_embeddings, facts.in_4_bits)
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is copied into another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(list(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_one_row_rounds_only_what_goes_into_a_product() -> None:
+    """What comes out of one is added or gated as it is: of small calls there are more than of products."""
+    model, row = load("int8"), [1, TINY.hidden]
+    with Casts() as casts:
+        hidden, residual = model.finish(0, some(*row), some(*row, seed=1))
+    assert casts.shapes == [row, row], "attention's result, and the norm's"
+    assert hidden.dtype == torch.bfloat16 and residual.dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------------------------------- 4 bits
+
+
+def of_4_bits(encoding: str, embedding: str = "Q8_0") -> Callable[[str], str]:
+    return lambda name: encoding if ".layers." in name else embedding
+
+
+def decoded(path: Path) -> dict[str, Tensor]:
+    """The values in a GGUF file by the names that it has for them, as the `gguf` package reads them."""
+    return {tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def unpacked(matrix: Matrix) -> Tensor:
+    """What its product multiplies with, a column at a time."""
+    width = matrix.shape[1]
+    return torch.cat([matrix.product(torch.eye(width)[at : at + 1]).float() for at in range(width)]).t()
+
+
+@pytest.mark.parametrize("encoding", ["Q4_0", "Q4_1", "Q4_K"])
+def test_numbers_of_4_bits_are_those_in_the_file(tmp_path: Path, encoding: str) -> None:
+    kind, path = gguf.GGMLQuantizationType[encoding], tmp_path / "one.gguf"
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 256, (6, 512 // block, block_bytes), dtype=np.uint8)
+    raw[..., :4] = np.array([0.013, -0.021], np.float16).view(np.uint8)  # the factors; of Q4_0 the second is numbers
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("one", raw.reshape(6, -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with WeightFile(path) as file:
+        source = GgufFile(file)
+        (found,) = source.quants(source.tensors["one"], None)
+    steps = found.numbers.reshape(6, -1, 32) - np.float32(8)
+    values = (steps * found.scale[..., None] + found.zero[..., None]).reshape(6, 512)
+    assert np.allclose(values, gguf.dequantize(raw.reshape(6, -1), kind), rtol=0, atol=1e-6)
+    assert found.numbers.max() == 15 and found.numbers.min() == 0
+
+
+@pytest.mark.parametrize("encoding", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("rows", [64, 80, 1104], ids=lambda rows: f"{rows} rows")
+def test_a_matrix_in_4_bits_has_the_values_of_the_file_in_both_forms(encoding: str, rows: int) -> None:
+    """Rows that fill no tile of the product, and more than are packed at a time, among them."""
+    values, kind = some(rows, 96), gguf.GGMLQuantizationType[encoding]
+    raw = gguf.quantize(values.numpy(), kind)
+    in_file = torch.tensor(gguf.dequantize(raw, kind))
+    found = gguf_file._QUANTS[kind](raw)
+    matrix = matrix_of_quants(Quants(*map(torch.from_numpy, found)), INT4)
+    assert matrix.wide is not None and matrix.shape == (rows, 96)
+    # A scale rounded to bfloat16 is off by 2**-9, and so is a zero; a value is up to 8 steps from its zero.
+    bound = 2**-8 * in_file.abs().max()
+    assert float((unpacked(matrix) - in_file).abs().max()) < bound
+    assert float((matrix.wide.float() - in_file).abs().max()) < bound
+    assert relative(unpacked(matrix), matrix.wide.float()) < 3e-3, "both forms have the same values, but for rounding"
+    x = some(9, 96, seed=5)
+    assert relative(matrix.product(x[:8]).float(), matrix.product(x)[:8].float()) < 5e-3
+
+
+def test_a_file_in_4_bits_is_taken_as_it_is_and_the_rest_of_it_is_in_8(tmp_path: Path) -> None:
+    """Heads that are interleaved in the file, and parts that are stacked, come to the rows where a decoded copy has them."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=lambda n: "Q8_0" if "down_proj" in n else of_4_bits("Q4_1")(n))
+    model, exact = opened(path, "int4"), opened(path, "float32")
+    for layer, reference in zip(model.layers, exact.layers, strict=True):  # type: ignore[attr-defined]
+        assert {name: getattr(layer, name).is_in_4_bits for name in ("qkv", "out", "gate_up", "down")} == {
+            "qkv": True,
+            "out": True,
+            "gate_up": True,
+            "down": False,
+        }
+        for name in ("qkv", "out", "gate_up"):
+            assert relative(unpacked(getattr(layer, name)), getattr(reference, name)) < 4e-3, name
+        assert layer.down.packed.dtype == torch.int8
+    assert model.embedding.packed is None and model.output.packed.dtype == torch.int8  # type: ignore[attr-defined]
+
+
+def test_rows_that_the_model_puts_into_another_order_stay_in_8_bits(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY_LLAMA, architecture="phi3", rotary_dim=TINY_LLAMA.head_dim // 2)
+    model = opened(write_tiny_gguf(tmp_path / "tiny.gguf", config, encoding_of=of_4_bits("Q4_0")), "int4")
+    assert all(not layer.qkv.is_in_4_bits and layer.out.is_in_4_bits for layer in model.layers)  # type: ignore[attr-defined]
+
+
+def test_what_no_file_has_in_4_bits_is_never_rounded_to_4(tmp_path: Path) -> None:
+    eight = write_tiny_gguf(tmp_path / "eight.gguf", encoding_of=lambda name: "Q8_0")
+    for source in (str(eight), str(write_tiny_gguf(tmp_path / "plain.gguf")), str(write_tiny_model(tmp_path / "directory"))):
+        with pytest.raises(ConfigError, match="--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K"):
+            opened(Path(source), "int4")
+    with pytest.raises(ConfigError, match="--weights int4 needs a GGUF file"):
+        load("int4")
+
+
+@pytest.mark.parametrize("encoding", ["Q4_1", "Q8_0"])
+def test_auto_takes_4_bits_where_the_file_has_them_and_keeps_the_keys_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setattr(form_choice, "kept_measurement", lambda _: measured({1: 2.0}, bfloat16=3.0, int4={1: 1.0}))
+    monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=of_4_bits(encoding))
+    same = {"Q4_1": "int4", "Q8_0": "int8"}[encoding]
+    assert opened(path, "auto").digest == opened(path, same).digest  # type: ignore[arg-type]
+    others = {opened(path, name).digest for name in ("float32", "bfloat16", "int8")}  # type: ignore[arg-type]
+    assert (opened(path, "auto").digest in others) == (encoding == "Q8_0")
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
@@ -146,14 +284,19 @@ def test_every_form_has_keys_of_its_own_and_the_number_of_rows_none() -> None:
     digests = {name: load(name).digest for name in ("float32", "bfloat16", "int8")}  # type: ignore[arg-type]
     assert len(set(digests.values())) == 3
     assert load("auto").digest == digests["float32"], "of weights that were not quantized nothing is lost unasked"
-    assert Forms(torch.bfloat16, 4).scope == INT8.scope != Forms(torch.bfloat16).scope
+    assert Forms(torch.bfloat16, 4).scope == INT8.scope == "int8+bfloat16" != Forms(torch.bfloat16).scope
+    assert Forms(torch.bfloat16, 4, 2).scope == INT4.scope == "int4+int8+bfloat16"
+    assert INT4.of(frozenset()) == INT8 and INT4.of({"layers.0.qkv"}) == INT4
 
 
 # ------------------------------------------------------------------------------------------------------------------------- the choice
 
 
-def measured(int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0) -> Measurement:
+def measured(int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0, int4: dict[int, float] | None = None) -> Measurement:
+    """`int4`: None where the form takes no such shape."""
     ms = {str(rows): {"int8": int8.get(rows, 9.0), "bfloat16": bfloat16, "float32": float32} for rows in ROWS}
+    for rows, of in ms.items():
+        of |= {} if int4 is None else {"int4": int4.get(int(rows), 9.0)}
     return Measurement("a CPU", "2.13", 2, (8, 8, 8), ms)
 
 
@@ -163,22 +306,28 @@ def test_each_number_of_rows_gets_the_form_that_was_fastest() -> None:
     assert measured({}).forms == Forms(torch.bfloat16)
     assert measured({1: 1.0}, bfloat16=5.0).forms == Forms(torch.float32, 1), "a CPU without units for bfloat16"
     assert measured({}, bfloat16=5.0).forms is None
+    assert measured({1: 1.0, 2: 1.0}, int4={1: 0.5, 2: 0.9, 4: 1.9}).forms == Forms(torch.bfloat16, 2, 4)
+    assert measured({1: 1.0, 2: 1.0}, int4={1: 1.1, 2: 0.9}).forms == Forms(torch.bfloat16, 2), "8 bits are faster for a row alone"
+    assert measured({}, int4={1: 0.5}).forms == Forms(torch.bfloat16, 0, 1)
 
 
 def test_a_measurement_takes_the_best_of_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes by what is multiplied: 1 s for a product in 8 bits, 2 s in bfloat16, 3 s in float32; sometimes much more."""
+    """The clock goes by what is multiplied: 1 s in 4 bits, 2 s in 8 bits, 4 s in bfloat16, 6 s in float32; sometimes much more."""
     at, calls = [0.0], [0]
 
     def product(self: Matrix, x: Tensor) -> Tensor:
         calls[0] += 1
-        at[0] += (1 if self.packed is not None else 2 if self.wide.dtype == torch.bfloat16 else 3) + (100 if calls[0] % 40 == 0 else 0)  # type: ignore[union-attr]
+        narrow = 0 if self.packed is None else 1 if self.is_in_4_bits else 2
+        at[0] += (narrow or (4 if self.wide.dtype == torch.bfloat16 else 6)) + (100 if calls[0] % 40 == 0 else 0)  # type: ignore[union-attr]
         return x
 
     monkeypatch.setattr(Matrix, "product", product)
     found = measure(TINY, silent, clock=lambda: at[0])
-    per_form = [found.ms["1"][name] for name in ("int8", "bfloat16", "float32")]
-    assert per_form[1] == 2 * per_form[0] and per_form[2] == 3 * per_form[0]
-    assert found.forms == Forms(torch.bfloat16, ROWS[-2])
+    per_form = [found.ms["1"][name] / found.ms["1"]["int4"] for name in ("int8", "bfloat16", "float32")]
+    assert per_form == [2, 4, 6]
+    assert found.forms == Forms(torch.bfloat16, ROWS[-2], ROWS[-2])
+    narrow = measure(dataclasses.replace(TINY, hidden=80), silent, clock=lambda: at[0])
+    assert narrow.forms == Forms(torch.bfloat16, ROWS[-2]), "rows of 80 values are no groups of 32: nothing is measured in 4 bits"
 
 
 def test_a_cpu_is_measured_once_and_again_where_the_file_is_no_longer_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,24 +346,13 @@ def test_tensors_that_do_not_fit_the_metadata_are_named(tmp_path: Path, pristine
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16", "BF16"])
-def test_encodings_are_decoded_as_ggml_defines_them(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encodings_are_decoded_as_ggml_defines_them(tmp_path: Path, kind: str) -> None:
     import gguf
 
-    from penstock.testing import tiny_models
-
-    encoding = gguf.GGMLQuantizationType[kind]
-    plain = tiny_tensors(TINY_LLAMA)["model.layers.0.mlp.up_proj.weight"].numpy()
+    encoding, name = gguf.GGMLQuantizationType[kind], "model.layers.0.mlp.up_proj.weight"
+    plain = tiny_tensors(TINY_LLAMA)[name].numpy()
     encoded = gguf.quantize(plain, encoding)
-    add_tensor = gguf.GGUFWriter.add_tensor
-
-    def add(self: gguf.GGUFWriter, name: str, rows: np.ndarray) -> None:
-        if name == "blk.0.ffn_up.weight":
-            add_tensor(self, name, encoded, raw_dtype=encoding)
-        else:
-            add_tensor(self, name, rows)
-
-    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
-    path = tiny_models.write_tiny_gguf(tmp_path / "tiny.gguf")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=lambda tensor: kind if tensor == name else "F32")
     weights = converted(path)
     up = weights["layers.0.gate_up"][TINY_LLAMA.ffn :].numpy()
     assert np.array_equal(up, gguf.dequantize(encoded, encoding))
