@@ -124,6 +124,7 @@ def drive(engine: Engine, stack: Haystack) -> Found:
     while engine.has_work():
         if not engine.step():
             engine.wait_work(1.0)
+        engine.cache.loads.mover.drain(30.0)  # how long a copy takes here decides nothing either
         most = max(most, engine.cache.stats().slots["device"].active)
     assert answer.error is None and answer.events[0].scored
     return Found(stack.found(answer.tokens), most, engine.cache.num_blocks, engine.stats().host_steps)
