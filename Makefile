@@ -22,13 +22,14 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test clients soak crash fuzz mutants test-gpu lint format types size trace bench clean
+.PHONY: help setup setup-dev serve chat test clients soak needles crash fuzz mutants test-gpu lint format types size trace bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve      set up, then serve a model on http://127.0.0.1:8000   (options: make serve ARGS='--port 9000')"
 	@echo "make chat       set up, then chat in the terminal"
 	@echo "make test       set up, then lint, types and all tests that run without a GPU"
+	@echo "make needles    needles in long contexts with six percent of them on the device (options: make needles NEEDLE_LENGTHS=262144,524288)"
 	@echo "make soak       random trouble, minutes long, every answer checked (options: make soak SOAK_S=600 CROWDS=1000)"
 	@echo "make crash      the SSD cache's writers killed hundreds of times, what is left checked (options: make crash KILLS=300 CRASHES=600)"
 	@echo "make fuzz       random requests to every route of a server, every answer checked (options: make fuzz FUZZ_S=600 FUZZ_SEED=7)"
@@ -82,6 +83,11 @@ bench: setup
 
 test: setup-dev lint types
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=10 $(ARGS)
+
+# A prefill of 262144 tokens takes some minutes.
+NEEDLE_LENGTHS ?= 262144
+needles: setup-dev
+	PENSTOCK_NEEDLES=$(NEEDLE_LENGTHS) $(ONE_THREAD) $(BIN)/python -m pytest -q tests/cpu/engine/test_scored.py -k long_contexts
 
 # Trouble from several threads for SOAK_S seconds, then random crowds stepped by hand; both against each request's tokens alone.
 # SOAK_S=3600 CROWDS=1000 for a night.

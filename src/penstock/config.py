@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -22,6 +23,10 @@ EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "cost")  # the defaul
 DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")  # cheap enough for the device: what they do is done for whole runs
 SchedulingName = Literal["cost", "fifo"]
 SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
+ResidencyName = Literal["exact", "scored"]
+RESIDENCIES: tuple[ResidencyName, ...] = ("exact", "scored")
+ScorerName = Literal["qk", "lru"]
+SCORERS: tuple[ScorerName, ...] = ("qk", "lru")
 AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -75,6 +80,15 @@ class ModelSource:
         _need(self.weights in WEIGHT_FORMS, f"--weights must be one of {', '.join(WEIGHT_FORMS)}, got {self.weights!r}")
 
 
+MAX_SPANS = 64  # of pinned tokens
+
+
+def check_spans(spans: Sequence[tuple[int, int]], error: type[ConfigError] | type[InvalidRequest]) -> None:
+    """Raises `error` unless each is a first token and one behind the last."""
+    if len(spans) > MAX_SPANS or any(not 0 <= first < end for first, end in spans):
+        raise error(f"pinned spans are at most {MAX_SPANS} pairs of a first token and one behind the last, got {list(spans)[:3]}")
+
+
 FEWEST_RESIDENT = 8  # blocks of a deep sequence on the device: what is computed, and what is being saved meanwhile
 
 
@@ -87,8 +101,15 @@ class KvConfig:
     device_blocks: int | None = None  # the same in blocks; at most one of the two
     prefix_cache: bool = True  # reuse blocks across requests
     resident_tokens: int | None = None  # of a sequence that are on the device at most; None: all, where they fit, else half of its memory
+    residency: ResidencyName = "exact"  # what a sequence that does not fit attends to while it decodes: all, or what is on the device
+    pin_spans: tuple[tuple[int, int], ...] = ()  # with "scored": [first, end) of tokens that are always there
+    scorer: ScorerName = "qk"  # with "scored": what else is there
 
     def __post_init__(self) -> None:
+        _need(self.residency in RESIDENCIES, f"--kv-residency must be one of {', '.join(RESIDENCIES)}, got {self.residency!r}")
+        _need(self.scorer in SCORERS, f"--kv-scorer must be one of {', '.join(SCORERS)}, got {self.scorer!r}")
+        check_spans(self.pin_spans, ConfigError)
+        _need(not self.pin_spans or self.residency == "scored", "--kv-pin-spans needs --kv-residency scored")
         _need(self.block_tokens in (8, 16, 32, 64, 128), f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}")
         _need(self.device_gib is None or self.device_blocks is None, "give --device-kv-gib or --device-kv-blocks, not both")
         fewest = FEWEST_RESIDENT * self.block_tokens

@@ -194,6 +194,12 @@ class CacheHint:
             raise InvalidRequest("cache_hint says both release and retain_s: give one of them", "cache_hint")
 
 
+class Residency(NamedTuple):
+    """That a request which does not fit may decode over a part of its context: what is on the device, chosen by scores."""
+
+    pins: tuple[tuple[int, int], ...] = ()  # [first, end) of tokens that are always in that part
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One user generation."""
@@ -207,6 +213,7 @@ class Request:
     distinct_prompt: NDArray[np.int32] | None = field(default=None, compare=False)  # set ahead of `distinct`, which says what it is
     priority: int = 0  # lower ones run first, whatever else is in line
     session: str = ""  # whose conversation it belongs to, as its client says; empty: it does not say
+    residency: Residency | None = None  # None: where it does not fit, it attends to all of its context all the same
 
     def distinct(self) -> NDArray[np.int32]:
         """The prompt's tokens, each once. The caller of `submit` works it out where a penalty needs it: long prompts take milliseconds."""
@@ -369,6 +376,7 @@ class TokenEvent(NamedTuple):
     failure: PenstockError | None = None  # what the error is, where no step has failed: the request was refused, or its engine is gone
     drafted: int = 0  # drafts that the step verified for it
     accepted: int = 0  # and those of them that were kept
+    scored: bool = False  # on the first event: its tokens behind the first attend to a part of its context
 
 
 Listener = Callable[[TokenEvent], None]
@@ -476,6 +484,25 @@ class Echo(NamedTuple):
     num_top: int  # alternatives to report beside each
 
 
+class Scoring(NamedTuple):
+    """What a step does for the choice of what a scored request has on the device. Parts of a sequence are numbered in units of
+    `part_blocks` blocks."""
+
+    part_blocks: int
+    most_parts: int  # of the whole life of the request
+    first: int  # the block that `slots` begin with
+    slots: NDArray[np.int32]  # of the device: blocks whose keys are summed up now
+    paged: bool  # so are the blocks that stream in from host memory, which are the first of the sequence
+    num_parts: int  # the first so many are scored against the queries of the chunk's last token; 0: none
+    recall: bool = False  # all of the context is read, and it is told how much of the attention is on what is on the device
+
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _same(self, other)
+
+
 class Chunk(NamedTuple):
     """One request's share of a step: `num_tokens` tokens from position `start` on."""
 
@@ -483,14 +510,16 @@ class Chunk(NamedTuple):
     row: int  # fixed while the request runs; device state of the request lives under it
     start: int
     tokens: tuple[int, ...]  # len(tokens) == num_tokens; of a decode: the request's last token, or TOKEN_IN_FLIGHT, and drafts behind it
-    slots: NDArray[np.int32]  # of its first ceil((start + num_tokens) / block_tokens) blocks, without those paged out, in token order
+    slots: NDArray[np.int32]  # of its first ceil((start + num_tokens) / block_tokens) blocks, without `num_elsewhere`, in token order
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
     num_logits: int  # of its last tokens so many have their logits computed, and a token sampled from each; of a decode all
     adapter: Adapter | None = None  # whose weights it is computed with; looked up by its digest where the step is launched
     echo: Echo | None = None  # None: no logprobs of its prompt are wanted
-    paged: NDArray[np.int32] | None = None  # slots of host memory that have the blocks before `slots`; None: there are none
+    paged: NDArray[np.int32] | None = None  # slots of host memory that have the blocks which `slots` lack; None: there are none
     num_unsure: int = 0  # it starts up to so many tokens earlier: so many drafts of the step before may turn out to be rejected
     next_token: int = 0  # the prompt's behind its last one, where it samples none
+    num_left_out: int = 0  # blocks before its own that are neither in `slots` nor in `paged`: its tokens do not attend to them
+    scoring: Scoring | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -500,6 +529,11 @@ class Chunk(NamedTuple):
     def num_paged(self) -> int:
         """Blocks."""
         return 0 if self.paged is None else len(self.paged)
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Blocks before its own that are not in `slots`."""
+        return self.num_paged + self.num_left_out
 
     @property
     def kv_len(self) -> int:
@@ -594,6 +628,20 @@ class Sampled(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+class PartScores(NamedTuple):
+    """What the `Scoring` of a chunk asked for."""
+
+    request_id: str
+    scores: NDArray[np.float32]
+    recall: float | None = None  # share of the attention, over all layers and heads
+
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _same(self, other)
+
+
 class StepFailure(NamedTuple):
     """Why a step failed."""
 
@@ -617,6 +665,7 @@ class StepResult:
     sampled: tuple[Sampled, ...]
     prompt_logprobs: tuple[tuple[str, TokenScores], ...] = ()  # by request, this chunk's share
     error: StepFailure | None = None
+    part_scores: tuple[PartScores, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------- scheduler <-> kv
@@ -637,11 +686,30 @@ class Table(Protocol):
     def paged_slots(self) -> NDArray[np.int32]:
         """Where they are there."""
 
+    @property
+    def num_fetched(self) -> int:
+        """How many of those have a copy on the device all the same."""
+
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
         """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without those that were paged out."""
 
     def take_after(self) -> tuple[Fence, ...]:
         """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""
+
+
+class FetchedBlocks(Protocol):
+    """A run of a table's paged-out blocks that was, or is being, copied back into slots of the device, beside those that the table has
+    there. It ends with its table, or by `KvLedger.drop_fetched`."""
+
+    @property
+    def slots(self) -> NDArray[np.int32]: ...
+
+    @property
+    def settled(self) -> bool:
+        """The copy is over, landed or failed: no transfer uses the slots."""
+
+    @property
+    def failed(self) -> bool: ...
 
 
 class Match(NamedTuple):
@@ -744,6 +812,15 @@ class KvLedger(Protocol):
     def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:
         """Give back the slots of up to `num_blocks` of the table's first blocks on the device, as far as host memory has them; returns how
         many. `fence` lies behind all steps launched."""
+
+    def fetch(self, table: Table, first: int, num_blocks: int) -> FetchedBlocks | None:
+        """Have the paged-out blocks `first..` of a table copied into slots that are drawn for it; None where there are not enough."""
+
+    def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
+        """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
+
+    def close_scope(self, table: Table, num_tokens: int) -> None:
+        """What follows the first `num_tokens` of the table is computed over a part of its context: no other request ever finds it."""
 
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and say False."""

@@ -46,6 +46,19 @@ class Traffic:
     usable: dict[str, bool] = field(default_factory=dict)  # by cold tier: False while it is fenced off
 
 
+RECALL_BOUNDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyFigures:
+    """A snapshot of what is done for requests that attend to a part of their context."""
+
+    parts_fetched: int = 0  # of 64 tokens, from host memory to the device
+    scorings: int = 0
+    scoring_s: float = 0.0  # that steps took longer for it
+    recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))  # share of attention that went to that part, in exact steps
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFigures:
     """A snapshot of what is known of conversations. Numbers only: names may be secrets."""

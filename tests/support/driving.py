@@ -12,13 +12,14 @@ from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, T
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 
+_KV = ("prefix_cache", "block_tokens", "resident_tokens", "residency", "pin_spans", "scorer")
 _OFFLOAD = ("eviction", "lease_s", "load_always", "load_deadline_s", "ssd_dir", "ssd_gib", "ssd_admission", "remote", "remote_timeout_s")
 
 
 def tiny_config(model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, host_blocks: int = 0, **engine: Any) -> Config:
-    """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind the device. `prefix_cache`,
-    `block_tokens` and `resident_tokens` go to the KV side, `speculate` names a proposer."""
-    kv = {name: engine.pop(name) for name in ("prefix_cache", "block_tokens", "resident_tokens") if name in engine}
+    """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind the device. Settings of `_KV` go
+    to the KV side, `speculate` names a proposer."""
+    kv = {name: engine.pop(name) for name in _KV if name in engine}
     offload = {name: engine.pop(name) for name in _OFFLOAD if name in engine}
     positions, speculate = engine.pop("positions", None), engine.pop("speculate", None)
     host_gib = (host_blocks + 0.5) * block_bytes(model, kv.get("block_tokens", 16)) / GIB if host_blocks else None
@@ -73,10 +74,11 @@ class Collected:
 
 
 def submit(engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any) -> Collected:
-    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise."""
+    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise. `residency` and `pins` are no sampling's."""
     collected = Collected()
+    part = {name: sampling.pop(name) for name in ("residency", "pins") if name in sampling}
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
-    collected.request_id = engine.submit(prompt, params, collected.events.append, cache_salt=salt, adapter=adapter)
+    collected.request_id = engine.submit(prompt, params, collected.events.append, cache_salt=salt, adapter=adapter, **part)
     return collected
 
 

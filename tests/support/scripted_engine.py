@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config import ResidencyName
 from penstock.contract import Adapter, CacheHint, FinishReason, KvSource, Listener, Prefetched, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
@@ -90,6 +91,7 @@ class ScriptedEngine:
         self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
         self.adapted: list[Adapter | None] = []  # by what was submitted
         self.hinted: list[tuple[int, str, CacheHint | None]] = []  # priority, session and hint, by what was submitted
+        self.resident: list[tuple[ResidencyName | None, Sequence[tuple[int, int]] | None]] = []  # by what was submitted
         self._script = script
         self._pace_s = pace_s
         self._lock = threading.Condition()
@@ -113,6 +115,8 @@ class ScriptedEngine:
         priority: int = 0,
         session: str = "",
         hint: CacheHint | None = None,
+        residency: ResidencyName | None = None,
+        pins: Sequence[tuple[int, int]] | None = None,
     ) -> str:
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -129,6 +133,7 @@ class ScriptedEngine:
             self.submitted.append((prompt, sampling, cache_salt))
             self.adapted.append(adapter)
             self.hinted.append((priority, session, hint))
+            self.resident.append((residency, pins))
             scope = (cache_salt, "" if adapter is None else adapter.digest)
             self._open[request_id] = _Open(request_id, prompt, sampling, scope, listener, iter(tokens))
             self._lock.notify_all()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.report import Results, draw_bars, figure
+from penstock.bench.report import Column, Results, draw_bars, figure
 from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config
 from penstock.engine.build import device_for
@@ -34,6 +34,7 @@ class DeepBench:
 
     name = "deep"
     columns = (
+        Column("mode", lambda row: str(row["mode"])),
         figure("resident", "resident"),
         figure("tokens", "length"),
         figure("prefill s", "prefill_s", 2),
@@ -59,11 +60,11 @@ class DeepBench:
             if self.tokens_of(length) > engine.max_model_len:
                 results.skipped.append(f"{length} tokens, {resident} resident: they exceed the context of {engine.max_model_len}")
             else:
-                results.rows.append(self._row(driver, length, resident, link))
+                results.rows.append(self._row(driver, length, resident, link, config.kv.residency))
         progress(f"{STAGE}, {resident} tokens resident", len(self.lengths), len(self.lengths))
         return results
 
-    def _row(self, driver: Driver, length: int, resident: int, link: float | None) -> dict[str, Any]:
+    def _row(self, driver: Driver, length: int, resident: int, link: float | None, mode: str) -> dict[str, Any]:
         driver.reset_cache()
         vocab = driver.engine.tokenizer.vocab_size
         prompt, more = (random_prompts(1, num, vocab, (self.seed, num))[0] for num in (length, NEXT_TOKENS))
@@ -77,11 +78,12 @@ class DeepBench:
         is_deep = length + self.tokens > resident
         num_bytes = driver.engine.cache.saves.layout.block_bytes / driver.engine.cache.block_tokens * max(0, length - resident)
         return {
+            "mode": mode if is_deep else "full",
             "resident": resident if is_deep else length,
             "length": length,
             "prefill_s": first.ttft_s,
             "decode_ms": median(gaps) * 1000,
-            "link_ms": num_bytes / link * 1000 if link and is_deep else None,
+            "link_ms": num_bytes / link * 1000 if link and is_deep and mode == "exact" else None,
             "second_s": second.ttft_s,
             "restored": None if second.source is None else 1 - second.source.computed / len(prompt),
             "link_gb_s": None if link is None else link / 1e9,
@@ -91,11 +93,13 @@ class DeepBench:
         groups = sorted({row["length"] for row in rows})
         shown = {
             "all on the device": [row for row in rows if row["resident"] == row["length"]],
-            "paged out": [row for row in rows if row["resident"] < row["length"]],
+            "paged out": [row for row in rows if row["resident"] < row["length"] and row.get("mode") != "scored"],
+            "scored": [row for row in rows if row.get("mode") == "scored"],
         }
         bars = {
             name: [next((row["decode_ms"] for row in some if row["length"] == group), None) for group in groups]
             for name, some in shown.items()
+            if some
         }
         bars["the link alone"] = [next((row["link_ms"] for row in shown["paged out"] if row["length"] == group), None) for group in groups]
         draw_bars(axes, [f"{group:,}" for group in groups], bars, "%.1f")

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 from penstock.config import (
     ADMISSIONS,
     EVICTIONS,
+    RESIDENCIES,
     SCHEDULINGS,
+    SCORERS,
     WEIGHT_FORMS,
     Config,
     EngineConfig,
@@ -122,6 +124,16 @@ def _memory_flags(group: Any) -> None:
         help="tokens of one sequence that are on the device at most, the rest in host memory "
         "(default: all where they fit, else half of the device)",
     )
+    group.add_argument(
+        "--kv-residency",
+        choices=RESIDENCIES,
+        default=KvConfig().residency,
+        help="what a sequence that does not fit attends to while it decodes: all of its context, or what is on the device",
+    )
+    group.add_argument(
+        "--kv-pin-spans", type=_spans, default=(), metavar="A-B,...", help="with scored residency: tokens A to B-1 are always on the device"
+    )
+    group.add_argument("--kv-scorer", choices=SCORERS, default=KvConfig().scorer, help="with scored residency: what else is there")
 
 
 def _offload_flags(group: Any) -> None:
@@ -266,7 +278,16 @@ def config_of(args: argparse.Namespace) -> Config:
     model = ModelSource().model if args.model is None else args.model
     return Config(
         source=ModelSource(model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config, args.weights),
-        kv=KvConfig(args.block_tokens, args.device_kv_gib, args.device_kv_blocks, not args.no_prefix_cache, args.kv_resident_tokens),
+        kv=KvConfig(
+            args.block_tokens,
+            args.device_kv_gib,
+            args.device_kv_blocks,
+            not args.no_prefix_cache,
+            args.kv_resident_tokens,
+            args.kv_residency,
+            args.kv_pin_spans,
+            args.kv_scorer,
+        ),
         engine=EngineConfig(
             args.max_model_len,
             args.max_batch,
@@ -333,6 +354,13 @@ def counts(text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of positive whole numbers such as 1,8,32")
     return tuple(dict.fromkeys(numbers))
+
+
+def _spans(text: str) -> tuple[tuple[int, int], ...]:
+    """0-64,1000-1500 -> ((0, 64), (1000, 1500))"""
+    if not re.fullmatch(r"\d+-\d+(,\d+-\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of spans of tokens such as 0-64,1000-1500")
+    return tuple((int(first), int(end)) for first, end in (part.split("-") for part in text.split(",")))
 
 
 def _adapter(text: str) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from penstock.engine.execution.replays import cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Kept, Noise, Sampler, gumbel_noise, kept_tokens
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
@@ -97,6 +98,9 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     budget = _budget(config, device, max_model_len)
     if storage.host_arena is not None and not any(dims.windows):
         budget = _with_deep(budget, config, num_blocks)
+    may_be_paged = _may_be_paged(config, max_model_len, num_blocks)
+    residency = ResidencyChoice.of(budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv)
+    budget = replace(budget, division=residency.division)
     limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
@@ -104,7 +108,8 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         block_tokens=config.kv.block_tokens,
         padding_slot=arena.padding_slot,
         arena=arena.name,
-        max_paged=cache.num_pageable if _may_be_paged(config, max_model_len, num_blocks) else 0,
+        max_paged=cache.num_pageable if may_be_paged else 0,
+        max_parts=0 if residency.division is None else blocks_for(max_model_len, residency.division.part_tokens),
         max_drafts=min(_MAX_STEP_DRAFTS, config.speculation.drafts * budget.max_batch),
         max_request_drafts=config.speculation.drafts,
         has_head=head is not None,
@@ -123,6 +128,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         lanes.append(make_lane("page", device, sanitizer))
         piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
         executor.paged = PagedReads(storage.host_arena, attention, lanes[-1], min(piece_tokens, max_model_len))
+        executor.keep_scores(config.kv.scorer)
     if device.type == "cuda":
         cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
         executor.capture_all(progress)
@@ -141,6 +147,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         seed=config.engine.seed,
         sampling=loaded.sampling,
         grammars=grammars,
+        residency=residency,
         sanitizer=sanitizer,
         speculation=speculation,
     )

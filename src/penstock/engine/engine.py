@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock.config import ResidencyName
 from penstock.contract import (
     Adapter,
     CacheHint,
@@ -39,10 +40,12 @@ from penstock.engine.execution.recording import Recorder
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
+from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.lanes.lane import Lane
@@ -78,6 +81,7 @@ class EngineParts:
     seed: int
     sampling: Mapping[str, Any]  # fields of SamplingParams that the model states for requests which leave them out
     grammars: Grammars
+    residency: ResidencyChoice
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
     speculation: Speculation | None = None  # proposes tokens, where that was asked for
     recorder: Recorder | None = None  # told of every step, where somebody wants the run again
@@ -123,9 +127,11 @@ class Engine:
         priority: int = 0,
         session: str = "",
         hint: CacheHint | None = None,
+        residency: ResidencyName | None = None,
+        pins: Sequence[tuple[int, int]] | None = None,
     ) -> str:
         """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most. `hint`
-        is about the KV of its `session`."""
+        is about the KV of its `session`. `residency` and `pins`: where it does not fit, what it attends to; None: as configured."""
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
@@ -139,7 +145,8 @@ class Engine:
         prefix = cache.prefix_of(known, cache_salt, adapter)
         distinct = np.unique(known).astype(np.int32) if sampling.repetition_penalty != 1.0 else None
         own_id = request_id or uuid.uuid4().hex
-        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session)
+        part = self._parts.residency.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
+        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session, part)
         listener = self._sessions.follow(request, cache_salt, hint, listener)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:
@@ -287,11 +294,16 @@ class Engine:
             resume=self._outbox.resume.copy(),
             load_exposed_s=self._load_exposed_s,
             sessions=self._sessions.figures(),
+            residency=self._residency_figures(),
             host_steps=self._num_host_steps,
             drafted=tuple(scheduler.counts.drafted_by_place),
             accepted=tuple(scheduler.counts.accepted_by_place),
             sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
+
+    def _residency_figures(self) -> ResidencyFigures:
+        counts = self._parts.scheduler.counts
+        return ResidencyFigures(counts.parts_fetched, counts.scorings, self._pace.scoring.seconds, counts.recall.copy())
 
     def wait_work(self, timeout_s: float) -> None:
         """Block until somebody asks for something or a transfer has got further."""
@@ -340,6 +352,9 @@ class Engine:
             self._read(running)
             settled = True
         plan = self._plan()
+        if self._parts.scheduler.left_scored and self._parts.executor.scores is not None:
+            left, self._parts.scheduler.left_scored = self._parts.scheduler.left_scored, []
+            self._parts.executor.scores.forget(left)
         self._outbox.note_lives(self._parts.scheduler.lives)
         launched = None if plan is None else self._launch(plan)
         previous, self._running = self._running, launched
@@ -435,6 +450,7 @@ class Engine:
             self._reads_host_s = 2 * time.monotonic() - self._host_step[1]  # as long again for others
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
+        self._parts.scheduler.tau = self._pace.scoring.tau
         self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
         while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
             time.sleep(POLL_S)

@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.contract import StepPlan
+from penstock.engine.scheduling.residency import FIRST_TAU
 
 _MIN_TOKENS = 32  # fewer say more about launching a step than about computing it
 _MIN_SHARE = 0.9  # of a step's tokens that are prefill, for its time to count as prefill's
+
+
+# Of decode steps' time that scoring may take, and the tokens between two scorings that follow: more of them see too little, and fewer
+# than a fetch takes to land see nothing new.
+SCORING_SHARE = 0.05
+LEAST_TAU = 4
+MOST_TAU = 256
+_NEWEST = 0.2  # weight of the newest time
 
 
 class Prefill(NamedTuple):
@@ -30,12 +40,47 @@ class Decoded(NamedTuple):
     seconds: float  # from the end of the step before, where there was one: what the host did in between counts
 
 
+class _LaunchedStep(NamedTuple):
+    """A step on the lane."""
+
+    prefill: Prefill | None  # what it computes, where that is of interest
+    num_rows: int  # of a step that only decodes
+    at_s: float
+    scores: bool | None  # of a step that only decodes, whether it scores
+
+
+class ScoringCost:
+    """What scoring takes beside decoding, and how often it may be done so that this stays a small share."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # that steps took longer for it, all together
+        self._plain_s: float | None = None  # of a decode step, lately
+        self._extra_s: float | None = None  # of one that scores, on top of that
+
+    def add(self, seconds: float, scores: bool) -> None:
+        """A decode step has taken so long."""
+        if not scores:
+            self._plain_s = seconds if self._plain_s is None else self._plain_s + _NEWEST * (seconds - self._plain_s)
+        elif self._plain_s is not None:
+            extra = max(0.0, seconds - self._plain_s)
+            self.seconds += extra
+            self._extra_s = extra if self._extra_s is None else self._extra_s + _NEWEST * (extra - self._extra_s)
+
+    @property
+    def tau(self) -> int:
+        """Tokens between two scorings of one request."""
+        if not self._plain_s or self._extra_s is None:
+            return FIRST_TAU
+        return max(LEAST_TAU, min(MOST_TAU, math.ceil(self._extra_s / (SCORING_SHARE * self._plain_s))))
+
+
 class Pace:
     """Steps are read in the order of their launch, and each runs from its launch or the end of the one before, whichever is later."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._launched: deque[tuple[Prefill | None, int, float]] = deque()  # what it computes, where that is of interest; and when
+        self.scoring = ScoringCost()
+        self._launched: deque[_LaunchedStep] = deque()
         self._last_end_s = 0.0
         self.decoded: Decoded | None = None  # the step read last, where it was one
 
@@ -46,14 +91,18 @@ class Pace:
         if num >= _MIN_TOKENS and not plan.loads:
             depth = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks) / num
             prefill = Prefill(num, depth, 0.0, at_most=num < _MIN_SHARE * plan.num_tokens)
-        self._launched.append((prefill, plan.num_rows if plan.is_decode else 0, self._clock()))
+        decodes = plan.is_decode and not (plan.loads or any(chunk.num_paged for chunk in plan.chunks))
+        scores = any(chunk.scoring is not None for chunk in plan.chunks) if decodes else None
+        self._launched.append(_LaunchedStep(prefill, plan.num_rows if plan.is_decode else 0, self._clock(), scores))
 
     def read(self) -> Prefill | None:
         """The oldest step is over; None where it says nothing about prefills."""
-        prefill, num_rows, launched_s = self._launched.popleft()
+        prefill, num_rows, launched_s, scores = self._launched.popleft()
         before_s = self._last_end_s
         started_s, self._last_end_s = max(launched_s, before_s), self._clock()
         took_s = self._last_end_s - started_s
+        if scores is not None:
+            self.scoring.add(took_s, scores)
         idle_s = started_s - before_s
         self.decoded = Decoded(num_rows, took_s + (idle_s if idle_s < took_s else 0.0)) if num_rows else None
         return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.figures import Histogram, SessionFigures, Traffic
+from penstock.figures import Histogram, ResidencyFigures, SessionFigures, Traffic
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -31,4 +31,5 @@ class EngineStats:
     sessions: SessionFigures = field(default_factory=SessionFigures)
     drafted: tuple[int, ...] = ()  # draft tokens verified: how many first ones of a step, second ones, ..; empty where there were none
     accepted: tuple[int, ...] = ()  # and those that were kept
+    residency: ResidencyFigures = field(default_factory=ResidencyFigures)
     host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there

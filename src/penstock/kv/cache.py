@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock import contract
-from penstock.contract import Adapter, Fence, Lease, Match, Prefix, Table
+from penstock.contract import Adapter, Fence, FetchedBlocks, Lease, Match, Prefix, Table
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken
 from penstock.figures import Traffic
 from penstock.kv.blocks.eviction import PoolWant
-from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
+from penstock.kv.blocks.key import Scope, Tokens, prefix_keys, private_scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
-from penstock.kv.blocks.table import BlockTable
+from penstock.kv.blocks.table import BlockTable, FetchedRun
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads, no_tiers
@@ -379,6 +379,43 @@ class KvCache:
                 self.saves.submit()  # there may be no step before it is needed
         return num
 
+    def fetch(self, table: Table, first: int, num_blocks: int) -> FetchedRun | None:
+        """Have the paged-out blocks `first..` of `table` copied into slots that are drawn for it; None where there are not enough. The
+        copies have no key on the device: they are this table's alone."""
+        own = self._own(table)
+        if first + num_blocks > own.num_paged:
+            raise InvariantBroken(f"{own.owner!r} fetches blocks up to {first + num_blocks}, of which {own.num_paged} were paged out")
+        reservation = self._pool.try_reserve(num_blocks, own.owner)
+        if reservation is None:
+            return None
+        copied = BlockTable(self._pool.hold(own.owner), self.block_tokens, None, 0)
+        reservation.commit(copied.hold)
+        kept = self._host.pin(own.paged_slots[first : first + num_blocks], own.owner)
+        try:
+            fetched = FetchedRun(copied.hold, self.loads.begin_fetched(copied, kept, reservation.after))
+        except BaseException:
+            copied.hold.end()
+            raise
+        own.fetched.add(fetched)
+        own.num_fetched += num_blocks
+        return fetched
+
+    def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
+        """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
+        own = self._own(table)
+        if not isinstance(fetched, FetchedRun) or fetched not in own.fetched or not fetched.settled:
+            raise InvariantBroken(f"{own.owner!r} drops blocks that it has not fetched, or that are still on their way")
+        own.fetched.remove(fetched)
+        own.num_fetched -= fetched.hold.num_slots
+        fetched.hold.end(fence)
+
+    def close_scope(self, table: Table, num_tokens: int) -> None:
+        """What follows the first `num_tokens` of `table` is computed over a part of its context. Its blocks get keys of a scope that nobody
+        else can have, and are forgotten with the table."""
+        own = self._own(table)
+        if own.own_scope is None:
+            own.own_scope, own.num_shared = private_scope(), num_tokens // own.block_tokens
+
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and say False."""
         own = self._own(table)
@@ -431,6 +468,8 @@ class KvCache:
             raise InvariantBroken(f"{own.owner!r} seals blocks while some before them are still on their way")
         first = own.num_keyed
         keys = own.next_keys(tokens, num_full)
+        if own.own_scope is not None:
+            self.saves.begin_unshared(keys[max(0, own.num_shared - first) :])
         self._give_keys(own, first, keys)
         self.saves.offer(own.hold, first, keys, fence, own.is_deep)
 
@@ -450,10 +489,20 @@ class KvCache:
     def release(self, table: Table, fence: Fence | None) -> None:
         """End the table. `fence` covers the last use of its slots and travels with them."""
         own = self._own(table)
+        for fetched in own.fetched:
+            fetched.hold.end(fence)
+        if own.own_scope is not None:
+            self._forget_own(own)
         own.hold.end(fence)
         self._host.unpin(own.paged_pins, fence)
         self._tables.remove(own)
         self._announcing.discard(own)
+
+    def _forget_own(self, own: BlockTable) -> None:
+        """Nobody could find what it has under a scope of its own."""
+        first = max(own.num_shared, own.num_paged)
+        self._pool.forget(own.hold.first(max(first, own.num_keyed))[first:].tolist())
+        self.saves.end_unshared(own.sealed_keys[own.num_shared :])
 
     def _give_keys(self, own: BlockTable, first: int, keys: Sequence[bytes]) -> None:
         """Blocks `first..` of `own` are whole. In a cache that reuses nothing on the device the keys are only for colder tiers."""

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock import errors
-from penstock.config import Config, ServerConfig
+from penstock.config import Config, ResidencyName, ServerConfig
 from penstock.contract import (
     Adapter,
     CacheHint,
@@ -145,6 +145,7 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     fault: SentError | None = None
     drafted: int = 0
     accepted: int = 0
+    scored: bool = False
 
     @staticmethod
     def of(number: int, event: TokenEvent) -> SentEvent:
@@ -154,7 +155,7 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
             parts = [None if part is None else Scores.of(part) for part in scored.parts]
         fault = None if event.failure is None else fault_from(event.failure)
         times = event.waited_s, event.matched_s, event.loaded_s
-        rest = (event.finish, event.stop_token, event.source, event.error, *times, fault, event.drafted, event.accepted)
+        rest = (event.finish, event.stop_token, event.source, event.error, *times, fault, event.drafted, event.accepted, event.scored)
         return SentEvent(number, event.tokens, event.logprobs, parts, *rest)
 
     def made(self, request_id: str) -> TokenEvent:
@@ -163,7 +164,7 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
         failure = None if self.fault is None else error_from(self.fault)
         given = failure if isinstance(failure, PenstockError) else None
         times = self.waited_s, self.matched_s, self.loaded_s
-        rest = (self.finish, self.stop_token, self.source, self.error, *times, given, self.drafted, self.accepted)
+        rest = (self.finish, self.stop_token, self.source, self.error, *times, given, self.drafted, self.accepted, self.scored)
         return TokenEvent(request_id, self.tokens, self.logprobs, prompt, *rest)
 
 
@@ -237,6 +238,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag=1):
     priority: int
     session: str
     hint: CacheHint | None
+    residency: ResidencyName | None
+    pins: tuple[tuple[int, int], ...] | None
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=2):

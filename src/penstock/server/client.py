@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+from penstock.config import ResidencyName
 from penstock.contract import Adapter, CacheHint, Grammar, Listener, LoadedAdapter, Prefetched, SamplingParams
 from penstock.engine.stats import EngineStats
 from penstock.models.tokenizer import TextCodec
@@ -75,6 +76,8 @@ class EngineClient(Protocol):
         priority: int = 0,
         session: str = "",
         hint: CacheHint | None = None,
+        residency: ResidencyName | None = None,
+        pins: Sequence[tuple[int, int]] | None = None,
     ) -> str: ...
 
     def cancel(self, request_id: str) -> None: ...

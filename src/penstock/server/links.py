@@ -201,6 +201,8 @@ class FrontLink:
                 priority=message.priority,
                 session=message.session,
                 hint=message.hint,
+                residency=message.residency,
+                pins=message.pins,
             )
         except Exception as error:
             self._open.pop(message.number, None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from penstock.config import ResidencyName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server.replies import Blocks, BlockStep, Heading, Json, event
@@ -21,6 +22,7 @@ from penstock.server.schema import (
     Name,
     Neutral,
     Priority,
+    Spans,
     TopK,
     Unsupported,
     check_neutral,
@@ -261,6 +263,8 @@ class MessagesBody(CountTokensBody, kw_only=True):
     priority: Priority | None = None
     session_id: Name | None = None
     cache_hint: CacheHintOptions | None = None
+    kv_residency: ResidencyName | None = None
+    kv_pin_spans: Spans | None = None
 
 
 class FittingChat(ChatBody, kw_only=True):
@@ -387,10 +391,12 @@ def _object(text: str) -> Json:
 
 def usage_of(usage: Json) -> Json:
     """Tokens that were cached are not among `input_tokens` there."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    prompt = usage["prompt_tokens_details"]
+    cached = prompt["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **({"kv_residency": prompt["kv_residency"]} if "kv_residency" in prompt else {}),
     }

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from penstock import __version__
 from penstock.engine.stats import EngineStats
-from penstock.figures import Histogram, SessionFigures, Traffic
+from penstock.figures import Histogram, ResidencyFigures, SessionFigures, Traffic
 from penstock.server.request_figures import RequestFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -38,6 +38,7 @@ class EngineCollector(Collector):
             yield CounterMetricFamily("penstock_load_exposed_seconds", exposed, value=stats.load_exposed_s)
         about = "Steps that read KV which deep requests have in host memory."
         yield CounterMetricFamily("penstock_host_read_steps", about, value=stats.host_steps)
+        yield from _residency(stats.residency)
         yield CounterMetricFamily("penstock_retractions", "Running requests that gave up their device slots.", value=stats.retractions)
         blocked = "Seconds that the engine thread spent waiting or in cache calls."
         yield _by_label(CounterMetricFamily, "penstock_engine_blocked_seconds", blocked, "where", stats.blocked_s)
@@ -64,6 +65,16 @@ def _drafts(drafted: Sequence[int], accepted: Sequence[int]) -> Iterator[Any]:
     buckets = [(str(float(kept)), num - more) for kept, more in enumerate(accepted)]
     about = "Draft tokens of one request that a step kept."
     yield HistogramMetricFamily("penstock_accepted_draft_length", about, buckets=[*buckets, ("+Inf", num)], sum_value=sum(accepted))
+
+
+def _residency(figures: ResidencyFigures) -> Iterator[Any]:
+    about = "Parts of 64 tokens copied from host memory for requests that attend to a part of their context."
+    yield CounterMetricFamily("penstock_residency_parts_fetched", about, value=figures.parts_fetched)
+    yield CounterMetricFamily("penstock_residency_rescores", "Times that the parts of such a request were scored.", value=figures.scorings)
+    about = "Seconds that decode steps took longer for it."
+    yield CounterMetricFamily("penstock_residency_rescore_seconds", about, value=figures.scoring_s)
+    about = "Share of attention that was on the resident part of the context, in steps that read all of it."
+    yield _histogram("penstock_residency_recall_mass", about, figures.recall)
 
 
 def _by_label(family: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.config import ResidencyName
 from penstock.contract import (
     Adapter,
     CacheHint,
@@ -141,6 +142,8 @@ class RemoteEngine:
         priority: int = 0,
         session: str = "",
         hint: CacheHint | None = None,
+        residency: ResidencyName | None = None,
+        pins: Sequence[tuple[int, int]] | None = None,
     ) -> str:
         """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
         self._check_alive()
@@ -151,7 +154,10 @@ class RemoteEngine:
         self._number_of[request_id] = number
         try:
             self.send(
-                boundary.Submit(number, request_id, known.tobytes(), sampling, cache_salt, adapter, priority, session, hint),
+                boundary.Submit(
+                    *(number, request_id, known.tobytes(), sampling, cache_salt, adapter, priority, session, hint),
+                    *(residency, None if pins is None else tuple(pins)),
+                ),
             )
         except BaseException:
             self._forget(number)

@@ -260,11 +260,14 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
         if choice.source is not None:
             for name, count in asdict(choice.source).items():
                 by_source[name] = by_source.get(name, 0) + count
+    details: Json = {"cached_tokens": num_prompt - by_source.get("computed", num_prompt), "kv_source": by_source}
+    if any(choice.scored for choice in choices):
+        details["kv_residency"] = "scored"
     usage: Json = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": num_prompt - by_source.get("computed", num_prompt), "kv_source": by_source},
+        "prompt_tokens_details": details,
     }
     if num_drafts := sum(choice.num_drafts for choice in choices):
         num_accepted = sum(choice.num_accepted for choice in choices)

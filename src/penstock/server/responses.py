@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from penstock.config import ResidencyName
 from penstock.errors import InvalidRequest
 from penstock.server.replies import Blocks, BlockStep, Heading, Json, event, obfuscated
 from penstock.server.schema import (
@@ -20,6 +21,7 @@ from penstock.server.schema import (
     Name,
     Neutral,
     Priority,
+    Spans,
     StreamOptions,
     Unsupported,
     check_neutral,
@@ -202,6 +204,8 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Priority | None = None
     session_id: Name | None = None
     cache_hint: CacheHintOptions | None = None
+    kv_residency: ResidencyName | None = None
+    kv_pin_spans: Spans | None = None
     # What follows is in NEUTRAL.
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -314,10 +318,12 @@ class ResponsesReply:
         return {**self._response, **ending, "usage": self._usage(usage)}
 
     def _usage(self, usage: Json) -> Json:
+        prompt = usage["prompt_tokens_details"]
+        residency = {name: prompt[name] for name in ("kv_residency",) if name in prompt}
         thought = "".join(part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"])
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": prompt["cached_tokens"], "cache_write_tokens": 0, **residency},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": len(self._tokenizer.encode(thought, add_special=False)) if thought else 0},
             "total_tokens": usage["total_tokens"],

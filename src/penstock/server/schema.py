@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 from starlette.datastructures import QueryParams
 
+from penstock.config import MAX_SPANS, ResidencyName
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
 from penstock.server.structured import Asked, Structured
@@ -25,6 +26,7 @@ TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)]
+Spans = Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=MAX_SPANS)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Bias = Annotated[float, msgspec.Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 Biases = Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)]
@@ -121,6 +123,8 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     session_id: Name | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for the same
     cache_hint: CacheHintOptions | None = None
+    kv_residency: ResidencyName | None = None
+    kv_pin_spans: Spans | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
@@ -185,6 +189,8 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
             "priority": self.priority or 0,
             "session": self.session_id or self.prompt_cache_key or "",
             "hint": None if self.cache_hint is None else self.cache_hint.hint(),
+            "residency": self.kv_residency,
+            "pins": self.kv_pin_spans,
         }
 
     def _check_shared(self) -> None:

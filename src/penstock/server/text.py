@@ -153,6 +153,7 @@ class ChoiceText:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
         self.source: KvSource | None = None
+        self.scored = False  # it attends to a part of its context
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
         self._stream = TextStream(tokenizer, stops, begins=prompt.ends)
@@ -170,7 +171,7 @@ class ChoiceText:
             if self.finish is not None or self.failure is not None:
                 break
             if self.source is None:
-                self.source = event.source
+                self.source, self.scored = event.source, event.scored
             self.num_drafts += event.drafted
             self.num_accepted += event.accepted
             parts.append(self._open(event))

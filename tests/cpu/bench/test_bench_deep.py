@@ -37,3 +37,19 @@ def test_it_needs_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [*SIZES[:-2], "--no-kv-offload", "--lengths", "256"]
     assert main(["bench", "deep", *sizes]) == 2
     assert "bench deep needs --kv-offload" in capsys.readouterr().err
+
+
+def test_scored_residency_is_measured_beside_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scored = "--kv-resident-tokens", "448", "--kv-residency", "scored", "--kv-pin-spans", "0-10", "--tokens", "24"
+    code, rows = deep(tmp_path, "--lengths", "256,1024", *scored)
+    assert code == 0
+    assert [(row["mode"], row["length"], row["resident"]) for row in rows] == [
+        ("full", 256, 256),
+        ("exact", 1024, 448),
+        ("full", 256, 256),
+        ("scored", 1024, 448),
+        ("full", 256, 256),
+    ]
+    assert all(row["decode_ms"] > 0 and row["second_s"] > 0 for row in rows)
+    assert rows[3]["restored"] >= 1 - (64 + 24 + 24 + 16) / (1024 + 64 + 24)
+    assert "scored" in capsys.readouterr().out

@@ -141,6 +141,8 @@ LEGAL: dict[str, list[Any]] = {
     "priority": [None, 0, -(2**31), 2**31 - 1],
     "session_id": [None, None, "s", "\x00", "\U0001f600" * 1024],
     "prompt_cache_key": [None, "k"],
+    "kv_residency": [None, "exact", "scored"],
+    "kv_pin_spans": [None, None, [], [[0, 1], [5, 2**31]]],
     "cache_hint": [
         None,
         {},
@@ -220,6 +222,8 @@ def legal_case(path: str, chosen: Mapping[str, Any]) -> Case:
         fields.pop("stream_options", None)
     if "session_id" not in fields and "prompt_cache_key" not in fields:
         fields.pop("cache_hint", None)
+    if fields.get("kv_residency") != "scored":
+        fields.pop("kv_pin_spans", None)
     if path == "/v1/chat/completions" and not fields.get("logprobs"):
         fields.pop("top_logprobs", None)
     return Case("POST", path, encode(fields), fields=fields, legal=True)

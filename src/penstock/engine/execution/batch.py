@@ -32,8 +32,8 @@ class StepInputs:
     Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of
     kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)], exactly: there is nothing
     behind them that belongs to it. The first `num_decodes` chunks have exactly one token each: of a plan's chunk with drafts each token is
-    one of them, over the same table and with one token more than the one before. Of a sequence whose first blocks were paged out, all this
-    is about the rest; only `positions` count from its beginning, and `paged` says where the others are.
+    one of them, over the same table and with one token more than the one before. Of a sequence some of whose blocks are not on the device,
+    all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
     from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
@@ -182,7 +182,7 @@ class Packer:
     def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, wants_nexts: bool = False) -> None:
         """`wants_nexts`: of steps with prompts the tokens behind each are packed, too."""
         self._wants_nexts = wants_nexts
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._padding_slot = padding_slot
         self._padding_row = padding_row
 
@@ -197,9 +197,10 @@ class Packer:
         lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
         starts = np.fromiter((c.start for c in chunks), np.int32, num)
         paged_lens = np.fromiter((c.num_paged for c in chunks), np.int32, num)
-        resident = starts - paged_lens * self._block_tokens  # tokens before each chunk that are on the device
+        elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
+        resident = starts - elsewhere * self.block_tokens  # tokens before each chunk that its table has
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
-        if (table_lens != -(-(resident + lens) // self._block_tokens)).any() or (resident < 0).any():
+        if (table_lens != -(-(resident + lens) // self.block_tokens)).any() or (resident < 0).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
         num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
         _check_lengths(lens, num_logits, num_decodes)
@@ -242,7 +243,7 @@ class Packer:
         q_starts[0] = 0
         np.cumsum(lens, out=q_starts[1 : num + 1])
         q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1) if shape.is_decode else q_starts[num]
-        last_slots = tables[tables_at[:num_decodes] + (kv_lens[:num_decodes] - 1) // self._block_tokens]
+        last_slots = tables[tables_at[:num_decodes] + (kv_lens[:num_decodes] - 1) // self.block_tokens]
         self._pack_tokens(chunks[:num_single], chunks[num_single:], starts, last_slots, (tokens, positions, write_at))
         if bucket:
             sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
@@ -258,7 +259,7 @@ class Packer:
             _pack_nexts(chunks, num_single, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
         drafted = _pack_drafted(chunks, bucket is not None, shape.num_samples, ints, nexts_at + num_nexts) if is_drafted else None
         num_decodes = shape.num_chunks if shape.is_decode else num_decodes
-        write_slots = write_at[:num_tokens] // self._block_tokens
+        write_slots = write_at[:num_tokens] // self.block_tokens
         if drafted is not None and drafted.num_unsure:  # what the device knows better may be written before where the host has it
             write_slots = np.concatenate([write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
         most = int(lens.max(initial=0)), int(kv_lens.max())
@@ -266,8 +267,8 @@ class Packer:
 
     def _slots_before(self, chunk: Chunk) -> NDArray[np.int32]:
         """Those that the chunk writes where some drafts before it were rejected."""
-        first, end = (chunk.start - chunk.num_unsure) // self._block_tokens, -(-chunk.start // self._block_tokens)
-        return chunk.slots[first - chunk.num_paged : end - chunk.num_paged]
+        first, end = (chunk.start - chunk.num_unsure) // self.block_tokens, -(-chunk.start // self.block_tokens)
+        return chunk.slots[first - chunk.num_elsewhere : end - chunk.num_elsewhere]
 
     def _pack_tokens(
         self,
@@ -279,7 +280,7 @@ class Packer:
     ) -> None:
         """Decodes have a row for each token, and a step has hundreds of them: filled at once. `starts` and `last_slots` are by row."""
         tokens, positions, write_at = out
-        block, at = self._block_tokens, len(last_slots)
+        block, at = self.block_tokens, len(last_slots)
         padding_at = self._padding_slot * block
         tokens[:at] = [token for chunk in decodes for token in chunk.tokens]
         positions[:at] = starts[:at]
@@ -291,7 +292,7 @@ class Packer:
             tokens[at:end] = chunk.tokens
             where = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int32)
             positions[at:end] = where
-            write_at[at:end] = chunk.slots[where // block - chunk.num_paged] * block + where % block if chunk.writes else padding_at
+            write_at[at:end] = chunk.slots[where // block - chunk.num_elsewhere] * block + where % block if chunk.writes else padding_at
             at = end
         tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.config import ScorerName
 from penstock.contract import MAX_LOGPROBS, Access, Adapter, Chunk, Fence, Mode, StepPlan, Waits
 from penstock.engine.execution import warm
 from penstock.engine.execution.ahead import HeadPasses
@@ -23,10 +24,11 @@ from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import CapturedPass, Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
 from penstock.engine.execution.sampler import Allowed, Drafting, Sampler, packed_width, token_logprobs
+from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
-from penstock.models.lora import AdapterWeights, LoraRuns, blank_weights, lora_runs
+from penstock.models.lora import AdapterWeights, blank_weights, lora_runs
 from penstock.observe import ByteGuard
 from penstock.speculation.length import StepCosts
 
@@ -53,6 +55,7 @@ class StepLimits:
     padding_slot: int
     arena: str  # name of the KV arena in declared accesses
     max_paged: int = 0  # blocks in host memory that the sequences of a step may have
+    max_parts: int = 0  # of a sequence's context, whose scores a step may give
     max_drafts: int = 0  # of all requests of a step
     max_request_drafts: int = 0  # of one
     has_head: bool = False  # which makes drafts on the device
@@ -71,7 +74,7 @@ class StepLimits:
 
     @property
     def result_ints(self) -> int:
-        return (self.max_rows + self.prefill_chunk) * packed_width(MAX_LOGPROBS)
+        return (self.max_rows + self.prefill_chunk) * packed_width(MAX_LOGPROBS) + self.max_parts + 1
 
 
 class _Chain:
@@ -108,6 +111,7 @@ class Executor:
         self.masks = Masks(grammars.wait_compiled, grammars.num_words, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # where there is host memory to page out to
+        self.scores: ContextKeys | None = None  # where requests may attend to a part of their context
         self.ahead: HeadPasses | None = None  # where a head makes drafts
         self._weights_of = weights_of
         self._forward = forward
@@ -145,6 +149,10 @@ class Executor:
                 for num_drafts in (0, self.limits.max_request_drafts):
                     self._captured_ahead(bucket, num_drafts)
         progress("capturing steps", len(buckets), len(buckets))
+
+    def keep_scores(self, scorer: ScorerName) -> None:
+        """Requests may attend to a part of their context."""
+        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self._uploads)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
@@ -196,7 +204,8 @@ class Executor:
         arriving = Arriving(loads)
         lora = lora_runs(plan.chunks, self._weights_of)
         is_paged = any(chunk.num_paged for chunk in plan.chunks)
-        bucket = None if arriving.overlaps or lora is not None or is_paged else self._replays.bucket_for(plan)
+        is_eager = is_paged or any(chunk.scoring is not None for chunk in plan.chunks)
+        bucket = None if arriving.overlaps or lora is not None or is_eager else self._replays.bucket_for(plan)
         host, array = self._staging.next()
         packed = self._packer.pack(plan.chunks, plan.num_decodes, bucket, array)
         sample_plan, num_ints = self._plan_sampling(packed, array)
@@ -204,7 +213,8 @@ class Executor:
         if bucket is not None:
             flow, device_ints = self._replay(chain, arriving, bucket, packed, host[:num_ints])
         else:
-            flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], lora)
+            scores = None if self.scores is None else self.scores.for_step(plan.chunks, packed, outputs.room_for_parts)
+            flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], Flow(lora=lora, scores=scores))
             self._submit_prompt_logprobs(chain, plan, flow, outputs)
         chunks: Sequence[Chunk] = plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
         if packed.drafted is not None:  # one for each sample
@@ -242,7 +252,9 @@ class Executor:
     def _spoil(self, guard: ByteGuard, chain: _Chain, plan: StepPlan) -> None:
         """Blocks that the step is the first to write hold nothing that anybody could use."""
         arena, block = self.limits.arena, self.limits.block_tokens
-        slots = [int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) - chunk.num_paged :]]
+        slots = [
+            int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) - chunk.num_elsewhere :]
+        ]
         if slots:
             access = Access(arena, slots, (0, self._num_layers), Mode.WRITE)
             chain.submit(lambda: guard.poison(arena, slots), "poison", [access])
@@ -262,9 +274,8 @@ class Executor:
         return [state, self._results.access(Mode.WRITE), *read]
 
     def _run_eagerly(
-        self, chain: _Chain, arriving: Arriving, packed: Packed, host: Tensor, lora: LoraRuns | None
+        self, chain: _Chain, arriving: Arriving, packed: Packed, host: Tensor, flow: Flow
     ) -> tuple[Flow, Callable[[], Tensor]]:
-        flow = Flow(lora=lora)
         landed: list[Tensor] = []
 
         def upload() -> None:
@@ -280,11 +291,20 @@ class Executor:
         for op, layers, label in self._forward.ops(flow):
             self._wait_for(arriving, chain, layers[1])
             if layers[1] > layers[0]:
-                accesses: Sequence[Access] = self._accesses(packed, layers)
+                accesses: Sequence[Access] = (*self._accesses(packed, layers), *flow.score_accesses(layers))
             else:
                 accesses = [self._embed_access(packed)] if label == "embed" else ()
             chain.submit(op, label, accesses)
+        self._submit_scores(chain, flow)
         return flow, lambda: landed[0]
+
+    def _scored_accesses(self, packed: Packed, flow: Flow, layers: tuple[int, int]) -> Sequence[Access]:
+        """Of an op that looks at keys where they lie, where scores are asked for."""
+        return () if flow.scores is None else (*flow.scores.accesses(layers), self._accesses(packed, layers)[0])
+
+    def _submit_scores(self, chain: _Chain, flow: Flow) -> None:
+        if flow.scores is not None:
+            chain.submit(flow.scores.finish, "part scores", [self._results.access(Mode.WRITE)])
 
     def _submit_place(self, chain: _Chain, packed: Packed, flow: Flow, ints: Callable[[], Tensor]) -> None:
         """Where the step before had drafts, its rows begin behind those that were kept: the device knows, the host does not yet."""
@@ -318,9 +338,12 @@ class Executor:
             for piece in pieces:
                 fetched = reads.fetch(layer, piece, lambda: flow.bound_inputs().tables, self._lane)
                 chain.submit(forward.add_piece(flow, piece.rows, fetched.landed), f"piece of layer {layer}", [fetched.access])
+                if flow.scores is not None and (add := flow.scores.piece(layer, piece, fetched.landed)) is not None:
+                    chain.submit(add, f"sums of layer {layer}", [fetched.access, *flow.scores.accesses((layer, layer + 1))])
                 fetched.read_until(self._lane.record())
-            chain.submit(forward.finish(flow, layer), f"rest of layer {layer}")
+            chain.submit(forward.finish(flow, layer), f"rest of layer {layer}", self._scored_accesses(packed, flow, (layer, layer + 1)))
         chain.submit(head, "head")
+        self._submit_scores(chain, flow)
 
     def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:
         if arriving.wait_on(self._lane, end):

@@ -3,15 +3,17 @@ eagerly or captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.contract import Access
 from penstock.engine.execution.attention import Attention, Partial
 from penstock.engine.execution.batch import StepInputs
+from penstock.engine.execution.scoring import StepScores
 from penstock.lanes.lane import Op
 from penstock.models.lora import LoraRuns
 from penstock.models.model import Model
@@ -28,16 +30,19 @@ class Attending(NamedTuple):
 class BoundKv:
     """The paged cache bound to one step's inputs: what a model's layer sees."""
 
-    __slots__ = ("_attention", "_inputs")
+    __slots__ = ("_attention", "_inputs", "_scores")
 
-    def __init__(self, attention: Attention, inputs: StepInputs) -> None:
+    def __init__(self, attention: Attention, inputs: StepInputs, scores: StepScores | None = None) -> None:
         self._attention = attention
         self._inputs = inputs
+        self._scores = scores
 
     def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention.rotate_and_write(layer, qkv, q_norm, k_norm, self._inputs)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._scores is not None:
+            self._scores.add_layer(layer, q)
         return self._attention.attend(layer, q, k, v, self._inputs)
 
 
@@ -51,10 +56,15 @@ class Flow:
     attending: Attending | None = None  # set and read by passes over one layer
     logits: Tensor | None = None  # [S, vocab], None where the step samples nothing
     lora: LoraRuns | None = None  # None: no token of the step has an adapter
+    scores: StepScores | None = None  # None: no chunk asks for scores of its context
 
     def bound_inputs(self) -> StepInputs:
         assert self.inputs is not None, "a step's ops ran before its upload"
         return self.inputs
+
+    def score_accesses(self, layers: tuple[int, int]) -> Sequence[Access]:
+        """To what is known of keys, besides KV."""
+        return () if self.scores is None else self.scores.accesses(layers)
 
 
 class LayerOp(NamedTuple):
@@ -99,7 +109,7 @@ class Forward:
     def _layer(self, flow: Flow, index: int) -> Op:
         def layer() -> None:
             assert flow.hidden is not None
-            kv = BoundKv(self.attention, flow.bound_inputs())
+            kv = BoundKv(self.attention, flow.bound_inputs(), flow.scores)
             flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
         return layer
@@ -113,6 +123,8 @@ class Forward:
             kv = BoundKv(self.attention, inputs)
             q, k, v, residual = self.model.project(index, flow.hidden, flow.residual, kv, flow.lora)
             flow.attending = Attending(q, self.attention.attend_resident(index, q, k, v, inputs), residual)
+            if flow.scores is not None:
+                flow.scores.note_resident(flow.attending.partial.lse)
 
         return attend
 
@@ -127,6 +139,8 @@ class Forward:
         def finish() -> None:
             assert flow.attending is not None
             attending, flow.attending = flow.attending, None
+            if flow.scores is not None:
+                flow.scores.add_layer(index, attending.q, attending.partial.lse)
             attended = attending.partial.out.to(attending.q.dtype)
             flow.hidden, flow.residual = self.model.finish(index, attended, attending.residual, flow.lora)
 

@@ -11,7 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import Access, Chunk, Fence, Load, Sampled, StepFailure, StepResult, TokenLogprob, TokenScores
+from penstock.contract import (
+    Access,
+    Chunk,
+    Fence,
+    Load,
+    PartScores,
+    Sampled,
+    Scoring,
+    StepFailure,
+    StepResult,
+    TokenLogprob,
+    TokenScores,
+)
 from penstock.engine.execution.masks import GrammarEnd, StepMasks
 from penstock.engine.execution.sampler import SampleOutput, packed_width
 from penstock.lanes.lane import Lane, Ticket
@@ -32,6 +44,7 @@ class Outputs:
     lora: LoraRuns | None = None  # only kept: the device may still read weights that everybody else has let go
     sampled: Tensor | None = None  # [S, width], or [S]: tokens alone
     prompts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [tokens, width]
+    parts: list[tuple[str, bool, Tensor]] = field(default_factory=list)  # request, whether recall was asked for, [parts + 1]
     num_used: int = 0
     made: SampleOutput | None = None  # on the device, until drafts have been made from it
 
@@ -42,6 +55,13 @@ class Outputs:
         first, self.num_used = self.num_used, self.num_used + num_rows * width
         room = self.buffer[first : self.num_used]
         return room if width == 1 else room.view(num_rows, width)
+
+    def room_for_parts(self, request_id: str, scoring: Scoring) -> Tensor:
+        """Room for the scores that it asks for, and behind them the share that it may ask for."""
+        first, self.num_used = self.num_used, self.num_used + scoring.num_parts + 1
+        room = self.buffer[first : self.num_used]
+        self.parts.append((request_id, scoring.recall, room))
+        return room
 
 
 class LateSample(NamedTuple):
@@ -84,7 +104,8 @@ class RunningStep:
         self.outputs.lane.touch((self.outputs.access,), label="read results")
         # A copy, since who reads them does so later, on another thread, and the buffer comes round.
         prompts = ((request_id, _scores(room.numpy().copy())) for request_id, room in self.outputs.prompts)
-        return StepResult(self.number, tuple(self._sampled()), tuple(prompts))
+        parts = (_part_scores(*one) for one in self.outputs.parts)
+        return StepResult(self.number, tuple(self._sampled()), tuple(prompts), part_scores=tuple(parts))
 
     def _sampled(self) -> list[Sampled]:
         """In a replay every chunk has an entry, whether it wants one or not."""
@@ -120,6 +141,11 @@ class RunningStep:
             logprobs = None if num < 0 else tuple(one._replace(top=one.top[:num]) for one in some)
             sampled.append(Sampled(request_id, tuple(one.token for one in some), logprobs))
         return sampled
+
+
+def _part_scores(request_id: str, recall: bool, room: Tensor) -> PartScores:
+    values = room.numpy().view(np.float32).copy()
+    return PartScores(request_id, values[:-1], float(values[-1]) if recall else None)
 
 
 def _scores(words: NDArray[np.int32]) -> TokenScores:

@@ -35,8 +35,10 @@ from penstock.contract import (
     Echo,
     FenceId,
     Grammar,
+    PartScores,
     Sampled,
     SamplingParams,
+    Scoring,
     Start,
     StepFailure,
     StepPlan,
@@ -53,8 +55,8 @@ VERSION = 1
 _RECORDS: Mapping[str, Any] = {
     record.__name__: record
     for record in (
-        *(StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
-        *(StepResult, Sampled, TokenLogprob, TokenScores, StepFailure),
+        *(StepPlan, Chunk, Scoring, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
+        *(StepResult, Sampled, TokenLogprob, TokenScores, PartScores, StepFailure),
     )
 }
 

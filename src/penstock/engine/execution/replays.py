@@ -76,7 +76,8 @@ class Replays:
 
     def bucket_for(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds the step; None where it has to run eagerly."""
-        num_tokens, num_chunks, longest = plan.num_tokens, plan.num_rows, max(c.kv_len for c in plan.chunks)
+        num_tokens, num_chunks = plan.num_tokens, plan.num_rows
+        longest = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks)
         is_decode = plan.is_decode
         if plan.echoes:
             return None  # needs the logits of every position, which a replay does not compute

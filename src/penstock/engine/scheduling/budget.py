@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.engine.scheduling.residency import Division
+
 SHAPE_TOKENS = 512  # chunks are padded to a multiple of it where a GPU's fused attention runs
 
 
@@ -20,6 +22,7 @@ class Budget:
     min_chunk: int = 0  # tokens of the first prompt of a step, whatever they take: every prompt gets on, at a rate near the best
     deep_blocks: int = 0  # a request that may need more is deep: only its last blocks are on the device; 0: there are none
     resident_blocks: int = 0  # that a deep request has there at most
+    division: Division | None = None  # of those, for requests that attend to a part of their context; None: there are none
 
 
 class PrefillTimes(Protocol):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from penstock.contract import FinishReason, KvSource, PromptLogprobs, Sampled, StepFailure, TokenEvent
 from penstock.engine.scheduling.track import Track
+from penstock.figures import RECALL_BOUNDS, Histogram
 
 
 @dataclass(slots=True)
@@ -18,6 +19,9 @@ class SchedulerCounts:
     prompt_tokens: dict[str, int] = field(default_factory=lambda: asdict(KvSource()))
     generated_tokens: int = 0
     retractions: int = 0
+    parts_fetched: int = 0  # of scored requests' contexts, from host memory to the device
+    scorings: int = 0
+    recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
     drafted_tokens: int = 0
     accepted_by_place: list[int] = field(default_factory=list)  # drafts kept: how many first ones, second ones, ..
     drafted_by_place: list[int] = field(default_factory=list)
@@ -57,6 +61,8 @@ class Events:
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
         prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
         event = TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source)
+        if source is not None and track.resident is not None and sampling.max_tokens > 1:
+            event = event._replace(scored=True)
         if not num_drafts:
             return event
         num_accepted = len(sampled.tokens) - 1

@@ -8,6 +8,7 @@ import heapq
 from penstock.contract import Fence, KvLedger, Match
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.line import arrival
+from penstock.engine.scheduling.residency import ResidentSet
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
@@ -29,6 +30,7 @@ class Running:
     def __init__(self, ledger: KvLedger, budget: Budget) -> None:
         self.tracks: dict[str, Track] = {}
         self.num_loading = 0
+        self.num_scored = 0
         self._ledger = ledger
         self._budget = budget
         self._num_promised = 0  # blocks
@@ -103,6 +105,9 @@ class Running:
         self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))  # what it draws now leaves answers theirs
         track.row = heapq.heappop(self._free_rows)
         track.begin(match, self._ledger.block_tokens)
+        if track.is_deep and track.request.residency is not None and self._budget.division is not None:
+            self.num_scored += 1
+            track.resident = ResidentSet(self._budget.division, track.request.residency.pins, len(track.tokens), track.lifetime_tokens)
         self.tracks[track.request.id] = track
         if match.num_colder and track.lease is not None:
             num_next = min(len(track.tokens) - track.num_planned, self._budget.prefill_chunk)
@@ -145,7 +150,10 @@ class Running:
         table, size = track.held_table(), self._ledger.block_tokens
         most = self._budget.resident_blocks - self._take_lent_back(track)
         num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)  # several chunks fit: while one is computed, others are saved
+        most -= table.num_fetched
         num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
+        if (resident := track.deciding) is not None:
+            num_short = resident.num_making_way(table, num_short, most)
         if num_short > 0:
             num_before = self._ledger.num_available
             num_paged = self._ledger.page_out(table, num_short, fence)
@@ -154,6 +162,29 @@ class Running:
             track.num_lent += num_paged - num_free
             most -= num_paged - num_free
         return max(0, min(num_tokens, (table.num_paged + most) * size - track.num_planned))
+
+    def rearrange(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
+        """Bring the resident set of a scored request nearer to what it should be, in room that its next `num_tokens` do not need; returns
+        how many parts are fetched. `fence` lies behind all steps launched."""
+        resident, table = track.deciding, track.held_table()
+        if resident is None:
+            return 0
+        for fetched in (*resident.take_landed(), *resident.take_surplus()):
+            self._num_promised += len(fetched.slots)
+            self._ledger.drop_fetched(table, fetched, fence)
+        size, num = resident.division.part_blocks, 0
+        next_blocks = max(0, blocks_for(track.num_planned + num_tokens, self._ledger.block_tokens) - table.num_slots)
+        for part in resident.wanted(table):
+            most = resident.division.most_fetched - track.num_lent - table.num_fetched
+            if size > min(most, self._may_draw(track) - next_blocks):
+                break
+            new = self._ledger.fetch(table, part * size, size)
+            if new is None:
+                break
+            self._num_promised -= size
+            resident.coming(part, new)
+            num += 1
+        return num
 
     def _take_lent_back(self, track: Track) -> int:
         """Others have let go of what it paged out, or there is room besides: it may draw as much again. Returns what is still lent."""
@@ -183,13 +214,14 @@ class Running:
         self._num_promised -= self._may_draw(track)
         self._num_deep -= self._lifetime(track) if track.is_deep else 0
         track.num_lent = 0
+        self.num_scored -= track.resident is not None
         if saves and track.request.may_match and not track.computes:
             track.lease = self._ledger.retract(track.held_table(), num_tokens, fence)
         else:
             self._ledger.release(track.held_table(), fence)
         heapq.heappush(self._free_rows, track.row)
         del self.tracks[track.request.id]
-        track.table, track.row = None, -1
+        track.table, track.row, track.resident = None, -1, None
 
     def check(self) -> None:
         """Recount what is kept as running totals; raises InvariantBroken where they differ."""
@@ -203,6 +235,8 @@ class Running:
             raise InvariantBroken(
                 f"deep requests may need {deep} blocks of host memory, {self._num_deep} of {self._ledger.num_pageable} are noted"
             )
+        if self.num_scored != sum(track.resident is not None for track in self.tracks.values()):
+            raise InvariantBroken(f"{self.num_scored} scored requests are noted, and others run")
         rows = sorted([track.row for track in self.tracks.values()] + self._free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")
@@ -211,4 +245,4 @@ class Running:
         """Blocks of its life that its table does not have yet, as far as they will be on the device at the same time."""
         table = track.held_table()
         most = self._budget.resident_blocks - track.num_lent + table.num_paged if track.is_deep else self._lifetime(track)
-        return most - table.num_slots
+        return most - table.num_slots - table.num_fetched

@@ -14,6 +14,7 @@ from penstock.contract import (
     Lease,
     Load,
     Match,
+    PartScores,
     PromptLogprobs,
     Request,
     Sampled,
@@ -29,6 +30,7 @@ from penstock.engine.scheduling.drafts import Decoding, Drafter
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line, want_rank
 from penstock.engine.scheduling.matching import find_match, found_share, is_arriving, is_pending, is_ready, prefetch_waiting, promote_ahead
+from penstock.engine.scheduling.residency import FIRST_TAU, ResidentSet
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
@@ -95,6 +97,8 @@ class Scheduler:
         self._answered: deque[_Answered] = deque()  # oldest first
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
+        self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
+        self.left_scored: list[str] = []  # requests whose scores mean nothing any more, for whoever keeps some and clears the list
         self.lives: list[tuple[str, State]] = []  # loads, retractions and resumptions, for whoever times them and clears the list
 
     # ------------------------------------------------------------------------------------------------ requests in and out
@@ -156,7 +160,7 @@ class Scheduler:
     def plan(self, reads_host: bool = True) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. Whoever launches it needs `waits` with it. `reads_host`: it may read KV
         that deep requests have in host memory, which takes as long as dozens of other steps."""
-        self._reads_host = reads_host
+        self._reads_host = self._draft.reads_host = reads_host
         num_retractions = self.counts.retractions
         self._num_plans += 1
         while self._answered and self._answered[0].until <= self._num_plans:
@@ -221,12 +225,16 @@ class Scheduler:
         return most
 
     def _stays_out(self, track: Track) -> bool:
-        return track.is_deep and not self._reads_host and track.held_table().num_paged > 0
+        return not self._reads_host and track.reads_host
 
     def _num_fitting(self, track: Track, num_tokens: int) -> int:
         """How many of the next tokens of a deep request the plan being made computes. What makes way for them may be the first that is read
         from host memory."""
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
+        if (resident := track.deciding) is not None:
+            resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
+            self._ledger.close_scope(track.held_table(), track.num_planned)
+            self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
         return 0 if self._stays_out(track) else num_fitting
 
     def _in_turn(self) -> Sequence[Track]:
@@ -427,16 +435,25 @@ class Scheduler:
             return [self._end(track, self._events.of_failure(track, result.error)) for track in tracks]
         sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         events: list[TokenEvent] = []
+        part_scores = {one.request_id: one for one in result.part_scores}
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # what the commits before have left
         for share in step.shares:
             track = share.track
             if track.state is State.ENDED:
                 continue
+            if track.request.id in part_scores and track.epoch == share.epoch and track.resident is not None:
+                self._take_scores(track.resident, part_scores[track.request.id])
             event = self._commit_share(share, step.fence, sampled.get(track.request.id), scored.get(track.request.id))
             if event is not None:
                 events.append(event)
         return events
+
+    def _take_scores(self, resident: ResidentSet, given: PartScores) -> None:
+        resident.take_scores(given.scores)
+        self.counts.scorings += 1
+        if given.recall is not None:
+            self.counts.recall.add(given.recall)
 
     def _seal_filled(self, track: Track, fence: Fence | None) -> None:
         """It has decoded: blocks that this has filled get their keys."""
@@ -554,6 +571,8 @@ class Scheduler:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
         if track in self._unsealed:
             self._seal(track, self._steps.last_fence)
+        if track.resident is not None:
+            self.left_scored.append(track.request.id)
         self._running.leave(track, self._steps.last_fence, saves, num_tokens)
         self._draft.drop(track)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, Fence, FenceId, Load, Request, Start
+from penstock.engine.scheduling.residency import Placed
 from penstock.engine.scheduling.track import Track
 from penstock.errors import InvariantBroken
 
@@ -22,6 +23,8 @@ class Draft:
         self.num_ahead = 0  # drafts that are made behind it
         self.after: dict[FenceId, Fence] = {}  # earlier users of slots drawn for it
         self.loads: dict[str, Load] = {}  # by request: what its layers wait for
+        self.scores = False  # some chunk asks for scores of its context
+        self.reads_host = True  # it may read KV in host memory
 
     def set_up(self, track: Track) -> None:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
@@ -49,9 +52,14 @@ class Draft:
             self.after[FenceId(fence.lane, fence.number)] = fence
         echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
         writes = start >= track.num_cached
-        paged = table.paged_slots if track.is_deep and table.num_paged else None
+        if track.resident is not None:
+            placed = track.resident.place(table, start, end, may_score=not self.scores, may_read=self.reads_host)
+            self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
+        else:
+            placed = Placed(table.slots(end), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
         chunk = Chunk(
-            request.id, track.row, start, tokens, table.slots(end), writes, num_logits, request.adapter, echo, paged, num_unsure, next_token
+            *(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, placed.paged),
+            *(num_unsure, next_token, placed.num_left_out, placed.scoring),
         )
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
 

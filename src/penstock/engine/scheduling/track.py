@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract import FinishReason, Lease, Load, Match, Prefetch, Prefix, PromptLogprobs, Request, Table, Want
+from penstock.engine.scheduling.residency import ResidentSet
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
@@ -67,6 +68,7 @@ class Track:
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
+    resident: ResidentSet | None = None  # of a scored request that has a table
     num_lent: int = 0  # blocks that it has paged out and others still have on the device: so many fewer it may have there
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1
@@ -79,6 +81,16 @@ class Track:
         if new not in _LEGAL[self.state]:
             raise IllegalTransition(f"request {self.request.id}", self.state.value, new.value)
         self.state = new
+
+    @property
+    def deciding(self) -> ResidentSet | None:
+        """What its next tokens attend to, where that is not all before them."""
+        return self.resident if self.resident is not None and self.resident.decodes(self.num_planned) else None
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether its next tokens read KV in host memory."""
+        return self.is_deep and self.held_table().num_paged > 0 and self.deciding is None
 
     @property
     def num_prompt(self) -> int:

@@ -9,6 +9,7 @@ the scope, so equal keys mean equal tokens at equal positions, computed by the s
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -62,6 +63,11 @@ def _typed(value: str | bytes | int) -> tuple[bytes, bytes]:
     if isinstance(value, bytes):
         return b"bytes", value
     return b"int", str(int(value)).encode()
+
+
+def private_scope() -> bytes:
+    """The digest of a scope that no other request has: what is kept under it is found by nobody else."""
+    return os.urandom(SCOPE_BYTES)
 
 
 def block_key(parent: bytes | None, tokens: Tokens, scope_digest: bytes) -> bytes:

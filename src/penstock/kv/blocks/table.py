@@ -4,6 +4,7 @@ to host memory; decides nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,44 @@ from penstock.kv.blocks.handles import Hold, Pin
 from penstock.kv.blocks.key import block_key
 
 
+class Landing(Protocol):
+    """The copy of a fetched run."""
+
+    @property
+    def settled(self) -> bool: ...
+
+    def error(self) -> BaseException | None: ...
+
+
+class FetchedRun:
+    """Implements `contract.FetchedBlocks`: slots of its own, which nobody else sees, and the copy that fills them."""
+
+    __slots__ = ("hold", "load")
+
+    def __init__(self, hold: Hold, load: Landing) -> None:
+        self.hold = hold
+        self.load = load
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        return self.hold.first(self.hold.num_slots)
+
+    @property
+    def settled(self) -> bool:
+        return self.load.settled
+
+    @property
+    def failed(self) -> bool:
+        return self.load.error() is not None
+
+
 class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
-    __slots__ = ("_after", "_paged", "block_tokens", "hold", "is_deep", "num_alone", "paged_pins", "prefix", "sealed_keys")
+    __slots__ = (
+        *("_after", "_paged", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_shared", "own_scope"),
+        *("paged_pins", "prefix", "sealed_keys"),
+    )
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
         self.hold = hold
@@ -27,6 +62,10 @@ class BlockTable:
         self.num_alone = 0  # of its first blocks, those that host memory was told to forget
         self.is_deep = False  # only its last blocks are on the device, and those before them in host memory
         self.paged_pins: list[Pin] = []  # of host memory, in token order
+        self.fetched: set[FetchedRun] = set()
+        self.num_fetched = 0  # blocks in those
+        self.own_scope: bytes | None = None  # under which its blocks from number `num_shared` on get their keys; None: there are none
+        self.num_shared = 0
         self._paged: NDArray[np.int32] = np.empty(0, np.int32)
         self._after: tuple[Fence, ...] = ()
 
@@ -78,7 +117,8 @@ class BlockTable:
         keys = list(self.prefix.keys[self.num_keyed : num_full])
         last = keys[-1] if keys else self.sealed_keys[-1] if self.sealed_keys else None
         for block in range(self.num_keyed + len(keys), num_full):
-            last = block_key(last, tokens[block * self.block_tokens : (block + 1) * self.block_tokens], self.prefix.scope)
+            scope = self.prefix.scope if self.own_scope is None or block < self.num_shared else self.own_scope
+            last = block_key(last, tokens[block * self.block_tokens : (block + 1) * self.block_tokens], scope)
             keys.append(last)
         return keys
 

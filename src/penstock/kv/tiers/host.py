@@ -469,6 +469,11 @@ class HostTier:
             here = [slot for slot in slots if slot != ABSENT]
             return slots, self._pool.pin(here, owner) if here else None
 
+    def pin(self, slots: NDArray[np.int32], owner: str) -> Pin:
+        """One more pin on slots that the caller has pinned already."""
+        with self._lock:
+            return self._pool.pin(as_run(slots), owner)
+
     def pin_run(self, keys: Sequence[bytes], owner: str) -> Pin | None:
         """A pin on the longest run of leading `keys` that are here; None where the first is not."""
         with self._lock:

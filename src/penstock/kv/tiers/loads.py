@@ -177,6 +177,7 @@ class BlockLoad(Reads):
         self.after = tuple(after)  # earlier users of the table's slots
         self.layered = False
         self.is_cold = False  # some of it comes from cold tiers
+        self.is_part = False  # a few blocks of a context, which nobody waits for: how long that takes says nothing about the link
         self.sources: Slots = np.full(num_blocks, ABSENT)  # host slots
         self.awaited: dict[bytes, tuple[int, Reading]] = {}  # blocks that a fetch was reading already, by key
         self.kept: list[Handle] = []  # protection of the sources
@@ -476,6 +477,17 @@ class Loads:
         self._note_hit(load)
         return load
 
+    def begin_fetched(self, table: BlockTable, kept: Pin, after: Sequence[Fence]) -> BlockLoad:
+        """Fill the slots of `table` with the blocks that `kept` protects. They get no keys. If this raises, nothing is kept."""
+        load = BlockLoad(table, 0, table.num_slots, (), after, self._deadline_s)
+        load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), True
+        try:
+            self._submit(self._copy(load, load.num_blocks, self._whole))
+        except BaseException:
+            self.host.unpin([kept], None)
+            raise
+        return load
+
     def _note_hit(self, load: BlockLoad) -> None:
         self.link.note_try()
         self.saves.used(load.keys)
@@ -714,7 +726,7 @@ class Loads:
             if not copy.load.is_cold:
                 self._end(copy.load)
             self.saves.counts.book(copy, "host", "device", self.saves.layout.block_bytes)
-            if copy.error() is None:
+            if copy.error() is None and not copy.load.is_part:
                 seconds = copy.settled_s - copy.first_s, copy.settled_s - max(copy.seen_s, copy.first_s)
                 self.link.add(copy.num_blocks * self.saves.layout.block_bytes, *seconds)
         for copy in copies:

@@ -238,6 +238,8 @@ class Saves:
         self._writing: set[bytes] = set()  # of those: on their way
         self._emptied_before: dict[Writing, int] = {}  # `num_emptied`, by writes to the first tier that are not over
         self._num_losses = 0  # of the first tier, seen so far
+        self._unshared: set[bytes] = set()  # keys that one open table alone looks for
+        self._unwanted: set[bytes] = set()  # of those whose table has ended, while copies are under way
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
         self._later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
@@ -392,6 +394,8 @@ class Saves:
             if isinstance(save, Save):
                 self._end(save)
             self.counts.book(save, "device", "host", self.layout.block_bytes)
+        if self._unwanted and not (self.mover or self._due or self._offers):
+            self._unwanted.clear()
 
     def _land(self, save: Save) -> None:
         for taken in save.land_arrived():
@@ -451,6 +455,10 @@ class Saves:
     def landed(self, keys: Sequence[bytes], depths: Sequence[int], source: str = "device") -> None:
         """Blocks have landed in host memory, out of `source`: what is written of them now is written."""
         self._rests = False
+        if self._unshared or self._unwanted:
+            self.host.forget([key for key in keys if key in self._unwanted])
+            shared = [place for place, key in enumerate(keys) if key not in self._unshared and key not in self._unwanted]
+            keys, depths = [keys[place] for place in shared], [depths[place] for place in shared]
         for tier in self.cold.values():
             if tier.name == source:
                 continue
@@ -458,6 +466,16 @@ class Saves:
                 self._dirty.update(zip(keys, depths, strict=True))
             if tier is not self.first or self.limits.admission == "always":
                 self._write_in_slices(tier, keys, depths)
+
+    def begin_unshared(self, keys: Sequence[bytes]) -> None:
+        """Nobody but one open table looks for these: host memory has them for it alone, and cold tiers never."""
+        self._unshared.update(keys)
+
+    def end_unshared(self, keys: Sequence[bytes]) -> None:
+        """It has ended. What has not landed yet is forgotten when it does."""
+        self._unshared.difference_update(keys)
+        self.host.forget(keys)
+        self._unwanted.update(keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Blocks in host memory were asked for again."""

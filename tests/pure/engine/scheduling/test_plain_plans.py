@@ -25,9 +25,11 @@ from penstock.contract import (
     Echo,
     FenceId,
     Grammar,
+    PartScores,
     Request,
     Sampled,
     SamplingParams,
+    Scoring,
     Start,
     StepFailure,
     StepPlan,
@@ -44,8 +46,8 @@ NUM_WALKS = 30
 HEAD = '{"recording": 1, "sizes": {}}\n'
 PLAIN = (type(None), bool, int, float, str)
 RECORDS = (
-    *(StepPlan, Chunk, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
-    *(StepResult, Sampled, TokenLogprob, TokenScores, StepFailure),
+    *(StepPlan, Chunk, Scoring, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
+    *(StepResult, Sampled, TokenLogprob, TokenScores, PartScores, StepFailure),
 )
 
 

@@ -23,6 +23,7 @@ class Attention(Protocol):
     and `rope` the model's [max_position, head_dim] table."""
 
     arena: Tensor
+    lse_nats: float  # of one unit of what `Partial.lse` holds
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Compile and plan whatever steps could need, on the thread that will launch them. Chunks have at most `max_chunk` tokens,

@@ -318,6 +318,8 @@ class _Preparation:
 class CpuAttention:
     """`Attention` in float32 or bfloat16 on the CPU."""
 
+    lse_nats = 1.0
+
     def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
         sizes = Geometry.of(arena, config, rope)
         if not arena.is_contiguous():

@@ -145,6 +145,8 @@ class _ChunkGroup(NamedTuple):
 class TritonAttention:
     """`Attention` in bfloat16 or float32 on CUDA; on the CPU under Triton's interpreter."""
 
+    lse_nats = math.log(2)
+
     def __init__(
         self,
         arena: Tensor,

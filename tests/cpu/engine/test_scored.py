@@ -1,0 +1,532 @@
+"""Sequences larger than what they may have on the device, whose tokens attend to a chosen part of them. What is found is asked of a model
+that recalls by construction; all of it runs under the sanitizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
+from penstock.contract import Chunk, FinishReason
+from penstock.engine import build as build_module
+from penstock.engine.engine import Engine
+from penstock.engine.execution.recording import Recorder
+from penstock.engine.execution.recording import read as read_recording
+from penstock.engine.execution.scoring import StepScores
+from penstock.engine.pace import ScoringCost
+from penstock.engine.scheduling import residency
+from penstock.errors import ConfigError, InvalidRequest, TransferFailed
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
+from penstock.testing.sanitized import build_sanitized, check_silent
+from support.driving import Collected, generate, run_all, settle_all, submit
+
+Make = Callable[..., Engine]
+Prompts = Callable[..., list[int]]
+
+LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "65536,131072").split(",")]
+LONG = 1536
+RESIDENT = 512
+MODEL = Retrieval(tries=32)  # so many questions for a needle: scores are taken twice meanwhile
+BLOCK_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 16 * 4
+
+
+def scored_engine(make_engine: Make, **settings: Any) -> Engine:
+    sizes = {"blocks": 80, "host_blocks": 300, "max_model_len": 2048, "resident_tokens": RESIDENT, "residency": "scored"}
+    return make_engine(**{**sizes, **settings})
+
+
+def full_engine(make_engine: Make, **settings: Any) -> Engine:
+    return make_engine(blocks=300, host_blocks=300, max_model_len=2048, **settings)
+
+
+def assert_same(ours: Collected, theirs: Collected) -> None:
+    assert ours.error is None and ours.tokens == theirs.tokens
+    for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    settle_all(engine)
+    engine.check()
+    slots = engine.cache.stats().slots
+    assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------------- needles
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture(autouse=True)
+def every_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long steps take here decides nothing."""
+    monkeypatch.setattr(ScoringCost, "tau", 16)
+
+
+class Found(NamedTuple):
+    needles: int
+    most_active: int  # slots of the device that were in use at once
+    num_slots: int
+    host_steps: int
+
+
+@pytest.fixture(scope="module")
+def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_retrieval_model(tmp_path_factory.mktemp("retrieval"), MODEL)
+
+
+@pytest.fixture
+def no_exact_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That find a needle wherever it is, while they measure recall."""
+    monkeypatch.setattr(residency, "FIRST_RECALL", -1)
+
+
+@pytest.fixture
+def ask(retrieval: Path, device: str, no_exact_steps: None) -> Iterator[Callable[..., Found]]:
+    made: list[tuple[Engine, Sanitizer]] = []
+
+    def ask(num_tokens: int, share: float, depths: tuple[float, ...] = (0.1, 0.5, 0.9), seed: int = 0, **kv: Any) -> Found:
+        stack = haystack(num_tokens, 16, depths, seed, MODEL)
+        resident = int(num_tokens * share) // 16 * 16
+        total = num_tokens + stack.most_tokens
+        config = Config(
+            source=ModelSource(model=str(retrieval), device=device, dtype="float32"),
+            kv=KvConfig(device_blocks=resident // 16, resident_tokens=resident, residency="scored", **kv),
+            engine=EngineConfig(max_model_len=total, max_batch=2, prefill_chunk=512),
+            offload=OffloadConfig(host_gib=(total // 16 * 1.2 + 64) * BLOCK_BYTES / GIB),
+        )
+        made.append(build_sanitized(config))
+        return drive(made[-1][0], stack)
+
+    yield ask
+    for engine, sanitizer in made:
+        engine.close(timeout_s=20.0)
+        check_silent(sanitizer)
+
+
+def drive(engine: Engine, stack: Haystack) -> Found:
+    answer = submit(engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop}))
+    most = 0
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(1.0)
+        engine.cache.loads.mover.drain(30.0)  # how long a copy takes here decides nothing either
+        most = max(most, engine.cache.stats().slots["device"].active)
+    assert answer.error is None and answer.events[0].scored
+    return Found(stack.found(answer.tokens), most, engine.cache.num_blocks, engine.stats().host_steps)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_needles_are_found_with_six_percent_of_the_context_on_the_device(seed: int, ask: Callable[..., Found]) -> None:
+    found = ask(8192, 0.06, seed=seed)
+    assert found.needles >= 15
+    assert found.num_slots <= 0.06 * 8192 / 16 and found.most_active <= found.num_slots
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_needles_are_found_in_long_contexts(length: int, tmp_path: Path, device: str, no_exact_steps: None) -> None:
+    """With one layer and one KV head, whose prefill takes a quarter of the time."""
+    model = Retrieval(num_layers=1, num_heads=2, num_kv_heads=1, tries=32)
+    stack = haystack(length, 16, (0.1, 0.5, 0.9), 0, model)
+    resident, total = int(length * 0.06) // 16 * 16, length + stack.most_tokens
+    config = Config(
+        source=ModelSource(model=str(write_retrieval_model(tmp_path, model)), device=device, dtype="float32"),
+        kv=KvConfig(device_blocks=resident // 16, resident_tokens=resident, residency="scored"),
+        engine=EngineConfig(max_model_len=total, max_batch=2, prefill_chunk=1024),
+        offload=OffloadConfig(host_gib=(total // 16 * 1.2 + 64) * BLOCK_BYTES / 4 / GIB),
+    )
+    engine = build_module.build(config)
+    found = drive(engine, stack)
+    engine.close(timeout_s=20.0)
+    assert found.needles >= 15 and found.most_active <= 0.06 * length / 16
+
+
+@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
+def test_recency_alone_finds_none_outside_its_window(depth: float, ask: Callable[..., Found]) -> None:
+    assert ask(8192, 0.06, depths=(depth,), scorer="lru").needles == 0
+    assert ask(8192, 0.06, depths=(depth,)).needles >= 15
+
+
+def test_pinned_needles_are_found_whatever_the_scores_say(ask: Callable[..., Found]) -> None:
+    """All of them lie around 3 % of the context."""
+    needles = haystack(8192, 16, (0.03,), 0, MODEL).needles
+    first, last = min(needle.position for needle in needles), max(needle.position for needle in needles)
+    assert last - first < 512
+    assert ask(8192, 0.25, depths=(0.03,), scorer="lru", pin_spans=((first, last + 1),)).needles == 16
+
+
+# ---------------------------------------------------------------------------------------------------------------- what is attended
+
+
+def test_a_request_that_fits_is_never_scored(make_engine: Make, prompts: Prompts) -> None:
+    """And gives what it would give without the flag, bit for bit."""
+    prompt = prompts(RESIDENT - 60)
+    engine, exact = scored_engine(make_engine), scored_engine(make_engine, residency="exact")
+    ours, theirs = (generate(one, prompt, max_tokens=40, logprobs=3) for one in (engine, exact))
+    assert ours.tokens == theirs.tokens and ours.logprobs == theirs.logprobs
+    assert not ours.events[0].scored and engine.stats().residency.scorings == 0
+
+
+def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every part has been paged out and has come back, into other slots: positions are part of what was written."""
+    with_deep = build_module._with_deep
+    monkeypatch.setattr(
+        build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), deep_blocks=32, resident_blocks=240)
+    )
+    engine = scored_engine(make_engine, blocks=260, max_model_len=4096 - 64, positions=4096)
+    prompt = prompts(LONG)
+    deep = submit(engine, prompt, max_tokens=60, logprobs=2)
+    run_until(engine, lambda: len(deep.tokens) == 1)
+    running, fence = engine._parts.scheduler._running, engine._parts.scheduler._steps.last_fence
+    track = running.tracks[deep.request_id]
+    assert track.table is not None and track.resident is not None
+    before = track.table.slots(1024).tolist()
+    running._num_promised += 64
+    assert engine.cache.page_out(track.table, 64, fence) == 64, "as if the room had been needed"
+    while len(track.resident._chosen) < 16:  # no step in between
+        running.rearrange(track, 1, fence)
+        engine._settle()
+    assert not set(before) & set(track.resident._chosen_slots().tolist())
+    run_all(engine)
+    full = generate(full_engine(make_engine), prompt, max_tokens=60, logprobs=2)
+    assert_same(deep, full)
+
+
+def run_until(engine: Engine, done: Callable[[], bool], turns: int = 5000) -> None:
+    for _ in range(turns):
+        if done():
+            return
+        if not engine.step():
+            engine.wait_work(0.05)
+    raise AssertionError("it did not come to that")
+
+
+def test_its_table_is_the_chosen_parts_in_order_and_the_window(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    """And every slot of it holds the bytes that host memory has for the block in that place."""
+    engine = scored_engine(make_engine)
+    looked = 0
+    deep = submit(engine, prompts(LONG), max_tokens=120)
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(0.05)
+        track = engine._parts.scheduler._running.tracks.get(deep.request_id)
+        if track is None or track.resident is None or track.table is None or not track.resident._chosen:
+            continue
+        engine._parts.lanes[0].drain()
+        host = engine._parts.executor.paged._host.tensor  # type: ignore[union-attr]
+        for part, fetched in track.resident._chosen.items():
+            there = track.table.paged_slots[part * 4 : part * 4 + 4]
+            assert (engine.arena.tensor[fetched.slots.tolist()].cpu() == host[there.tolist()]).all()
+            looked += 1
+    assert looked > 100 and deep.finish is FinishReason.LENGTH
+
+
+def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    engine = scored_engine(make_engine)
+    with (tmp_path / "plans").open("w") as file:
+        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+        generate(engine, prompts(LONG), max_tokens=100)
+        engine._parts.recorder = None
+    chunks = [chunk for plan in read_recording(tmp_path / "plans").plans for chunk in plan.chunks]
+    decodes = [chunk for chunk in chunks if chunk.start >= LONG]
+    assert len(decodes) == 99
+    assert all(len(chunk.slots) <= RESIDENT // 16 for chunk in chunks)
+    assert all(chunk.num_elsewhere == -(-(chunk.start + 1) // 16) - len(chunk.slots) > 0 for chunk in decodes)
+    assert not any(chunk.num_paged for chunk in decodes if chunk.scoring is None or not chunk.scoring.recall)
+    assert 5 <= sum(chunk.scoring is not None for chunk in decodes) <= 8, "every sixteen tokens"
+    exact = [chunk for chunk in chunks if chunk.start < LONG]
+    assert not any(chunk.num_left_out for chunk in exact) and exact[-1].scoring is not None
+
+
+def test_device_memory_in_use_does_not_grow_with_the_context(make_engine: Make, prompts: Prompts) -> None:
+    most: list[int] = []
+    for length in (1024, 1900):
+        engine = scored_engine(make_engine)
+        submit(engine, prompts(length), max_tokens=40)
+        active = 0
+        while engine.has_work():
+            if not engine.step():
+                engine.wait_work(1.0)
+            engine.check()
+            active = max(active, engine.cache.stats().slots["device"].active)
+        most.append(active)
+    assert most[0] == most[1] == RESIDENT // 16
+
+
+def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: Make, prompts: Prompts, monkeypatch: Any) -> None:
+    """By an attention that is written down here."""
+    engine, add_layer = scored_engine(make_engine), StepScores.add_layer
+    host, arena = engine._parts.executor.paged._host.tensor, engine.arena.tensor  # type: ignore[union-attr]
+    shares: list[float] = []
+    plans: list[Chunk] = []
+    launch = engine._parts.executor.launch
+
+    def launched(plan: Any, waits: Any) -> Any:
+        plans.extend(chunk for chunk in plan.chunks if chunk.scoring is not None and chunk.scoring.recall)
+        return launch(plan, waits)
+
+    def looked(self: StepScores, layer: int, q: Any, lse: Any = None) -> None:
+        add_layer(self, layer, q, lse)
+        if lse is not None and self._asked[0].scoring.recall:
+            chunk = plans[0]
+            num = chunk.start + 1 - 16 * chunk.num_elsewhere
+            here = arena[chunk.slots.tolist(), layer, 0].flatten(0, 1)[:num].cpu()
+            keys = torch.cat((here, host[chunk.paged.tolist(), layer, 0].flatten(0, 1)))  # type: ignore[union-attr]
+            group = q.shape[1] // keys.shape[1]
+            scores = torch.einsum("hd,thd->ht", q[0].cpu(), keys.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+            shares.append(float(scores.softmax(-1)[:, :num].sum(-1).mean()))
+
+    monkeypatch.setattr(engine._parts.executor, "launch", launched)
+    monkeypatch.setattr(StepScores, "add_layer", looked)
+    deep = generate(engine, prompts(LONG), max_tokens=100)
+    figures = engine.stats().residency
+    assert deep.error is None and sum(figures.recall.counts) == 1 and figures.scorings >= 5
+    assert figures.recall.total == pytest.approx(np.mean(shares), rel=1e-4) and 0.05 < figures.recall.total < 0.95
+
+
+def test_a_short_prompt_may_have_a_long_answer(make_engine: Make, prompts: Prompts) -> None:
+    """What it writes is summed up and paged out as it goes on, and found again."""
+    engine = scored_engine(make_engine)
+    answers = [submit(engine, prompts(20, seed), max_tokens=700) for seed in (1, 2)]
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(1.0)
+        engine.check()
+    assert all(answer.finish is FinishReason.LENGTH and len(answer.tokens) == 700 for answer in answers)
+    figures = engine.stats().residency
+    assert figures.parts_fetched >= 2 and figures.scorings >= 10
+    assert_nothing_held(engine)
+
+
+# --------------------------------------------------------------------------------------------------------------------------- scope
+
+
+def test_an_exact_request_finds_nothing_that_was_computed_over_a_part(make_engine: Make, prompts: Prompts) -> None:
+    """Holds invariant 15: what was computed over a part has a scope of its own."""
+    engine, full, prompt = scored_engine(make_engine), full_engine(make_engine), prompts(LONG)
+    scored = submit(engine, prompt, max_tokens=300)
+    for num in (100, 300):  # while it runs, and when it has ended
+        run_until(engine, lambda num=num: len(scored.tokens) >= num)  # type: ignore[misc]
+        longer = [*prompt, *scored.tokens[:num]]
+        exact = submit(engine, longer, residency="exact", max_tokens=20, logprobs=2)
+        run_until(engine, lambda exact=exact: exact.finish is not None)  # type: ignore[misc]
+        assert_same(exact, generate(full, longer, max_tokens=20, logprobs=2))
+        assert exact.source is not None and exact.source.computed >= 100, "the prompt is found, or what was computed exactly"
+
+
+def test_nothing_is_left_under_a_scope_of_its_own(make_engine: Make, prompts: Prompts) -> None:
+    engine, prompt = scored_engine(make_engine), prompts(LONG)
+    generate(engine, prompt, max_tokens=200)
+    assert_nothing_held(engine)
+    keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
+    assert set(engine.cache.loads.host.keys()) <= keys
+    assert set(engine.cache._pool.keys()) <= keys
+
+
+def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    """And no disk ever has it."""
+    engine, prompt = scored_engine(make_engine, ssd_dir=str(tmp_path), ssd_gib=0.05), prompts(LONG)
+    deep = submit(engine, prompt, max_tokens=200)
+    run_until(engine, lambda: len(deep.tokens) >= 100)
+    copier, may_go_on = engine.cache.saves.mover.copier, threading.Event()
+
+    def copy(*args: Any) -> None:
+        may_go_on.wait(30.0)
+        copier.copy(*args)
+
+    engine.cache.saves.mover.copier = types.SimpleNamespace(copy=copy)  # type: ignore[assignment]
+    run_until(engine, lambda: len(deep.tokens) >= 140)
+    engine.cancel(deep.request_id)
+    run_all(engine)
+    may_go_on.set()
+    assert_nothing_held(engine)
+    keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
+    assert set(engine.cache.loads.host.keys()) <= keys
+    assert engine.cache.cold_tiers["ssd"].usage().as_dict()["used"] <= len(keys)
+    assert not engine.cache.saves._unshared and not engine.cache.saves._unwanted
+
+
+def test_its_next_turn_computes_the_answer_again_and_finds_the_rest(make_engine: Make, prompts: Prompts) -> None:
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    for turn in range(3):
+        answer = generate(engine, prompt, max_tokens=40)
+        assert answer.source is not None and answer.source.computed <= 1024 if turn == 0 else answer.source.computed <= 40 + 60 + 16
+        prompt = [*prompt, *answer.tokens, *prompts(60, seed=turn)]
+        settle_all(engine)
+
+
+def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Prompts) -> None:
+    """What was known of its keys is gone, also where it was cancelled, and the next begins without scores, pins and parts."""
+    engine = scored_engine(make_engine)
+    scores = engine._parts.executor.scores
+    assert scores is not None
+    generate(engine, prompts(LONG), max_tokens=50, pins=[(600, 640)])
+    second = submit(engine, prompts(LONG, 5), max_tokens=200)
+    run_until(engine, lambda: len(second.tokens) > 1)
+    resident = engine._parts.scheduler._running.tracks[second.request_id].resident
+    assert resident is not None and resident._pinned == (0,) and list(scores._known) == [second.request_id]
+    engine.cancel(second.request_id)
+    run_all(engine)
+    engine.step()
+    engine._parts.lanes[0].drain()
+    assert not scores._known
+
+
+# ------------------------------------------------------------------------------------------------------------------- end and failure
+
+
+def hold_loads(engine: Engine) -> tuple[threading.Event, threading.Event]:
+    """The next copy to the device stops until the first event is set; the second says that it has begun."""
+    copier, may_go_on, stopped = engine.cache.loads.mover.copier, threading.Event(), threading.Event()
+
+    def copy(*args: Any) -> None:
+        stopped.set()
+        may_go_on.wait(30.0)
+        copier.copy(*args)
+
+    engine.cache.loads.mover.copier = types.SimpleNamespace(copy=copy)  # type: ignore[assignment]
+    return may_go_on, stopped
+
+
+def test_decoding_goes_on_while_parts_are_on_their_way(make_engine: Make, prompts: Prompts) -> None:
+    engine = scored_engine(make_engine)
+    may_go_on, stopped = hold_loads(engine)
+    deep = submit(engine, prompts(LONG), max_tokens=60)
+    run_until(engine, lambda: len(deep.tokens) == 60, turns=400)
+    assert stopped.is_set()
+    may_go_on.set()
+    assert_nothing_held(engine)
+
+
+def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(make_engine: Make, prompts: Prompts) -> None:
+    engine = scored_engine(make_engine)
+    may_go_on, stopped = hold_loads(engine)
+    deep = submit(engine, prompts(LONG), max_tokens=200)
+    run_until(engine, stopped.is_set)
+    engine.cancel(deep.request_id)
+    for _ in range(5):
+        engine.step()
+    assert deep.finish is FinishReason.CANCELLED
+    slots = engine.cache.stats().slots
+    assert slots["device"].pinned > 0 and slots["device"].active == 0, "the copy has its slots until it is over"
+    may_go_on.set()
+    assert_nothing_held(engine)
+
+
+def test_closed_in_the_middle_of_a_fetch_it_waits_for_the_copy(make_engine: Make, prompts: Prompts) -> None:
+    engine = scored_engine(make_engine)
+    may_go_on, stopped = hold_loads(engine)
+    submit(engine, prompts(LONG), max_tokens=200)
+    run_until(engine, stopped.is_set)
+    threading.Timer(0.05, may_go_on.set).start()
+    engine.close(timeout_s=20.0)
+    slots = engine.cache.stats().slots
+    assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
+
+
+def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(make_engine: Make, prompts: Prompts) -> None:
+    engine = scored_engine(make_engine)
+    may_go_on, stopped = hold_loads(engine)
+    deep = submit(engine, prompts(LONG), max_tokens=60)
+    run_until(engine, lambda: stopped.is_set() and len(deep.tokens) >= 20)
+    scheduler = engine._parts.scheduler
+    scheduler._retract(scheduler._running.tracks[deep.request_id])
+    may_go_on.set()
+    run_all(engine)
+    assert deep.finish is FinishReason.LENGTH and len(deep.tokens) == 60
+    assert_nothing_held(engine)
+
+
+def test_parts_whose_copies_fail_are_left_out(make_engine: Make, prompts: Prompts) -> None:
+    engine = scored_engine(make_engine)
+    copier, failures = engine.cache.loads.mover.copier, []
+
+    def copy(*args: Any) -> None:
+        if len(failures) < 5:
+            failures.append(args)
+            raise TransferFailed("a copy that is lost")
+        copier.copy(*args)
+
+    engine.cache.loads.mover.copier = types.SimpleNamespace(copy=copy)  # type: ignore[assignment]
+    deep = submit(engine, prompts(LONG), max_tokens=80)
+    while engine.has_work():
+        if not engine.step():
+            engine.wait_work(0.05)
+        engine.check()
+    assert deep.finish is FinishReason.LENGTH and len(failures) == 5
+    assert_nothing_held(engine)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- beside others
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_crowd_of_exact_scored_and_fitting_requests(seed: int, make_engine: Make, prompts: Prompts) -> None:
+    """Exact and fitting ones give what they give alone; the others end, and leave nothing behind."""
+    rng = random.Random(seed)
+    speculate = "ngram" if seed % 2 else None
+    engine = scored_engine(make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)), speculate=speculate)
+    full, stems = full_engine(make_engine), [prompts(LONG, one) for one in (1, 2)]
+    waiting = [make_request(rng, stems) for _ in range(14)]
+    asked: list[tuple[str, list[int], Collected]] = []
+    while waiting or engine.has_work():
+        if waiting and rng.random() < 0.3:
+            kind, prompt = waiting.pop()
+            mode = {"exact": "exact", "scored": "scored", "fitting": None}[kind]
+            asked.append((kind, prompt, submit(engine, prompt, residency=mode, max_tokens=rng.choice((2, 20, 50)), logprobs=1)))
+        if asked and rng.random() < 0.01:
+            engine.cancel(rng.choice(asked)[2].request_id)
+        if rng.random() < 0.02 and len(tracks := engine._parts.scheduler._running.tracks) > 1:
+            engine._parts.scheduler._retract(rng.choice(list(tracks.values())))
+        if not engine.step():
+            engine.wait_work(0.01)
+        engine.check()
+    assert_nothing_held(engine)
+    for kind, prompt, ours in asked:
+        assert ours.finish in (FinishReason.LENGTH, FinishReason.CANCELLED), ours.error
+        if kind != "scored" and ours.tokens:
+            assert_same(ours, generate(full, prompt, max_tokens=len(ours.tokens), logprobs=1))
+
+
+def make_request(rng: random.Random, stems: list[list[int]]) -> tuple[str, list[int]]:
+    kind = rng.choice(("exact", "scored", "scored", "fitting"))
+    stem = rng.choice(stems)
+    length = rng.randrange(20, 300) if kind == "fitting" else rng.randrange(700, LONG)
+    return kind, [*stem[: rng.randrange(length)], *(rng.randrange(1, 500) for _ in range(length))][:length]
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ refused
+
+
+def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:
+    with pytest.raises(ConfigError, match=r"64 tokens at the beginning, 64 in the trailing window, 128 being saved.* make 384, .* has 320"):
+        scored_engine(make_engine, resident_tokens=320)
+    with pytest.raises(ConfigError, match=r"kv_pin_spans take 9 parts of 64 tokens, the first included, and 2 can be pinned"):
+        scored_engine(make_engine, pin_spans=((512, 1024),))
+    engine = scored_engine(make_engine, residency="exact", resident_tokens=256)
+    with pytest.raises(InvalidRequest, match="make 384, and a sequence has 256"):
+        submit(engine, prompts(LONG), residency="scored")
+    generate(engine, prompts(100), residency="scored")  # fits
+    with pytest.raises(InvalidRequest, match="kv_pin_spans are for requests with kv_residency scored"):
+        submit(engine, prompts(LONG), pins=[(0, 10)])
+    scored = scored_engine(make_engine)
+    with pytest.raises(InvalidRequest, match="one has to be free"):
+        submit(scored, prompts(LONG), pins=[(512, 1024)])
+    with pytest.raises(InvalidRequest, match="pinned spans"):
+        submit(scored, prompts(LONG), pins=[(20, 10)])

@@ -1,0 +1,234 @@
+"""What a scored request has on the device: how its room is divided, what is chosen, and how often."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.contract import FetchedBlocks, Scoring
+from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
+from penstock.engine.scheduling.residency import FIRST_TAU, Division, ResidentSet
+from penstock.errors import ConfigError, InvalidRequest
+
+
+class FakeTable:
+    """Implements `contract.Table`: blocks `num_paged..num_slots` are on the device, in slots of the same number."""
+
+    num_fetched = 0
+
+    def __init__(self, num_slots: int, num_paged: int) -> None:
+        self.num_slots, self.num_paged = num_slots, num_paged
+
+    @property
+    def paged_slots(self) -> np.ndarray:
+        return np.arange(1000, 1000 + self.num_paged, dtype=np.int32)
+
+    def slots(self, num_tokens: int) -> np.ndarray:
+        return np.arange(self.num_paged, -(-num_tokens // 16), dtype=np.int32)
+
+    def take_after(self) -> tuple[()]:
+        return ()
+
+
+class FakeFetched:
+    def __init__(self, part: int) -> None:
+        self.slots = np.arange(4, dtype=np.int32) + 10_000 + 10 * part
+        self.settled, self.failed = False, False
+
+
+def test_a_room_is_divided_without_a_rest_that_nobody_counts() -> None:
+    for blocks, tokens in ((24, 16), (30, 16), (480, 16), (1024, 16), (6, 64), (99, 128), (60, 8)):
+        try:
+            division = Division.of(blocks, tokens)
+        except ConfigError:
+            assert blocks * tokens < 384
+            continue
+        parts = division.window + division.chosen + division.moving + 2
+        assert parts == division.num_parts == blocks // division.part_blocks and division.chosen >= 2 and division.moving >= 1
+        assert division.part_tokens == max(64, tokens)
+
+
+def test_one_part_can_always_give_way() -> None:
+    division = Division.of(120, 16)
+    most = division.chosen - 1
+    assert len(division.pinned([(0, 64 * most)], 10_000)) == most
+    with pytest.raises(InvalidRequest, match=f"take {most + 1} parts .* {most} can be pinned"):
+        division.pinned([(0, 64 * most + 1)], 10_000)
+    assert division.pinned([(5000, 6000)], 100) == (0,), "beyond its end there is nothing to pin"
+
+
+def resident_set(num_exact: int = 16 * 400, pins: tuple[tuple[int, int], ...] = ()) -> ResidentSet:
+    return ResidentSet(Division.of(120, 16), pins, num_exact, num_exact + 1000)
+
+
+def fetch_all(resident: ResidentSet, table: FakeTable, most: int = 1000) -> dict[int, FakeFetched]:
+    made: dict[int, FakeFetched] = {}
+    for part in resident.wanted(table)[:most]:
+        made[part] = FakeFetched(part)
+        resident.coming(part, made[part])
+    return made
+
+
+def land(resident: ResidentSet, fetched: dict[int, FakeFetched]) -> list[FetchedBlocks]:
+    for one in fetched.values():
+        one.settled = True
+    return [*resident.take_landed(), *resident.take_surplus()]
+
+
+def scores(**best: float) -> np.ndarray:
+    found = np.zeros(90, np.float32)
+    for name, score in best.items():
+        found[int(name[1:])] = score
+    return found
+
+
+def test_the_first_part_and_pinned_ones_are_there_before_any_score_is_known() -> None:
+    resident, table = resident_set(pins=((700, 720),)), FakeTable(400, 380)
+    assert resident.wanted(table) == [0, 10, 11]
+    assert resident_set(pins=((700, 704),)).wanted(table) == [0, 10]
+
+
+def test_what_is_chosen_is_used_when_it_has_landed_and_what_gives_way_is_wanted_least() -> None:
+    resident, table = resident_set(), FakeTable(400, 380)
+    division = resident.division
+    resident.take_scores(scores(p7=5.0, p30=4.0, p12=3.0))
+    fetched = fetch_all(resident, table)
+    assert list(fetched)[:4] == [0, 7, 30, 12] and len(fetched) == division.chosen
+    before = resident.place(table, 6400, 6401, may_score=False, may_read=True)
+    assert before.num_left_out == 380 and land(resident, fetched) == []
+    after = resident.place(table, 6400, 6401, may_score=False, may_read=True)
+    assert after.num_left_out == 380 - 4 * division.chosen and after.paged is None
+    own = after.slots[: 4 * division.chosen]
+    assert (np.diff(own) > 0).all(), "in the order of their positions"
+    assert len(after.slots) == 4 * division.chosen + 401 - 380
+    resident.take_scores(scores(p40=9.0, p41=8.0))
+    more = fetch_all(resident, table)
+    assert {40, 41} <= set(more) and len(more) <= division.moving
+    gone = land(resident, more)
+    assert len(gone) == len(more) and all(one is not fetched[part] for one in gone for part in (0, 7, 30))
+
+
+def test_a_part_that_did_not_arrive_is_not_used_and_is_wanted_again() -> None:
+    resident, table = resident_set(), FakeTable(400, 380)
+    fetched = fetch_all(resident, table)
+    fetched[0].failed = True
+    assert land(resident, fetched) == [fetched[0]]
+    assert resident.place(table, 6400, 6401, False, False).num_left_out == 380
+    assert resident.wanted(table) == [0]
+
+
+def test_what_was_wanted_a_moment_ago_is_kept_before_what_never_was() -> None:
+    resident = resident_set()
+    resident.take_scores(scores(p7=8.0, p9=1.0))
+    resident.take_scores(scores(p12=3.0))
+    assert resident._order[:4] == [0, 7, 12, 9]
+    resident.take_scores(scores())
+    resident.take_scores(scores(p12=3.0))
+    assert resident._order[:3] == [0, 12, 7]
+
+
+def test_the_last_exact_chunk_sums_up_everything_and_no_window_block_leaves_before_it_is() -> None:
+    resident, table = resident_set(), FakeTable(400, 290)
+    assert resident.num_making_way(table, 10, 100) == 0, "nothing is summed up"
+    assert resident.place(table, 6000, 6384, True, True).scoring is None
+    scoring = resident.place(table, 6384, 6400, True, True).scoring
+    assert scoring == Scoring(4, resident._most_parts, 290, np.arange(290, 400, dtype=np.int32), True, 100)
+    assert resident.num_making_way(table, 1, 100) == 6, "for the step and for the first part, in whole parts"
+    assert resident.num_making_way(FakeTable(420, 396), 50, 20) == 4, "what was filled since is not summed up yet"
+
+
+def test_scores_are_asked_for_every_tau_tokens_and_one_step_at_a_time() -> None:
+    resident, table = resident_set(), FakeTable(401, 380)
+    resident.place(table, 6399, 6400, True, True)
+    resident.take_scores(scores())
+    asked = [start for start in range(6400, 6500) if later(resident, start) is not None]
+    assert asked == [6416, 6432, 6448, 6464, 6480, 6496]
+
+
+def later(resident: ResidentSet, start: int) -> Scoring | None:
+    table = FakeTable(start // 16 + 1, 380)
+    scoring = resident.place(table, start, start + 1, True, False).scoring
+    assert resident.place(table, start, start + 1, True, False).scoring is None or scoring is None, "one is under way"
+    if scoring is not None and scoring.num_parts:
+        resident.take_scores(scores())
+    return scoring
+
+
+def test_without_scores_between_the_window_is_summed_up_all_the_same() -> None:
+    """However rarely scores are taken, a part that is full is summed up soon: it could not be paged out otherwise."""
+    resident, table = resident_set(), FakeTable(401, 380)
+    resident.tau = 300
+    resident.place(table, 6399, 6400, True, True)
+    resident.take_scores(scores())
+    asked = {start: later(resident, start) for start in range(6400, 6800)}
+    found = {start: one for start, one in asked.items() if one is not None}
+    assert list(found) == [6464, 6528, 6592, 6656, 6700, 6752]
+    assert [one.num_parts for one in found.values()] == [0, 0, 0, 0, 104, 0]
+    assert [one.slots.tolist() for one in found.values()][3:5] == [[412, 413, 414, 415], [416, 417]]
+
+
+def test_others_that_score_leave_it_its_turn_later() -> None:
+    resident, table = resident_set(), FakeTable(401, 380)
+    assert resident.place(table, 6399, 6400, False, True).scoring is not None, "it is summed up all the same"
+    assert resident.place(table, 6401, 6402, False, True).scoring is None
+    found = resident.place(table, 6402, 6403, True, True).scoring
+    assert found is not None and found.num_parts == 100
+
+
+def test_a_context_without_a_whole_part_has_nothing_to_score() -> None:
+    resident = resident_set(num_exact=20)
+    first = resident.place(FakeTable(2, 0), 0, 20, True, True).scoring
+    assert first is not None and first.num_parts == 0
+    assert first.slots.tolist() == [0]
+    asked = [(start, one.num_parts) for start in range(20, 200) if (one := short(resident, start)) is not None]
+    assert asked[-1][1] == 3 and all(num or start < 64 for start, num in asked)
+
+
+def short(resident: ResidentSet, start: int) -> Scoring | None:
+    scoring = resident.place(FakeTable(start // 16 + 1, 0), start, start + 1, True, False).scoring
+    if scoring is not None and scoring.num_parts:
+        resident.take_scores(np.zeros(scoring.num_parts, np.float32))
+    return scoring
+
+
+def test_now_and_then_all_that_is_left_out_is_read() -> None:
+    resident, table = resident_set(), FakeTable(420, 380)
+    resident.place(table, 6399, 6400, True, True)
+    resident.take_scores(scores(p3=1.0))
+    land(resident, fetch_all(resident, table, most=2))
+    read = []
+    for start in range(6400, 6400 + 64 * 16 * 2):
+        placed = resident.place(FakeTable(start // 16 + 1, 380), start, start + 1, True, True)
+        if placed.scoring is not None:
+            resident.take_scores(scores())
+        if placed.paged is not None:
+            assert placed.num_left_out == 0 and placed.scoring is not None and placed.scoring.recall
+            left = set(range(1000, 1380)) - set(range(1000, 1004)) - set(range(1012, 1016))
+            assert set(placed.paged.tolist()) == left
+            read.append(start)
+    assert len(read) == 2
+    assert resident.place(FakeTable(9000 // 16 + 1, 380), 9000, 9001, True, False).paged is None
+
+
+# ------------------------------------------------------------------------------------------------------------------------ how often
+
+
+def test_scoring_takes_a_twentieth_of_decoding() -> None:
+    cost = ScoringCost()
+    assert cost.tau == FIRST_TAU
+    for _ in range(50):
+        cost.add(0.010, scores=False)
+        cost.add(0.025, scores=True)
+    assert cost.tau == 30 and cost.seconds == pytest.approx(50 * 0.015)
+    assert cost.seconds / (50 * cost.tau * 0.010) <= 0.0501
+
+
+def test_its_distance_has_bounds() -> None:
+    cheap, dear = ScoringCost(), ScoringCost()
+    for one, seconds in ((cheap, 0.0101), (dear, 1.0)):
+        one.add(0.010, scores=False)
+        one.add(seconds, scores=True)
+    assert (cheap.tau, dear.tau) == (LEAST_TAU, MOST_TAU)
+    odd = ScoringCost()
+    odd.add(0.01, scores=True)
+    assert odd.tau == FIRST_TAU, "nothing to compare with"
