@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.figures import Histogram, SessionFigures, Traffic
+from penstock.figures import Histogram, SessionFigures, SnapshotFigures, Traffic
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -30,3 +30,4 @@ class EngineStats:
     load_exposed_s: float  # seconds that requests waited for a promotion while nothing else could be computed for them
     sessions: SessionFigures = field(default_factory=SessionFigures)
     host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there
+    snapshots: SnapshotFigures = field(default_factory=SnapshotFigures)

@@ -19,6 +19,10 @@ from penstock.errors import (
     EngineClosed,
     InvalidRequest,
     Overloaded,
+    SnapshotMissing,
+    SnapshotRefused,
+    SnapshotSpace,
+    SnapshotTaken,
     StepFailed,
     StoreFailed,
     TransferFailed,
@@ -98,6 +102,14 @@ def fault_of(error: BaseException) -> Fault:
             return Fault(400, text, "invalid_request_error", error.param, "context_length_exceeded")
         case InvalidRequest():
             return Fault(400, text, "invalid_request_error", error.param)
+        case SnapshotMissing():
+            return Fault(404, text, _type_of(404), "snapshot", "snapshot_not_found")
+        case SnapshotTaken():
+            return Fault(409, text, _type_of(409), "name", "snapshot_exists")
+        case SnapshotSpace():
+            return Fault(409, text, _type_of(409), code="snapshot_space")
+        case SnapshotRefused():
+            return Fault(409, text, _type_of(409), "snapshot", "snapshot_unusable")
         case UserError():
             return Fault(400, text, "invalid_request_error")
         case Overloaded():

@@ -156,6 +156,9 @@ class HostTier:
         self._lock = threading.Lock()
         self._arriving: set[bytes] = set()  # taken, not landed
         self._leases: dict[HostLease, list[Handle]] = {}  # open ones, and what each keeps
+        self._pinned_keys: dict[
+            str, tuple[frozenset[bytes], Pin | None]
+        ] = {}  # by snapshot: its blocks, and what protects those that are here
         self._missing: deque[Reservation] = deque()  # slots whose memory is not ready yet, in order
         self.memory: HostMemory | None = None  # what the slots lie in, where it is closed with the tier
 
@@ -535,9 +538,28 @@ class HostTier:
             return self._pool.evict(self._pool.num_slots)
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends."""
+        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends, and
+        what a snapshot pins is found as before."""
         with self._lock:
-            return self._pool.forget([slot for slot in self._pool.find_each(keys) if slot != ABSENT])
+            slots = self._pool.find_each([key for key in keys if not any(key in kept for kept, _ in self._pinned_keys.values())])
+            return self._pool.forget([slot for slot in slots if slot != ABSENT])
+
+    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+        """Those of `keys` that are here stay until `unpin_keys`, for a snapshot; asked again, also those that have come since."""
+        with self._lock:
+            self._unpin_keys(id)
+            here = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
+            self._pinned_keys[id] = frozenset(keys), self._pool.pin(here, "snapshot") if here else None
+
+    def unpin_keys(self, id: str) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._unpin_keys(id)
+
+    def _unpin_keys(self, id: str) -> None:
+        _, pin = self._pinned_keys.pop(id, (None, None))
+        if pin is not None:
+            pin.end()
 
     def tell_balance(self, observer: EngineObserver) -> None:
         """Under the lock: what the observer has seen and what is counted belong to one moment."""
