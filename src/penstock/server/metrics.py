@@ -110,9 +110,11 @@ def _sessions(figures: SessionFigures) -> Iterator[Any]:
 def _snapshots(figures: SnapshotFigures) -> Iterator[Any]:
     known = {"known": figures.known, "damaged": figures.damaged}
     yield _by_label(GaugeMetricFamily, "penstock_snapshots", "Snapshots by state.", "state", known)
-    pinned = {"used": figures.pinned_blocks, "max": figures.pinned_blocks_max}
-    about = "KV blocks that snapshots pin in the last tier, and how many they may."
-    yield _by_label(GaugeMetricFamily, "penstock_snapshot_pinned_blocks", about, "bound", pinned)
+    yield GaugeMetricFamily(
+        "penstock_snapshot_pinned_blocks", "KV blocks that snapshots pin in the last tier.", value=figures.pinned_blocks
+    )
+    most = "KV blocks that snapshots may pin there."
+    yield GaugeMetricFamily("penstock_snapshot_pinned_blocks_max", most, value=figures.pinned_blocks_max)
     asked = {name: getattr(figures, name) for name in ("taken", "continued", "deleted", "expired", "refused")}
     yield _by_label(CounterMetricFamily, "penstock_snapshot_events", "What became of snapshots.", "event", asked)
 
