@@ -17,6 +17,7 @@ from tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
+from store_servers import valkey_or_skip
 
 OTHER = [9 + 7 * i % 450 for i in range(70)]
 MORE = [3, 5, 8, 13]
@@ -490,3 +491,48 @@ def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -
         assert there.wait(60.0)
     asking.join(60.0)
     assert failed and failed[0] != 200 and not list((tmp_path / "ssd").glob("*.snapshot"))
+
+
+# --------------------------------------------------------------------------------------------------------------- a shared store
+
+
+def test_another_engine_continues_from_the_shared_store() -> None:
+    with valkey_or_skip() as store:
+        remote = {"remote": store.url(), "remote_timeout_s": 5.0}
+        with tiered(**remote) as one:
+            whole, _ = ask(one, [*PROMPT, *MORE], cache_salt="mine")
+            card = take(one, prompt=PROMPT, name="talk", ttl_s=1000, cache_salt="mine")
+            assert card["stored_in"] == ["remote"] and all_of(one, cache_salt="mine")["pinned"]["tier"] == "host"
+        with tiered(**remote) as two:
+            assert all_of(two)["data"] == [] and ask(two, MORE, 404, snapshot="talk")["code"] == "snapshot_not_found"
+            (found,) = all_of(two, cache_salt="mine")["data"]
+            assert found == {**card, "pinned": False}, "an engine pins what it has itself"
+            tokens, source = ask(two, MORE, snapshot="talk", cache_salt="mine")
+            assert tokens == whole and source["remote"] == 64
+            assert take(two, 409, prompt=PROMPT, name="talk", cache_salt="mine")["code"] == "snapshot_exists"
+            assert two.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
+            assert ask(two, MORE, 404, snapshot="talk", cache_salt="mine")["code"] == "snapshot_not_found"
+            assert not two.engine._snapshots.figures().known
+
+
+def test_a_damaged_manifest_in_the_shared_store_is_refused_with_the_reason() -> None:
+    with valkey_or_skip() as store:
+        remote = {"remote": store.url(), "remote_timeout_s": 5.0}
+        with tiered(**remote) as one:
+            ask(one, PROMPT)
+            take(one, prompt=PROMPT, name="talk")
+            shared: Any = one.engine.cache.cold_tiers["remote"].calls.store
+            store.ask("SETRANGE", shared._manifest_prefix + shared.manifests()[0].encode(), "80", "x")
+        with tiered(**remote) as two:
+            assert "checksum" in ask(two, MORE, 409, snapshot="talk")["message"]
+            assert all_of(two)["data"] == []
+
+
+def test_a_store_that_is_down_costs_its_own_snapshots_and_no_others(tmp_path: Path) -> None:
+    with valkey_or_skip() as store, tiered(remote=store.url(), remote_timeout_s=2.0, ssd_dir=tmp_path / "ssd", ssd_gib=0.01) as server:
+        ask(server, PROMPT)
+        assert take(server, prompt=PROMPT, name="both")["stored_in"] == ["ssd", "remote"]
+        store.kill()
+        assert take(server, prompt=PROMPT, name="one")["stored_in"] == ["ssd"]
+        assert ask(server, MORE, snapshot="both")[1]["computed"] == 10
+        assert ask(server, MORE, 503, snapshot="unknown")["code"] == "tier_failed"

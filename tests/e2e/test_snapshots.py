@@ -1,0 +1,109 @@
+"""Snapshots of a real server in processes of its own, with the embedded model: killed with -9 and started again on the same directory."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+DEADLINE_S = 120.0
+FLAGS = ("--device", "cpu", "--max-model-len", "1024", "--device-kv-blocks", "96", "--kv-offload-host-gib", "0.1")
+STORY = "Once upon a time, in a village by the sea, there lived a clockmaker who had never been late. " * 6
+NEXT = " One morning"
+
+StartServer = Callable[..., tuple["subprocess.Popen[str]", str]]
+
+
+def ask(http: httpx.Client, prompt: str, **fields: Any) -> tuple[list[str], dict[str, Any]]:
+    question = {"model": "smollm2-135m", "prompt": prompt, "temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **fields}
+    reply = http.post("/v1/completions", json=question).raise_for_status().json()
+    return reply["choices"][0]["logprobs"]["tokens"], reply["usage"]
+
+
+def chat(http: httpx.Client, messages: list[dict[str, str]], **fields: Any) -> tuple[str, dict[str, Any]]:
+    question = {"model": "smollm2-135m", "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
+    reply = http.post("/v1/chat/completions", json=question).raise_for_status().json()
+    return reply["choices"][0]["message"]["content"], reply["usage"]
+
+
+def wait_cached(http: httpx.Client, name: str, num_tokens: int) -> None:
+    """The directory is read in the background."""
+    by_s = time.monotonic() + DEADLINE_S
+    while http.get(f"/v1/snapshots/{name}").raise_for_status().json()["cached_tokens"] < num_tokens:
+        assert time.monotonic() < by_s, "the snapshot's blocks are not found"
+        time.sleep(0.02)
+
+
+def test_a_conversation_goes_on_after_the_server_was_killed(start_server: StartServer, tmp_path: Path) -> None:
+    disk = ("--kv-offload-ssd-dir", str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2", "--sanitize=strict")
+    process, url = start_server(*FLAGS, *disk)
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        told, usage = ask(http, STORY, session_id="story", max_tokens=24)
+        text = http.post("/v1/snapshots", json={"session_id": "story", "name": "story", "ttl_s": 3600}).raise_for_status().json()
+        assert text["tokens"] == usage["prompt_tokens"] + 24 == usage["total_tokens"] and text["stored_in"] == ["ssd"]
+        cold, _ = ask(http, NEXT, snapshot="story")
+        messages = [{"role": "system", "content": STORY}, {"role": "user", "content": "Who lived in the village?"}]
+        answer, _ = chat(http, messages)
+        messages.append({"role": "assistant", "content": answer})
+        talk = http.post("/v1/snapshots", json={"messages": messages, "name": "talk"}).raise_for_status().json()
+        assert talk["chat"] and talk["cached_tokens"] >= 0.9 * talk["tokens"]
+        after = [{"role": "user", "content": "Was he ever late?"}]
+        whole, counted = chat(http, [*messages, *after])
+        assert len(told) == 24
+        process.kill()
+        assert process.wait(DEADLINE_S) == -9
+    _, url = start_server(*FLAGS, *disk)
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        assert [one["id"] for one in http.get("/v1/snapshots").json()["data"]] == ["story", "talk"]
+        wait_cached(http, "story", text["cached_tokens"])
+        wait_cached(http, "talk", talk["cached_tokens"])
+        warm, usage = ask(http, NEXT, snapshot="story")
+        assert warm == cold
+        assert usage["prompt_tokens_details"]["kv_source"]["ssd"] == text["cached_tokens"] >= 0.97 * (text["tokens"] - 16)
+        again, usage = chat(http, after, snapshot="talk")
+        assert again == whole and usage["prompt_tokens"] == counted["prompt_tokens"]
+        assert usage["prompt_tokens_details"]["kv_source"]["ssd"] >= 0.9 * talk["tokens"]
+        assert http.get("/cache/stats").json()["snapshots"]["pinned_blocks"] > 0
+        assert http.delete("/v1/snapshots/talk").status_code == 200
+        assert http.get("/v1/snapshots/talk").status_code == 404
+
+
+def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_all(start_server: StartServer, tmp_path: Path) -> None:
+    disk = ("--kv-offload-ssd-dir", str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2")
+    process, url = start_server(*FLAGS, *disk)
+    taken: list[str] = []
+    some = threading.Event()
+
+    def take_many() -> None:
+        with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+            for number in range(10_000):
+                try:
+                    reply = http.post("/v1/snapshots", json={"prompt": STORY, "name": f"s{number}", "tokens": 16 + number % 100})
+                except httpx.HTTPError:
+                    return
+                if reply.status_code == 200:
+                    taken.append(f"s{number}")
+                    if len(taken) >= 20:
+                        some.set()
+
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        cold, _ = ask(http, STORY)
+        taking = threading.Thread(target=take_many)
+        taking.start()
+        assert some.wait(DEADLINE_S)
+        process.kill()
+        assert process.wait(DEADLINE_S) == -9
+        taking.join(DEADLINE_S)
+    _, url = start_server(*FLAGS, *disk)
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        stats = http.get("/cache/stats").json()["snapshots"]
+        listed = {one["id"] for one in http.get("/v1/snapshots").json()["data"]}
+        assert set(taken) <= listed and len(listed) <= len(taken) + 1, "what was answered is there, and what was under way may be"
+        assert stats["damaged"] == 0 and stats["known"] == len(listed)
+        assert not list((tmp_path / "ssd").glob("*.new"))
+        assert ask(http, STORY)[0] == cold
