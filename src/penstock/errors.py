@@ -45,6 +45,10 @@ class ContextExceeded(InvalidRequest):
         super().__init__(message, param)
 
 
+class SessionMissing(UserError):
+    """No session of that name is known to whoever asks."""
+
+
 class SnapshotMissing(UserError):
     """No snapshot of that name is known to whoever asks."""
 

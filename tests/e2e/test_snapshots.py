@@ -48,29 +48,31 @@ def test_a_conversation_goes_on_after_the_server_was_killed(start_server: StartS
         assert text["tokens"] == usage["prompt_tokens"] + 24 == usage["total_tokens"] and text["stored_in"] == ["ssd"]
         cold, _ = ask(http, NEXT, snapshot="story")
         messages = [{"role": "system", "content": STORY}, {"role": "user", "content": "Who lived in the village?"}]
-        answer, _ = chat(http, messages)
+        answer, _ = chat(http, messages, cache_salt="mine")
         messages.append({"role": "assistant", "content": answer})
-        talk = http.post("/v1/snapshots", json={"messages": messages, "name": "talk"}).raise_for_status().json()
+        talk = http.post("/v1/snapshots", json={"messages": messages, "name": "talk", "cache_salt": "mine"}).raise_for_status().json()
         assert talk["chat"] and talk["cached_tokens"] >= 0.9 * talk["tokens"]
         after = [{"role": "user", "content": "Was he ever late?"}]
-        whole, counted = chat(http, [*messages, *after])
+        whole, counted = chat(http, [*messages, *after], cache_salt="mine")
         assert len(told) == 24
         process.kill()
         assert process.wait(DEADLINE_S) == -9
     _, url = start_server(*FLAGS, *disk)
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
-        assert [one["id"] for one in http.get("/v1/snapshots").json()["data"]] == ["story", "talk"]
+        assert [one["id"] for one in http.get("/v1/snapshots").json()["data"]] == ["story"]
+        assert [one["id"] for one in http.get("/v1/snapshots?cache_salt=mine").json()["data"]] == ["talk"]
         wait_cached(http, "story", text["cached_tokens"])
-        wait_cached(http, "talk", talk["cached_tokens"])
+        wait_cached(http, "talk?cache_salt=mine", talk["cached_tokens"])
         warm, usage = ask(http, NEXT, snapshot="story")
         assert warm == cold
         assert usage["prompt_tokens_details"]["kv_source"]["ssd"] == text["cached_tokens"] >= 0.97 * (text["tokens"] - 16)
-        again, usage = chat(http, after, snapshot="talk")
+        again, usage = chat(http, after, snapshot="talk", cache_salt="mine")
         assert again == whole and usage["prompt_tokens"] == counted["prompt_tokens"]
         assert usage["prompt_tokens_details"]["kv_source"]["ssd"] >= 0.9 * talk["tokens"]
         assert http.get("/cache/stats").json()["snapshots"]["pinned_blocks"] > 0
-        assert http.delete("/v1/snapshots/talk").status_code == 200
-        assert http.get("/v1/snapshots/talk").status_code == 404
+        assert http.delete("/v1/snapshots/talk").status_code == 404, "it is another tenant's"
+        assert http.delete("/v1/snapshots/talk?cache_salt=mine").status_code == 200
+        assert http.get("/v1/snapshots/talk?cache_salt=mine").status_code == 404
 
 
 def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_all(start_server: StartServer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.contract import Adapter, SamplingParams, Snapshot, SnapshotContent, SnapshotList, SnapshotRequest
 from penstock.engine.sessions import Conversation, Sessions
-from penstock.errors import DeadlineExceeded, InvalidRequest, SnapshotMissing
+from penstock.errors import DeadlineExceeded, InvalidRequest, SessionMissing
 from penstock.kv.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class EngineSnapshots:
         self._run = run  # on the engine thread
 
     def take(self, asked: SnapshotRequest) -> Snapshot:
-        """Raises SnapshotTaken, SnapshotSpace, SnapshotRefused, SnapshotMissing where there is no such session, StoreFailed."""
+        """Raises SnapshotTaken, SnapshotSpace, SnapshotRefused, SessionMissing, StoreFailed."""
         asked = asked if asked.name else asked._replace(name=f"snapshot-{secrets.token_hex(_NAME_BYTES)}")
         if bool(asked.session) == bool(asked.prompt):
             raise InvalidRequest("a snapshot is taken of a session or of a prompt, and not of both", "session_id")
@@ -72,5 +72,5 @@ class EngineSnapshots:
         except FutureTimeout:
             raise DeadlineExceeded(f"the engine loop did not come round within {_TURN_S:g} s") from None
         if found is None:
-            raise SnapshotMissing("no request of this session has ended here lately, or the cache_salt is not the one that it had")
+            raise SessionMissing("no request of this session has ended here lately, or the cache_salt is not the one that it had")
         return found

@@ -19,6 +19,7 @@ from penstock.errors import (
     EngineClosed,
     InvalidRequest,
     Overloaded,
+    SessionMissing,
     SnapshotMissing,
     SnapshotRefused,
     SnapshotSpace,
@@ -102,6 +103,8 @@ def fault_of(error: BaseException) -> Fault:
             return Fault(400, text, "invalid_request_error", error.param, "context_length_exceeded")
         case InvalidRequest():
             return Fault(400, text, "invalid_request_error", error.param)
+        case SessionMissing():
+            return Fault(404, text, _type_of(404), "session_id", "session_not_found")
         case SnapshotMissing():
             return Fault(404, text, _type_of(404), "snapshot", "snapshot_not_found")
         case SnapshotTaken():

@@ -259,7 +259,7 @@ def test_another_tenant_neither_sees_nor_deletes_nor_continues_it(server: Tiered
 
 def test_a_session_of_another_tenant_is_not_there_to_be_taken(server: Tiered) -> None:
     ask(server, PROMPT, session_id="agent", cache_salt="mine")
-    assert take(server, 404, session_id="agent", name="x")["code"] == "snapshot_not_found"
+    assert take(server, 404, session_id="agent", name="x")["code"] == "session_not_found"
     assert take(server, session_id="agent", name="x", cache_salt="mine")["tokens"] == 74
 
 
@@ -276,7 +276,7 @@ def test_names_and_salts_show_in_no_figures(server: Tiered) -> None:
 WRONG: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "nothing to take": ({}, 400, "session_id", "give one of"),
     "two things": ({"session_id": "s", "prompt": PROMPT}, 400, "session_id", "give one of"),
-    "no such session": ({"session_id": "nobody"}, 404, "snapshot", "no request of this session"),
+    "no such session": ({"session_id": "nobody"}, 404, "session_id", "no request of this session"),
     "a name with a slash": ({"prompt": PROMPT, "name": "a/b"}, 400, "name", "matching regex"),
     "an empty name": ({"prompt": PROMPT, "name": ""}, 400, "name", "matching regex"),
     "a name with a line break": ({"prompt": PROMPT, "name": "a\n"}, 400, "name", "matching regex"),
@@ -348,6 +348,21 @@ def test_it_is_there_after_a_restart_and_under_another_pool_size(tmp_path: Path)
             tokens, source = ask(server, MORE, snapshot="talk")
             assert tokens == whole and source["ssd"] == 64
             assert stats(server)["pinned_blocks"] == 4
+
+
+def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_can_be_continued(tmp_path: Path) -> None:
+    with restarted(tmp_path) as server:
+        whole, _ = ask(server, [*OTHER, *MORE])
+        ask(server, PROMPT)
+        take(server, prompt=PROMPT, name="first")
+        take(server, prompt=OTHER, name="second")
+    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.00045) as server:
+        scanned(server)
+        cards = all_of(server)
+        assert 4 <= cards["pinned"]["max_blocks"] < 8
+        assert [(one["id"], one["pinned"]) for one in cards["data"]] == [("first", True), ("second", False)]
+        assert ask(server, MORE, snapshot="second")[0] == whole
+        assert stats(server)["pinned_blocks"] == 4
 
 
 def test_one_that_expired_meanwhile_is_gone_with_its_file(tmp_path: Path) -> None:

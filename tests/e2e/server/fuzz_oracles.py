@@ -58,7 +58,7 @@ def strict_json(text: bytes) -> Any:
 def judge(case: Case, answer: Answer) -> None:
     """Raises Finding where the answer is not one that the case may have."""
     status = answer.status
-    need(status in (200, 400, 401, 403, 404, 405, 408, 413, 415, 429), f"status {status}: {answer.body[:500]!r}")
+    need(status in (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429), f"status {status}: {answer.body[:500]!r}")
     if not answer.whole:
         return
     if case.method == "HEAD":
@@ -96,7 +96,7 @@ def check_error(answer: Answer) -> Json:
 
 
 def _check_named(case: Case, status: int, error: Json) -> None:
-    if case.suspect is None or status in (408, 413, 415, 429):
+    if case.suspect is None or status in (408, 409, 413, 415, 429):  # what is there already, or not, is no field's fault
         return
     param = error["param"]
     allowed = {case.suspect} if case.fault else {case.suspect, *RELATED.get(case.suspect, ())}

@@ -10,7 +10,7 @@ import enum
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -159,6 +159,7 @@ class HostTier:
         self._pinned_keys: dict[
             str, tuple[frozenset[bytes], Pin | None]
         ] = {}  # by snapshot: its blocks, and what protects those that are here
+        self._num_pins: Counter[bytes] = Counter()  # by block: in how many of those
         self._missing: deque[Reservation] = deque()  # slots whose memory is not ready yet, in order
         self.memory: HostMemory | None = None  # what the slots lie in, where it is closed with the tier
 
@@ -541,7 +542,7 @@ class HostTier:
         """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends, and
         what a snapshot pins is found as before."""
         with self._lock:
-            slots = self._pool.find_each([key for key in keys if not any(key in kept for kept, _ in self._pinned_keys.values())])
+            slots = self._pool.find_each([key for key in keys if key not in self._num_pins])
             return self._pool.forget([slot for slot in slots if slot != ABSENT])
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
@@ -550,6 +551,7 @@ class HostTier:
             self._unpin_keys(id)
             here = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
             self._pinned_keys[id] = frozenset(keys), self._pool.pin(here, "snapshot") if here else None
+            self._num_pins.update(self._pinned_keys[id][0])
 
     def unpin_keys(self, id: str) -> None:
         """Idempotent."""
@@ -557,7 +559,11 @@ class HostTier:
             self._unpin_keys(id)
 
     def _unpin_keys(self, id: str) -> None:
-        _, pin = self._pinned_keys.pop(id, (None, None))
+        keys, pin = self._pinned_keys.pop(id, (frozenset(), None))
+        for key in keys:
+            self._num_pins[key] -= 1
+            if not self._num_pins[key]:
+                del self._num_pins[key]
         if pin is not None:
             pin.end()
 

@@ -134,8 +134,10 @@ class SlotIndex:
     def unpin_keys(self, id: str) -> None:
         """Idempotent."""
         with self._lock:
-            self._num_pins.subtract(self._pinned_keys.pop(id, frozenset()))
-            self._num_pins = +self._num_pins
+            for key in self._pinned_keys.pop(id, frozenset()):
+                self._num_pins[key] -= 1
+                if not self._num_pins[key]:
+                    del self._num_pins[key]
             ended, self._wants = self._wants, []
             self._want(list(self._num_pins))
             for want in ended:
