@@ -48,17 +48,25 @@ class ContextExceeded(InvalidRequest):
 class SessionMissing(UserError):
     """No session of that name is known to whoever asks."""
 
+    param = "session_id"
+
 
 class SnapshotMissing(UserError):
     """No snapshot of that name is known to whoever asks."""
+
+    param = "snapshot"
 
 
 class SnapshotTaken(UserError):
     """The name is another snapshot's."""
 
+    param = "name"
+
 
 class SnapshotRefused(UserError):
     """A snapshot that cannot be made of this, or a manifest that cannot be used: damaged, or of another model. The message says why."""
+
+    param = "snapshot"
 
 
 class SnapshotSpace(UserError):

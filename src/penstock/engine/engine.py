@@ -108,8 +108,8 @@ class Engine:
         num_blocks = sum(sum(counts) for counts in cache.stats().slots.values())
         self._sessions = Sessions(cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
         # Host memory that is promised to deep requests is not pinned.
-        may_page = parts.max_model_len > parts.scheduler.deep_blocks * cache.block_tokens
-        most_in_host = cache.loads.host.num_slots - cache.num_pageable if may_page else None
+        may_be_deep = parts.max_model_len > parts.scheduler.deep_blocks * cache.block_tokens
+        most_in_host = cache.loads.host.num_slots - cache.num_pageable if may_be_deep else None
         self._snapshots = Snapshots(cache, most_in_host)
         self.snapshots = EngineSnapshots(self, self._snapshots, self._sessions, self._inbox.put)
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns

@@ -145,11 +145,11 @@ class _Ending:
         tail = [*self._request.prompt[len(keys) * block_tokens :], *self._tokens[: self._num_computed]]
         return Prefix(scope, (*keys, *prefix_keys(tail, block_tokens, scope, keys[-1] if keys else None)))
 
-    def conversation(self) -> Conversation:
-        return Conversation(self._prompt + array("I", self._tokens).tobytes(), self._request.adapter)
+    def content(self) -> SessionContent:
+        return SessionContent(self._prompt + array("I", self._tokens).tobytes(), self._request.adapter)
 
 
-class Conversation(NamedTuple):
+class SessionContent(NamedTuple):
     """A session as its last request left it."""
 
     tokens: bytes  # ids, 32 bits each: of its prompt and of what it has generated
@@ -256,10 +256,10 @@ class Sessions:
         self._prefetches.append((tenant, prefetch))
         return Prefetched(prefetch.num_blocks, True)
 
-    def conversation(self, salt: str, name: str) -> Conversation | None:
+    def content_of(self, salt: str, name: str) -> SessionContent | None:
         """What a session consists of now. None: there is no such session."""
         session = self._find(salt, name)
-        return None if session is None else Conversation(session.tokens, session.adapter)
+        return None if session is None else SessionContent(session.tokens, session.adapter)
 
     def _find(self, salt: str, name: str) -> _Session | None:
         while self._ended:  # it may be the session of a request that has just ended
@@ -289,7 +289,7 @@ class Sessions:
         session.used_s = self._clock()
         before = session.scope, session.keys
         self._know(session, prefix)
-        session.tokens, session.adapter = ending.conversation()
+        session.tokens, session.adapter = ending.content()
         if hint.release:
             self._release(session, *before)
         elif session.retain_s:

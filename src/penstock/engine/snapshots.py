@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.contract import Adapter, SamplingParams, Snapshot, SnapshotContent, SnapshotList, SnapshotRequest
-from penstock.engine.sessions import Conversation, Sessions
+from penstock.engine.sessions import SessionContent, Sessions
 from penstock.errors import DeadlineExceeded, InvalidRequest, SessionMissing
 from penstock.kv.snapshots import Snapshots
 
@@ -41,8 +41,8 @@ class EngineSnapshots:
             raise InvalidRequest("a snapshot is taken of a session or of a prompt, and not of both", "session_id")
         tokens = np.frombuffer(asked.prompt, np.uint32)
         if asked.session:
-            conversation = self._conversation(asked.cache_salt, asked.session)
-            tokens, asked = np.frombuffer(conversation.tokens, np.uint32), asked._replace(adapter=conversation.adapter)
+            content = self._content_of(asked.cache_salt, asked.session)
+            tokens, asked = np.frombuffer(content.tokens, np.uint32), asked._replace(adapter=content.adapter)
         else:
             self._engine.limits.checked(tokens, SamplingParams(max_tokens=0))  # type: ignore[arg-type]
         level = "persisted" if self._engine.cache.cold_tiers else "visible"
@@ -64,9 +64,9 @@ class EngineSnapshots:
         """Raises SnapshotMissing."""
         self._snapshots.delete(name, cache_salt)
 
-    def _conversation(self, salt: str, session: str) -> Conversation:
-        done: Future[Conversation | None] = Future()
-        self._run(lambda: done.set_result(self._sessions.conversation(salt, session)), fail=done.set_exception, only_open=True)
+    def _content_of(self, salt: str, session: str) -> SessionContent:
+        done: Future[SessionContent | None] = Future()
+        self._run(lambda: done.set_result(self._sessions.content_of(salt, session)), fail=done.set_exception, only_open=True)
         try:
             found = done.result(_TURN_S)
         except FutureTimeout:

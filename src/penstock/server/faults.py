@@ -104,15 +104,15 @@ def fault_of(error: BaseException) -> Fault:
         case InvalidRequest():
             return Fault(400, text, "invalid_request_error", error.param)
         case SessionMissing():
-            return Fault(404, text, _type_of(404), "session_id", "session_not_found")
+            return Fault(404, text, _type_of(404), error.param, "session_not_found")
         case SnapshotMissing():
-            return Fault(404, text, _type_of(404), "snapshot", "snapshot_not_found")
+            return Fault(404, text, _type_of(404), error.param, "snapshot_not_found")
         case SnapshotTaken():
-            return Fault(409, text, _type_of(409), "name", "snapshot_exists")
+            return Fault(409, text, _type_of(409), error.param, "snapshot_exists")
         case SnapshotSpace():
             return Fault(409, text, _type_of(409), code="snapshot_space")
         case SnapshotRefused():
-            return Fault(409, text, _type_of(409), "snapshot", "snapshot_unusable")
+            return Fault(409, text, _type_of(409), error.param, "snapshot_unusable")
         case UserError():
             return Fault(400, text, "invalid_request_error")
         case Overloaded():

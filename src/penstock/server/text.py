@@ -79,13 +79,7 @@ def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules)
 
 def continued_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules, before: Sequence[int]) -> list[Prompt]:
     """The same behind the tokens `before`: text is cut by itself, and nothing is put before it that begins a text."""
-
-    def ids(item: Any) -> Sequence[int]:
-        return (
-            tokenizer.encode(item, add_special=False, most=rules.most) if isinstance(item, str) else encode_prompt(tokenizer, item, rules)
-        )
-
-    return [Prompt([*before, *ids(item)]) for item in _items(body)]
+    return [Prompt([*before, *encode_prompt(tokenizer, item, rules, begins=False)]) for item in _items(body)]
 
 
 def _items(body: CompletionBody) -> Sequence[Any]:
@@ -109,10 +103,10 @@ def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules,
     return tokenizer.encode_chat(as_dicts, rules.most, rules.special_in_text)
 
 
-def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules) -> Sequence[int]:
-    """Ids that the model does not have are the engine's to refuse."""
+def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True) -> Sequence[int]:
+    """Ids that the model does not have are the engine's to refuse. `begins`: a text gets the tokens that stand before one."""
     if isinstance(given, str):
-        return tokenizer.encode(given, most=rules.most)
+        return tokenizer.encode(given, add_special=begins, most=rules.most)
     check_num_tokens(given, rules.most, "prompt")
     return given
 

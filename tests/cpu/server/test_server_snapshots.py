@@ -17,6 +17,9 @@ from tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
+from penstock.models.tokenizer import ByteTokenizer
+from penstock.server import schema
+from penstock.server.text import Rules, continued_prompts
 from store_servers import valkey_or_skip
 
 OTHER = [9 + 7 * i % 450 for i in range(70)]
@@ -156,6 +159,18 @@ def test_several_prompts_and_choices_go_on_from_one(server: Tiered) -> None:
     body = {"model": MODEL, "prompt": [MORE, OTHER[:5]], "n": 2, "seed": 1, "max_tokens": 2, "snapshot": "talk", "ignore_eos": True}
     reply = server.http.post("/v1/completions", json=body).json()
     assert len(reply["choices"]) == 4 and reply["usage"]["prompt_tokens"] == 2 * 70 + 4 + 5
+
+
+def test_text_behind_a_snapshot_does_not_begin_a_text() -> None:
+    """A tokenizer that puts a token before every text would put it in the middle of this one."""
+
+    class Beginning(ByteTokenizer):
+        def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
+            return [*([300] if add_special else []), *super().encode(text, add_special, most)]
+
+    body = schema.CompletionBody(model=MODEL, prompt=["ab", "c"], snapshot="talk")
+    prompts = continued_prompts(Beginning(512), body, Rules(100), [7, 8])
+    assert [list(prompt.ids) for prompt in prompts] == [[7, 8, 97, 98], [7, 8, 99]]
 
 
 # ---------------------------------------------------------------------------------------------------------------- what it pins
