@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from e2e.test_readme import blocks, commands
 
 DEADLINE_S = 120.0
 FLAGS = ("--device", "cpu", "--max-model-len", "1024", "--device-kv-blocks", "96", "--kv-offload-host-gib", "0.1")
@@ -109,3 +113,25 @@ def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_a
         assert stats["damaged"] == 0 and stats["known"] == len(listed)
         assert not list((tmp_path / "ssd").glob("*.new"))
         assert ask(http, STORY)[0] == cold
+
+
+def test_the_page_on_snapshots_is_tried(start_server: StartServer, tmp_path: Path) -> None:
+    """Its commands in their order against one server, and its program."""
+    page = (Path(__file__).parents[2] / "docs" / "snapshots.md").read_text()
+    found = [shlex.split(command) for command in commands(page)]
+    serve = next(words for words in found if words[1:2] == ["serve"])
+    directory = serve.index("--kv-offload-ssd-dir") + 1
+    flags = [*serve[2:directory], str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2", *FLAGS]
+    _, url = start_server(*flags)
+    asked = [words for words in found if words[0] == "curl"]
+    assert len(asked) == 6
+    for words in asked:
+        method, data = ("POST", words[words.index("-d") + 1].encode()) if "-d" in words else ("GET", None)
+        method = words[words.index("-X") + 1] if "-X" in words else method
+        (path,) = [word.removeprefix("http://127.0.0.1:8000") for word in words if word.startswith("http")]
+        reply = httpx.request(method, url + path, content=data, timeout=DEADLINE_S)
+        assert reply.status_code == 200, f"{words}: {reply.text}"
+    (program,) = [block.text for block in blocks(page) if block.language == "python"]
+    program = program.replace('LLM("smollm2-135m")', 'LLM("smollm2-135m", max_model_len=1024, device="cpu", show_progress=False)')
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ran.returncode == 0 and "['talk']" in ran.stdout, ran.stderr
