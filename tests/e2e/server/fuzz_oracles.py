@@ -411,7 +411,7 @@ def _exposition(case: Case, answer: Answer) -> None:
 
 
 def _nothing(case: Case, answer: Answer) -> None:
-    need(case.path.startswith("/v1/models/"), f"nothing is said to be at {case.path}")
+    need(case.path.startswith(("/v1/models/", "/v1/snapshots/")), f"nothing is said to be at {case.path}")
     need(_is_card(strict_json(answer.body)), "a model is listed as a card")
 
 
@@ -428,6 +428,7 @@ _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     "/cache/reset": _plain(lambda case, reply: reply["evicted_blocks"] == sum(reply["by_tier"].values()) and set(reply) > {"tier"}),
     "/cache/prefetch": _plain(lambda case, reply: set(reply) == {"blocks", "started"} and reply["started"] >= (reply["blocks"] > 0)),
     "/cache/stats": _plain(_blocks),
+    "/v1/snapshots": _plain(lambda case, reply: reply["object"] in ("list", "snapshot") and ("pinned" in reply)),
     "/health": _plain(lambda case, reply: reply == {"status": "ready"}),
     "/live": _plain(lambda case, reply: reply == {"status": "live"}),
     "/metrics": _exposition,

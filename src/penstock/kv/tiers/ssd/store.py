@@ -184,7 +184,7 @@ class SsdStore:
             index = SlotIndex(pool, segments.generation)
             manifests = ManifestFiles(io, directory)
             manifests.tidy()
-            for id, keys in {**self._found_pinned(manifests), **self._pinned_keys}.items():  # before anything can be written over them
+            for id, keys in self._found_pinned(manifests).items():  # before anything can be written over them
                 index.pin_keys(id, keys)
             for segment in segments:  # no slot can be used before its file is made or its head is read
                 segment.withheld = [WithheldSlots(segment, slots, index.withhold(len(slots))) for slots in segment.groups()]
@@ -193,7 +193,10 @@ class SsdStore:
             undo.pop_all()
         self._directory, self._segments, self._index, self._scan, self._manifests = directory, segments, index, scan, manifests
         self._slot_io = SlotIo(segments.files, self._space.digest)
-        self._is_open = True
+        with self._lock:
+            for id, keys in self._pinned_keys.items():
+                index.pin_keys(id, keys)
+            self._is_open = True
 
     def _found_pinned(self, manifests: ManifestFiles) -> dict[str, Sequence[bytes]]:
         """The blocks of the snapshots in the directory, as far as their manifests are whole and of this space."""
@@ -309,12 +312,14 @@ class SsdStore:
     # ------------------------------------------------------------------------------------------------------------ snapshots
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
-        self._pinned_keys[id] = keys
-        self._index.pin_keys(id, keys)
+        with self._lock:  # files may be opened anew, and an index with them
+            self._pinned_keys[id] = keys
+            self._index.pin_keys(id, keys)
 
     def unpin_keys(self, id: str) -> None:
-        self._pinned_keys.pop(id, None)
-        self._index.unpin_keys(id)
+        with self._lock:
+            self._pinned_keys.pop(id, None)
+            self._index.unpin_keys(id)
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         return self._index.num_leading(keys) if self._is_open else 0
