@@ -20,6 +20,7 @@ import numpy as np
 from penstock.contract import (
     Adapter,
     CacheHint,
+    Fence,
     Grammar,
     Lease,
     Listener,
@@ -360,6 +361,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether requests are open. Saves may be under way beyond that; they end by themselves."""
         return bool(self._inbox) or self._running is not None or self._parts.scheduler.has_work()
+
+    def launched(self) -> Fence:
+        """Behind all that is on the compute lane now."""
+        return self._parts.lanes[0].record()
 
     def is_transferring(self) -> bool:
         """Whether KV is on its way between tiers."""

@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.contract import Adapter, SamplingParams, Snapshot, SnapshotContent, SnapshotList, SnapshotRequest
 from penstock.engine.sessions import SessionContent, Sessions
@@ -18,7 +19,7 @@ from penstock.errors import DeadlineExceeded, InvalidRequest, SessionMissing
 from penstock.kv.snapshots import Snapshots
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
+    from penstock.engine.engine import Engine, FlushLevel
 
 SAVE_S = 60.0  # for what was computed to reach the tiers
 _TURN_S = 30.0  # for the engine thread to come round
@@ -45,8 +46,16 @@ class EngineSnapshots:
             tokens, asked = np.frombuffer(content.tokens, np.uint32), asked._replace(adapter=content.adapter)
         else:
             self._engine.limits.checked(tokens, SamplingParams(max_tokens=0))  # type: ignore[arg-type]
-        level = "persisted" if self._engine.cache.cold_tiers else "visible"
-        return self._snapshots.take(asked, tokens, functools.partial(self._engine.wait_flushed, level, SAVE_S))  # type: ignore[arg-type]
+        return self._snapshots.take(asked, tokens, functools.partial(self._wait_saved, asked, tokens))
+
+    def _wait_saved(self, asked: SnapshotRequest, tokens: NDArray[np.uint32]) -> None:
+        """Until its blocks are where they outlive the process, where they can, or in host memory."""
+        cache = self._engine.cache
+        prefix = cache.prefix_of(tokens, asked.cache_salt, asked.adapter)
+        if prefix is not None:
+            self._run(lambda: cache.save(prefix.keys, self._engine.launched()), only_open=True)
+        level: FlushLevel = "persisted" if cache.cold_tiers else "visible"
+        self._engine.wait_flushed(level, SAVE_S)
 
     def all(self, cache_salt: str = "") -> SnapshotList:
         """Those of one tenant."""

@@ -511,6 +511,10 @@ class KvCache:
             slots = copy.pins[0].array[: len(copy.keys)]
             self._pool.seal(slots, copy.keys, range(copy.first, copy.first + len(slots)))
 
+    def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
+        """Have host memory get those of `keys` that only the device has, though their room is not needed yet."""
+        self.saves.save(keys, fence)
+
     # ----------------------------------------------------------------------------------------------------------- sessions
 
     def forget(self, keys: Sequence[bytes]) -> int:

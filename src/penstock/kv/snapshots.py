@@ -91,10 +91,6 @@ class PinnedBlocks:
         self._pins.update(keys)
         self._pinning[manifest.id] = manifest
 
-    def pin_again(self, manifest: Manifest) -> None:
-        """In host memory, also what has come since."""
-        self.last.pin_keys(manifest.id, manifest.block_keys)
-
     def unpin(self, id: str) -> None:
         """Idempotent."""
         self.last.unpin_keys(id)
@@ -127,7 +123,8 @@ class ManifestPlaces:
         written, failures, data = list[str](), list[StoreFailed](), pack(manifest)
         for tier, store in self:
             try:
-                tier.calls.say("write a snapshot", partial(store.write_manifest, manifest.id, data, left_s))
+                if not tier.calls.say("write a snapshot", partial(store.write_manifest, manifest.id, data, left_s)):
+                    raise StoreFailed(f"the {tier.name} tier has no room for the manifest of a snapshot")
                 written.append(tier.name)
             except StoreFailed as error:
                 failures.append(error)
@@ -318,7 +315,6 @@ class Snapshots:
         return manifest is not None and not manifest.has_expired(self._clock())
 
     def _commit(self, manifest: Manifest) -> Snapshot:
-        self._own_pins.pin_again(manifest)
         if not self._num_kept(manifest):
             raise SnapshotRefused(f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the snapshot then")
         left_s = None if manifest.expires_s is None else manifest.expires_s - self._clock()

@@ -158,9 +158,10 @@ class MemoryStore:
         self._enter("read_manifest")
         return self.kept_manifests.get(id)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> None:
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
         self._enter("write_manifest")
         self.kept_manifests[id] = data
+        return True
 
     def remove_manifest(self, id: str) -> None:
         self._enter("remove_manifest")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +17,8 @@ import pytest
 
 from penstock.contract import Adapter, SamplingParams, SnapshotRequest
 from penstock.engine.engine import Engine
-from penstock.errors import EngineClosed, SessionMissing, SnapshotMissing, SnapshotRefused, SnapshotSpace
+from penstock.errors import EngineClosed, SessionMissing, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken
+from penstock.testing.stores import HandClock
 from support.driving import generate, settle_all, submit
 
 Make = Callable[..., Engine]
@@ -130,6 +134,38 @@ def test_blocks_are_safe_on_disk_before_the_manifest_names_them(make_engine: Mak
     assert done[0] == "write" and done[-2:] == ["persist", "write_manifest"], done
 
 
+def test_blocks_that_only_the_device_has_are_saved_for_it(make_engine: Make, prompts: Prompts) -> None:
+    """Where host memory is full, blocks stay on the device until their room is needed. A snapshot is kept in host memory."""
+    engine = make_engine(blocks=64, host_blocks=16)
+    fill(engine, prompts, 12)
+    whole = generate(engine, prompts(70), max_tokens=4)
+    settle_all(engine)
+    keys = engine.cache.prefix_of(prompts(70)).keys  # type: ignore[union-attr]
+    assert engine.cache.loads.host.num_leading(keys) == 0
+    with running(engine):
+        assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
+    fill(engine, prompts, 12)
+    again = generate(engine, prompts(70), max_tokens=4)
+    assert again.tokens == whole.tokens and again.source is not None and again.source.computed == 6
+
+
+def test_a_block_that_lands_in_host_memory_later_is_pinned_there(make_engine: Make, prompts: Prompts) -> None:
+    engine = make_engine(blocks=64, host_blocks=16)
+    generate(engine, prompts(70), max_tokens=1)
+    settle_all(engine)
+    later = engine.cache.prefix_of(prompts(60, 5)).keys  # type: ignore[union-attr]
+    host = engine.cache.loads.host
+    host.pin_keys("later", later)
+    generate(engine, prompts(60, 5), max_tokens=1)
+    settle_all(engine)
+    assert host.num_leading(later) == 3
+    for _ in range(2):
+        fill(engine, prompts, 20)
+        assert host.num_leading(later) == 3
+    host.unpin_keys("later")
+    assert host.slots.pinned == 0
+
+
 def test_host_memory_that_is_promised_to_deep_requests_is_not_pinned(make_engine: Make, prompts: Prompts) -> None:
     """One slot in eight is promised to nobody: so many may be pinned where sequences are paged out to host memory."""
     engine = make_engine(blocks=64, host_blocks=256, max_model_len=2048, resident_tokens=256)
@@ -168,3 +204,66 @@ def test_a_cancel_while_it_is_continued_leaves_the_snapshot(make_engine: Make, p
     again = generate(engine, [*tokens, 5, 6], max_tokens=4)
     assert again.tokens == whole.tokens and again.source is not None and again.source.computed == 152 - 144
     assert engine.snapshots.find("talk").pinned
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_books_hold_in_any_order(make_engine: Make, prompts: Prompts, tmp_path: Path, seed: int, on_disk: bool) -> None:
+    """Against a model: which names there are, what they pin together, and that all of it is there whatever else is computed."""
+    rng = random.Random(seed)
+    disk = {"ssd_dir": tmp_path, "ssd_gib": 0.0015} if on_disk else {}
+    engine = make_engine(blocks=40, host_blocks=56, **disk)
+    clock = HandClock()
+    registry = engine._snapshots
+    registry._clock = clock
+    trunk = prompts(64, seed)
+    talks = [[*trunk[: 16 * (number % 5)], *prompts(80, 10 * seed + number)] for number in range(8)]
+    alive: dict[tuple[str, str], tuple[list[int], float | None]] = {}
+    most = engine.stats().snapshots.pinned_blocks_max
+
+    def keys(tokens: list[int], salt: str) -> set[bytes]:
+        return set(engine.cache.prefix_of(tokens, salt).keys)  # type: ignore[union-attr]
+
+    for step in range(40):
+        name, salt = f"s{rng.randrange(5)}", rng.choice(["", "other"])
+        match rng.choice(["take", "take", "take", "delete", "later", "others"]):
+            case "take":
+                talk = rng.choice(talks)
+                tokens = talk[: rng.randrange(16, len(talk) + 1)]
+                generate(engine, talk, max_tokens=1, salt=salt)
+                settle_all(engine)
+                ttl_s = rng.choice([None, 50.0, 500.0])
+                pinned = set[bytes]().union(*(keys(tokens, salt) for (_, salt), (tokens, _) in alive.items()))
+                fits = len(pinned | keys(tokens, salt)) <= most
+                asked = request(tokens, name, cache_salt=salt, ttl_s=ttl_s)
+                expected = SnapshotTaken if (name, salt) in alive else None if fits else SnapshotSpace
+                with contextlib.nullcontext() if expected is None else pytest.raises(expected):
+                    take(engine, asked)
+                    alive[name, salt] = tokens, None if ttl_s is None else clock() + ttl_s
+            case "delete":
+                with contextlib.nullcontext() if alive.pop((name, salt), None) else pytest.raises(SnapshotMissing):
+                    engine.snapshots.delete(name, salt)
+            case "later":
+                clock.advance(rng.choice([1.0, 60.0]))
+                alive = {which: one for which, one in alive.items() if one[1] is None or clock() < one[1]}
+                engine.step()
+            case "others":
+                fill(engine, prompts, 6)
+        found = {(one.name, salt): one for salt in ("", "other") for one in engine.snapshots.all(salt).snapshots}
+        assert set(found) == set(alive), step
+        pinned = set[bytes]().union(*(keys(tokens, salt) for (_, salt), (tokens, _) in alive.items()))
+        assert engine.stats().snapshots.pinned_blocks == len(pinned) <= most
+        for which, (tokens, _) in alive.items():
+            assert found[which].kept_tokens == len(tokens) // 16 * 16, f"{which} at {step}"
+            assert np.frombuffer(engine.snapshots.open(*which).tokens, np.uint32).tolist() == tokens
+        engine.check()
+
+
+def take(engine: Engine, asked: SnapshotRequest) -> None:
+    """While the engine has its turns here."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        taking = threads.submit(engine.snapshots.take, asked)
+        while not taking.done():
+            engine.step()
+            concurrent.futures.wait([taking], 0.001)
+        taking.result()

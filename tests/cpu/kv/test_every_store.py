@@ -202,7 +202,7 @@ def manifests(store: BlockStore) -> ManifestStore:
 def test_a_manifest_is_read_as_it_was_written_and_goes_when_it_is_removed(manifests: ManifestStore) -> None:
     long = os.urandom(3 << 20)
     assert manifests.read_manifest("aa-1") is None and manifests.manifests() == []
-    manifests.write_manifest("aa-1", long, None)
+    assert manifests.write_manifest("aa-1", long, None) is True
     manifests.write_manifest("ab-2", b"short", 1000.0)
     assert manifests.read_manifest("aa-1") == long and manifests.read_manifest("ab-2") == b"short"
     assert sorted(manifests.manifests()) == ["aa-1", "ab-2"] and manifests.manifests("aa") == ["aa-1"]

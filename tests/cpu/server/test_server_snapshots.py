@@ -471,7 +471,19 @@ def test_where_the_disk_fails_nothing_is_pinned_and_no_name_is_taken(on_disk: Ti
     store.write_manifest = write_manifest
     until(lambda: stats(server)["pinned_blocks"] == 0, "its pins are given back")
     assert all_of(server)["data"] == []
-    assert not server.engine.cache.cold_tiers["ssd"].calls.store._index._pinned_keys
+    assert not server.engine.cache.cold_tiers["ssd"].calls.store._index._pinned._keys
+
+
+def test_a_disk_without_room_for_a_manifest_is_used_for_blocks_all_the_same(on_disk: Tiered) -> None:
+    server = on_disk
+    ask(server, PROMPT)
+    store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
+    store.write_manifest = lambda *args: False
+    found = take(server, 503, prompt=PROMPT, name="talk")
+    assert found["code"] == "tier_failed" and "no room" in found["message"]
+    assert server.http.get("/cache/stats").json()["traffic"]["usable"] == {"ssd": True}
+    del store.write_manifest
+    assert take(server, prompt=PROMPT, name="talk")["stored_in"] == ["ssd"]
 
 
 def test_a_client_that_hangs_up_in_the_middle_leaves_all_of_it_or_nothing(on_disk: Tiered) -> None:
@@ -481,10 +493,10 @@ def test_a_client_that_hangs_up_in_the_middle_leaves_all_of_it_or_nothing(on_dis
     store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
     write_manifest = store.write_manifest
 
-    def held(*args: Any) -> None:
+    def held(*args: Any) -> Any:
         there.set()
         assert go_on.wait(60.0)
-        write_manifest(*args)
+        return write_manifest(*args)
 
     store.write_manifest = held
     with httpx.Client(base_url=server.http.base_url, timeout=0.2) as impatient, pytest.raises(httpx.ReadTimeout):

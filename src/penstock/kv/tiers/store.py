@@ -87,8 +87,9 @@ class ManifestStore(Protocol):
     def read_manifest(self, id: str) -> bytes | None:
         """As it was written, or not: whoever reads it checks it. None: it is not there."""
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> None:
-        """All of it or nothing is there from now on, to survive what a persisted block survives. May be forgotten after `expires_in_s`."""
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+        """All of it is there from now on, to survive what a persisted block survives; False: there is no room, and nothing of it is there.
+        It may be forgotten after `expires_in_s`."""
 
     def remove_manifest(self, id: str) -> None:
         """No error if it is not there."""

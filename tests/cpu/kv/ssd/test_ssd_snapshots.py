@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ssd_rig import BLOCK_BYTES, SPACE, FailingDisk, GatedDisk, abandon, open_at, those_in, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ssd_rig import BLOCK_BYTES, SPACE, FailingDisk, GatedDisk, QuickDisk, abandon, key_of, open_at, read, those_in, write
 
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import prefix_keys, tenant_of
 from penstock.kv.tiers.manifest import Manifest, pack
+from penstock.kv.tiers.ssd.directory import make_directory
 from penstock.kv.tiers.ssd.disk import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore
@@ -193,9 +198,11 @@ def test_a_manifest_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path) 
 def test_a_disk_that_fails_leaves_no_part_of_a_manifest(tmp_path: Path, call: str) -> None:
     disk = FailingDisk()
     store = open_at(tmp_path, NUM_SLOTS, disk)
-    disk.errors = {call: 28}
+    disk.errors = {call: errno.EIO}
     with pytest.raises(StoreFailed, match="cannot be written"):
         store.write_manifest(manifest().id, pack(manifest()), None)
+    disk.errors = {call: errno.ENOSPC}
+    assert store.write_manifest(manifest().id, pack(manifest()), None) is False
     disk.errors = {}
     assert not list(tmp_path.glob("*.new"))
     store.close()
@@ -250,3 +257,75 @@ def test_a_pin_during_a_write_covers_the_block_that_lands(tmp_path: Path) -> Non
     churn(store)
     assert store.num_leading(keys) == len(keys)
     store.close()
+
+
+# ------------------------------------------------------------------------------------------------------- any order of all of it
+
+OPS = st.one_of(
+    st.tuples(st.just("write"), st.integers(0, 39), st.integers(1, 8)),
+    st.tuples(st.just("churn"), st.integers(0, 400), st.integers(1, 20)),
+    st.tuples(st.just("pin"), st.integers(0, 3), st.lists(st.integers(0, 39), min_size=1, max_size=8, unique=True)),
+    st.tuples(st.just("unpin"), st.integers(0, 3)),
+    st.tuples(st.just("read"), st.integers(0, 39)),
+    st.tuples(st.just("reset")),
+    st.tuples(st.just("reopen")),
+)
+
+
+class Pinned:
+    """A store, and what must be in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store = open_at(path, 24, QuickDisk())
+        self.pins: dict[int, list[int]] = {}
+        self.there: set[int] = set()  # pinned when they were written, or written when they were pinned
+
+    def run(self, op: tuple[Any, ...]) -> None:
+        getattr(self, op[0])(*op[1:])
+        pinned = {number for numbers in self.pins.values() for number in numbers}
+        self.there &= pinned
+        assert self.there <= those_in(self.store, range(40)), (op, self.there)
+        self.store._index.check()
+
+    def write(self, first: int, num: int) -> None:
+        numbers = [number % 40 for number in range(first, first + num)]
+        done = [number for number, outcome in zip(numbers, write(self.store, *numbers), strict=True) if outcome is Outcome.DONE]
+        self.there |= {number for number in done if any(number in numbers for numbers in self.pins.values())}
+
+    def churn(self, first: int, num: int) -> None:
+        write(self.store, *range(1000 + first, 1000 + first + num))
+
+    def pin(self, id: int, numbers: list[int]) -> None:
+        if id not in self.pins:
+            self.pins[id] = numbers
+            self.there |= those_in(self.store, numbers)
+            self.store.pin_keys(str(id), [key_of(number) for number in numbers])
+
+    def unpin(self, id: int) -> None:
+        self.pins.pop(id, None)
+        self.store.unpin_keys(str(id))
+
+    def read(self, number: int) -> None:
+        read(self.store, number)
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.there.clear()
+
+    def reopen(self) -> None:
+        """As after its directory was gone for a moment: who pins has not been asked."""
+        self.store._is_open = False
+        self.store._close_files()
+        self.store._open(lambda: make_directory(self.path), QuickDisk())
+        assert self.store.wait_scanned(60.0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(OPS, max_size=40))
+def test_what_is_pinned_is_there_in_any_order_of_calls(ops: list[tuple[Any, ...]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        walk = Pinned(Path(folder) / "ssd")
+        for op in ops:
+            walk.run(op)
+        walk.store.close()

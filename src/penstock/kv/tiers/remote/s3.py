@@ -173,10 +173,11 @@ class BucketStore:
     def read_manifest(self, id: str) -> bytes | None:
         return self._requests.one(self._get_whole, f"{self._manifests}/{id}")
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> None:
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
         """Nothing forgets it: whoever finds that it has expired passes over it."""
         path = f"{self._manifests}/{id}"
         self._requests.one(lambda value: obstore.put(self._bucket, path, value, use_multipart=False), data)
+        return True
 
     def remove_manifest(self, id: str) -> None:
         self._requests.one(self._remove_one, f"{self._manifests}/{id}")

@@ -304,7 +304,7 @@ class ValkeyStore:
                 return bytes(data) if isinstance(received, int) and received == len(data) else None
         return None
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> None:
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
         name = self._manifest_prefix + id.encode()
         expiry = () if expires_in_s is None else (b"EX", b"%d" % max(1, math.ceil(expires_in_s)))
         with self._connections.holding([name], time.monotonic() + self._timeout_s) as holders:
@@ -313,8 +313,7 @@ class ValkeyStore:
             for connection, _ in holders:
                 connection.send([before, data, behind], 1)
                 outcomes.append(self._read_written(connection))
-        if outcomes != [Outcome.DONE]:
-            raise StoreFailed("the shared store has no room for a manifest, or is moving its keys")
+        return outcomes == [Outcome.DONE]
 
     def remove_manifest(self, id: str) -> None:
         name = self._manifest_prefix + id.encode()

@@ -11,15 +11,15 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.errors import InvariantBroken
-from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Pin, Reservation
+from penstock.kv.blocks.pinned import PinnedKeys
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import as_run
 from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, DiskIo, Scratch, read_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, slot_bytes, unpack_slot
 from penstock.kv.tiers.ssd.segments import WithheldSlots
@@ -72,9 +72,8 @@ class SlotIndex:
         self._unverified: set[int] = set()  # slots of blocks that an earlier process wrote: whether they are whole shows the first read
         self._found: dict[bytes, int] = {}  # while the scan runs: the sequences of blocks that it has added
         self._used: dict[bytes, None] | None = {}  # while the scan runs: blocks used since the start, the latest last
-        self._pinned_keys: dict[str, frozenset[bytes]] = {}  # by snapshot: blocks that are not evicted
-        self._num_pins: Counter[bytes] = Counter()  # by block: in how many of those
-        self._wants: list[PoolWant] = []  # of those that are here
+        # Wanted, as blocks of requests in line are; here nothing is written over what is wanted.
+        self._pinned = PinnedKeys(pool, lambda run: partial(pool.end_want, pool.want(run, 0.0)))
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
@@ -123,35 +122,16 @@ class SlotIndex:
     # -------------------------------------------------------------------------------------------------------------- pinning
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
-        """None of `keys` is evicted until `unpin_keys`, nor is one that comes later. They are wanted, as blocks of requests in line are;
-        here nothing is written over what is wanted."""
         with self._lock:
-            if id not in self._pinned_keys:
-                self._pinned_keys[id] = frozenset(keys)
-                self._num_pins.update(self._pinned_keys[id])
-                self._want(keys)
+            self._pinned.pin(id, keys)
 
     def unpin_keys(self, id: str) -> None:
-        """Idempotent."""
         with self._lock:
-            for key in self._pinned_keys.pop(id, frozenset()):
-                self._num_pins[key] -= 1
-                if not self._num_pins[key]:
-                    del self._num_pins[key]
-            ended, self._wants = self._wants, []
-            self._want(list(self._num_pins))
-            for want in ended:
-                self._pool.end_want(want)
+            self._pinned.unpin(id)
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             return len(self._pool.find(keys))
-
-    def _want(self, keys: Iterable[bytes]) -> None:
-        """Those of `keys` that are pinned and here."""
-        slots = [slot for slot in self._pool.find_each([key for key in keys if key in self._num_pins]) if slot != ABSENT]
-        if slots:
-            self._wants.append(self._pool.want(as_run(slots), 0.0))
 
     # -------------------------------------------------------------------------------------------------------------- writing
 
@@ -201,7 +181,7 @@ class SlotIndex:
                 good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
                 self._unverified.difference_update(claim.slots)
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
-                self._want(keys[place] for place, _ in good)
+                self._pinned.landed(keys[place] for place, _ in good)
                 hold.end()
                 self._note_use(keys[place] for place, _ in good)
                 claim.landed.update(keys[place] for place, _ in good)
@@ -238,7 +218,7 @@ class SlotIndex:
                 chosen = self._choose(newest)
                 self._pool.seal(list(chosen), [head.envelope.key for head in chosen.values()], [head.depth for head in chosen.values()])
                 self._unverified.update(chosen)
-                self._want(head.envelope.key for head in chosen.values())
+                self._pinned.landed(head.envelope.key for head in chosen.values())
             hold.end()
             return len(self._found)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.ssd.directory import Directory, check_file
 from penstock.kv.tiers.ssd.disk import DiskIo, read_all, write_all
+from penstock.kv.tiers.ssd.segments import FULL
 
 _MAX_BYTES = 1 << 30  # more is no manifest
 
@@ -53,7 +54,8 @@ class ManifestFiles:
         finally:
             self._io.close(fd)
 
-    def write(self, id: str, data: bytes) -> None:
+    def write(self, id: str, data: bytes) -> bool:
+        """False: the disk is full."""
         path = self._directory.snapshot_path(id)
         aside = path.with_suffix(".new")
         try:
@@ -63,7 +65,10 @@ class ManifestFiles:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._io.unlink(aside, self._directory.fd)
+            if error.errno in FULL:
+                return False
             raise self._failure("written", error) from error
+        return True
 
     def _write_whole(self, path: Path, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):  # of a process that was killed here

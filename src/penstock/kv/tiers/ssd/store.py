@@ -332,9 +332,9 @@ class SsdStore:
         with self._call():
             return self._manifests.read(id)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> None:
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
         with self._call(changes=True):
-            self._manifests.write(id, data)
+            return self._manifests.write(id, data)
 
     def remove_manifest(self, id: str) -> None:
         with self._call(changes=True):
