@@ -51,7 +51,7 @@ class EngineSnapshots:
     def _wait_saved(self, asked: SnapshotRequest, tokens: NDArray[np.uint32]) -> None:
         """Until its blocks are where they outlive the process, where they can, or in host memory."""
         cache = self._engine.cache
-        prefix = cache.prefix_of(tokens, asked.cache_salt, asked.adapter)
+        prefix = cache.prefix_of(tokens[: asked.num_tokens], asked.cache_salt, asked.adapter)
         if prefix is not None:
             self._run(lambda: cache.save(prefix.keys, self._engine.launched()), only_open=True)
         level: FlushLevel = "persisted" if cache.cold_tiers else "visible"
