@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-from e2e.test_readme import blocks, commands
 
 DEADLINE_S = 120.0
 FLAGS = ("--device", "cpu", "--max-model-len", "1024", "--device-kv-blocks", "96", "--kv-offload-host-gib", "0.1")
@@ -118,7 +117,9 @@ def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_a
 def test_the_page_on_snapshots_is_tried(start_server: StartServer, tmp_path: Path) -> None:
     """Its commands in their order against one server, and its program."""
     page = (Path(__file__).parents[2] / "docs" / "snapshots.md").read_text()
-    found = [shlex.split(command) for command in commands(page)]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for language, text in blocks if language == "sh" for line in text.replace("\\\n", " ").splitlines()]
+    found = [shlex.split(line) for line in lines if line.strip()]
     serve = next(words for words in found if words[1:2] == ["serve"])
     directory = serve.index("--kv-offload-ssd-dir") + 1
     flags = [*serve[2:directory], str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2", *FLAGS]
@@ -131,7 +132,25 @@ def test_the_page_on_snapshots_is_tried(start_server: StartServer, tmp_path: Pat
         (path,) = [word.removeprefix("http://127.0.0.1:8000") for word in words if word.startswith("http")]
         reply = httpx.request(method, url + path, content=data, timeout=DEADLINE_S)
         assert reply.status_code == 200, f"{words}: {reply.text}"
-    (program,) = [block.text for block in blocks(page) if block.language == "python"]
+    (program,) = [text for language, text in blocks if language == "python"]
     program = program.replace('LLM("smollm2-135m")', 'LLM("smollm2-135m", max_model_len=1024, device="cpu", show_progress=False)')
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ran.returncode == 0 and "['talk']" in ran.stdout, ran.stderr
+
+
+def test_every_call_reaches_the_engine_process_with_whose_snapshot_it_is(start_server: StartServer) -> None:
+    _, url = start_server("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64")
+    prompt, mine = list(range(70)), {"cache_salt": "mine"}
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 2, **mine}
+        http.post("/v1/completions", json=body).raise_for_status()
+        taken = (
+            http.post("/v1/snapshots", json={"prompt": prompt, "name": "talk", "tokens": 40, "ttl_s": 60, **mine}).raise_for_status().json()
+        )
+        assert (taken["id"], taken["tokens"], taken["cached_tokens"]) == ("talk", 40, 32) and taken["expires_at"] is not None
+        assert http.get("/v1/snapshots").json()["data"] == [] and http.get("/v1/snapshots", params=mine).json()["data"] == [taken]
+        assert http.get("/v1/snapshots/talk").status_code == 404 and http.get("/v1/snapshots/talk", params=mine).json() == taken
+        for salt, status in (({}, 404), (mine, 200)):
+            asked = {"model": "tiny-llama", "prompt": "x", "snapshot": "talk", "max_tokens": 1, **salt}
+            assert http.post("/v1/completions", json=asked).status_code == status
+            assert http.delete("/v1/snapshots/talk", params=salt).status_code == status
