@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+
+import penstock
 
 DEADLINE_S = 120.0
 FLAGS = ("--device", "cpu", "--max-model-len", "1024", "--device-kv-blocks", "96", "--kv-offload-host-gib", "0.1")
@@ -20,6 +23,12 @@ STORY = "Once upon a time, in a village by the sea, there lived a clockmaker who
 NEXT = " One morning"
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", str]]
+
+
+@pytest.fixture(autouse=True)
+def same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers run the tree that these tests are of, whatever is installed."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(penstock.__file__).parents[1]))
 
 
 def ask(http: httpx.Client, prompt: str, **fields: Any) -> tuple[list[str], dict[str, Any]]:
