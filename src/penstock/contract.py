@@ -171,6 +171,51 @@ class Prefetched(NamedTuple):
     started: bool
 
 
+class SnapshotRequest(NamedTuple):
+    """A snapshot that somebody wants to have taken: of a session, or of a prompt whose KV is cached."""
+
+    name: str
+    session: str = ""
+    prompt: bytes = b""  # token ids, 32 bits each; where it is no session
+    num_tokens: int | None = None  # how much of it; None: all
+    ttl_s: float | None = None  # None: until it is deleted
+    cache_salt: str = ""
+    adapter: Adapter | None = None
+    messages: str = ""  # JSON of the conversation that `prompt` was made of
+
+
+class Snapshot(NamedTuple):
+    """A snapshot as its owner sees it."""
+
+    name: str
+    num_tokens: int
+    kept_tokens: int  # whose KV some tier has now; the others are computed again when it is continued
+    num_blocks: int
+    pinned: bool  # its blocks are not evicted from the last tier
+    created_s: float  # time.time()
+    expires_s: float | None
+    adapter: str  # empty: the model as it is
+    is_chat: bool  # a conversation can be continued from it
+    tiers: tuple[str, ...]  # that have its manifest; empty: it ends with the process
+
+
+class SnapshotList(NamedTuple):
+    """Those of one tenant, and what all tenants' pin."""
+
+    snapshots: list[Snapshot]
+    tier: str
+    pinned_blocks: int
+    pinned_blocks_max: int
+    block_bytes: int
+
+
+class SnapshotContent(NamedTuple):
+    """What a request continues from."""
+
+    tokens: bytes  # ids, 32 bits each
+    messages: str  # JSON; empty: it was not taken of messages
+
+
 class Weight(enum.IntEnum):
     """How much a session's KV matters among those that are retained: the lightest are given up first."""
 

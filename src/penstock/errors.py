@@ -45,6 +45,34 @@ class ContextExceeded(InvalidRequest):
         super().__init__(message, param)
 
 
+class SessionMissing(UserError):
+    """No session of that name is known to whoever asks."""
+
+    param = "session_id"
+
+
+class SnapshotMissing(UserError):
+    """No snapshot of that name is known to whoever asks."""
+
+    param = "snapshot"
+
+
+class SnapshotTaken(UserError):
+    """The name is another snapshot's."""
+
+    param = "name"
+
+
+class SnapshotRefused(UserError):
+    """A snapshot that cannot be made of this, or a manifest that cannot be used: damaged, or of another model. The message says why."""
+
+    param = "snapshot"
+
+
+class SnapshotSpace(UserError):
+    """What a snapshot would pin does not fit beside what is pinned already; the message has the arithmetic."""
+
+
 class Overloaded(PenstockError):
     """Too many requests at once; the same request may succeed later. `retry_after_s` is a guess at when."""
 

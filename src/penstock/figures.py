@@ -77,3 +77,18 @@ class SessionFigures:
     prefetches_started: int = 0
     prefetches_finished: int = 0
     prefetches_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFigures:
+    """A snapshot of what is known of snapshots, over all tenants. Numbers only: names may be secrets."""
+
+    known: int = 0
+    pinned_blocks: int = 0  # each once, however many snapshots it is in
+    pinned_blocks_max: int = 0
+    damaged: int = 0  # manifests that could not be read at start
+    taken: int = 0
+    continued: int = 0
+    deleted: int = 0
+    expired: int = 0
+    refused: int = 0  # for want of room

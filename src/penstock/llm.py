@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections import deque
@@ -18,11 +19,13 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast, overload
 
+import numpy as np
+
 from penstock.commands.answer import Answer
 from penstock.commands.arguments import Parser, config_of, engine_flags, lora_flag
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config
-from penstock.contract import Adapter, KvSource, SamplingParams, TokenLogprob
+from penstock.contract import Adapter, KvSource, SamplingParams, Snapshot, SnapshotContent, SnapshotRequest, TokenLogprob
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded
@@ -94,73 +97,144 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but one prompt
-        self, prompts: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None
+        self, prompts: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
     ) -> Completion: ...
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, adapter: str | None = None
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        snapshot: str | None = None,
     ) -> Completion | list[Completion]:
-        """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a list of them a list."""
+        """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a list of them a list. The tokens
+        of `snapshot` come before each."""
         # Text, or token ids: a list of whole numbers.
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = cast(Sequence[Prompt], [prompts] if single else prompts)
-        made = self._answer_all([self._continued(prompt, sampling, adapter) for prompt in several])
+        made = self._answer_all([self._continued(prompt, sampling, adapter, snapshot) for prompt in several])
         return made[0] if single else made
 
     @overload
-    def chat(self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Completion: ...
+    def chat(
+        self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
+    ) -> Completion: ...
     @overload
     def chat(
-        self, messages: Sequence[Messages], sampling: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        messages: Sequence[Messages],
+        sampling: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        snapshot: str | None = None,
     ) -> list[Completion]: ...
 
     def chat(
-        self, messages: Messages | Sequence[Messages], sampling: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        snapshot: str | None = None,
     ) -> Completion | list[Completion]:
-        """The answer to a conversation; with several conversations, their answers in order."""
+        """The answer to a conversation; with several conversations, their answers in order. The messages of `snapshot` come before each."""
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if single else messages)
-        made = self._answer_all([self._chatted(one, sampling, adapter) for one in several])
+        made = self._answer_all([self._chatted(one, sampling, adapter, snapshot) for one in several])
         return made[0] if single else made
 
-    async def agenerate(self, prompts: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Any:
+    async def agenerate(
+        self, prompts: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
+    ) -> Any:
         """As `generate`, for asyncio."""
-        return await asyncio.to_thread(self.generate, prompts, sampling, adapter=adapter)
+        return await asyncio.to_thread(self.generate, prompts, sampling, adapter=adapter, snapshot=snapshot)
 
-    async def achat(self, messages: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Any:
+    async def achat(
+        self, messages: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
+    ) -> Any:
         """As `chat`, for asyncio."""
-        return await asyncio.to_thread(self.chat, messages, sampling, adapter=adapter)
+        return await asyncio.to_thread(self.chat, messages, sampling, adapter=adapter, snapshot=snapshot)
 
     # ---------------------------------------------------------------------------------------------------------------- streams
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
+    ) -> Iterator[str]:
         """Text as it becomes certain. Whoever stops reading cancels the rest."""
-        return _pieces(self._continued(prompt, sampling, adapter))
+        return _pieces(self._continued(prompt, sampling, adapter, snapshot))
 
-    def stream_chat(self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> Iterator[str]:
+    def stream_chat(
+        self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
+    ) -> Iterator[str]:
         """The same for a conversation."""
-        return _pieces(self._chatted(messages, sampling, adapter))
+        return _pieces(self._chatted(messages, sampling, adapter, snapshot))
 
-    def astream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> AsyncIterator[str]:
+    def astream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
+    ) -> AsyncIterator[str]:
         """As `stream`, for asyncio."""
-        return _async_pieces(self._continued(prompt, sampling, adapter))
+        return _async_pieces(self._continued(prompt, sampling, adapter, snapshot))
 
-    def astream_chat(self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None) -> AsyncIterator[str]:
+    def astream_chat(
+        self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
+    ) -> AsyncIterator[str]:
         """As `stream_chat`, for asyncio."""
-        return _async_pieces(self._chatted(messages, sampling, adapter))
+        return _async_pieces(self._chatted(messages, sampling, adapter, snapshot))
+
+    # -------------------------------------------------------------------------------------------------------------- snapshots
+
+    def take_snapshot(
+        self,
+        prompt: Prompt | Messages,
+        name: str = "",
+        *,
+        tokens: int | None = None,
+        ttl_s: float | None = None,
+        adapter: str | None = None,
+    ) -> Snapshot:
+        """Keep the KV of a prompt or conversation that was computed, of its first `tokens` where that is given, until it is deleted or
+        `ttl_s` are over. `generate` and `chat` go on from it by its name. Blocks until it is saved."""
+        messages = ""
+        if isinstance(prompt, str):
+            ids = self._engine.tokenizer.encode(prompt)
+        elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            conversation = cast(Messages, prompt)
+            ids, messages = self._engine.tokenizer.encode_chat(conversation), json.dumps([dict(one) for one in conversation])
+        else:
+            ids = list(cast(Sequence[int], prompt))
+        data = np.asarray(ids, np.uint32).tobytes()
+        return self._engine.snapshots.take(SnapshotRequest(name, "", data, tokens, ttl_s, "", self._adapter(adapter), messages))
+
+    def snapshots(self) -> list[Snapshot]:
+        return self._engine.snapshots.all().snapshots
+
+    def delete_snapshot(self, name: str) -> None:
+        """Raises SnapshotMissing."""
+        self._engine.snapshots.delete(name)
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
-    def _continued(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None) -> Answer:
-        tokens = self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._asked(tokens, sampling, adapter, begins=False)
+    def _continued(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None, snapshot: str | None) -> Answer:
+        before = [] if snapshot is None else np.frombuffer(self._opened(snapshot, adapter).tokens, np.uint32).tolist()
+        tokens = self._engine.tokenizer.encode(prompt, add_special=snapshot is None) if isinstance(prompt, str) else list(prompt)
+        return self._asked([*before, *tokens], sampling, adapter, begins=False)
 
-    def _chatted(self, messages: Messages, sampling: SamplingParams | None, adapter: str | None) -> Answer:
-        return self._asked(self._engine.tokenizer.encode_chat(messages), sampling, adapter, begins=True)
+    def _chatted(self, messages: Messages, sampling: SamplingParams | None, adapter: str | None, snapshot: str | None) -> Answer:
+        before: Messages = []
+        if snapshot is not None:
+            content = self._opened(snapshot, adapter)
+            if not content.messages:
+                raise InvalidRequest(f"snapshot {snapshot!r} was not taken of messages: continue it with generate", "snapshot")
+            before = json.loads(content.messages)
+        return self._asked(self._engine.tokenizer.encode_chat([*before, *messages]), sampling, adapter, begins=True)
+
+    def _opened(self, snapshot: str, adapter: str | None) -> SnapshotContent:
+        return self._engine.snapshots.open(snapshot, "", self._adapter(adapter))
 
     def _asked(self, tokens: list[int], sampling: SamplingParams | None, adapter: str | None, begins: bool) -> Answer:
         if self._closed:

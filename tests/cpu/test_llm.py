@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock import LLM, SamplingParams
-from penstock.errors import ConfigError, EngineClosed, InvalidRequest
+from penstock.errors import ConfigError, EngineClosed, InvalidRequest, SnapshotMissing, SnapshotRefused
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -152,3 +152,48 @@ def test_the_examples_of_the_documentation_run(number: int, capsys: pytest.Captu
     assert tiny in code
     exec(compile(code, f"{DOCUMENT.name} {number}", "exec"), {"__name__": "example"})
     assert len(capsys.readouterr().out) > 4
+
+
+# ------------------------------------------------------------------------------------------------------------------ snapshots
+
+
+def with_disk(directory: Path) -> LLM:
+    return LLM(
+        "tiny-llama",
+        load_format="dummy",
+        device="cpu",
+        device_kv_blocks=64,
+        kv_offload_host_gib=0.01,
+        kv_offload_ssd_dir=str(directory),
+        kv_offload_ssd_gib=0.01,
+        show_progress=False,
+    )
+
+
+def test_a_snapshot_is_taken_listed_and_continued_by_another_process_of_the_same_model(tmp_path: Path) -> None:
+    prompt, messages = "the water behind the dam is eighty metres deep, ", [{"role": "user", "content": "how deep is the water behind it?"}]
+    with with_disk(tmp_path / "kv") as llm:
+        whole = llm.generate(prompt + "and cold", GREEDY)
+        said = llm.chat(messages, GREEDY)
+        so_far = [*messages, {"role": "assistant", "content": said.text}]
+        answered = llm.chat([*so_far, *messages], GREEDY)
+        taken = llm.take_snapshot(prompt, "dam", ttl_s=3600)
+        assert (taken.name, taken.num_tokens, taken.kept_tokens, taken.tiers) == ("dam", 48, 48, ("ssd",))
+        assert llm.take_snapshot(so_far, "talk").is_chat
+        assert [one.name for one in llm.snapshots()] == ["dam", "talk"]
+    with with_disk(tmp_path / "kv") as llm:
+        assert [one.name for one in llm.snapshots()] == ["dam", "talk"]
+        again = llm.generate("and cold", GREEDY, snapshot="dam")
+        assert (again.text, again.prompt_tokens) == (whole.text, whole.prompt_tokens)
+        assert "".join(llm.stream("and cold", GREEDY, snapshot="dam")) == whole.text
+        assert llm.chat(messages, GREEDY, snapshot="talk").text == answered.text
+        with pytest.raises(InvalidRequest, match="not taken of messages"):
+            llm.chat(messages, GREEDY, snapshot="dam")
+        llm.delete_snapshot("dam")
+        with pytest.raises(SnapshotMissing):
+            llm.generate("and cold", GREEDY, snapshot="dam")
+
+
+def test_without_a_tier_behind_the_device_there_are_no_snapshots(llm: LLM) -> None:
+    with pytest.raises(SnapshotRefused, match="--kv-offload"):
+        llm.take_snapshot(list(range(40)))

@@ -25,11 +25,11 @@ LAYERS = (
     ("penstock.speculation",),
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers",),
-    ("penstock.kv.pager", "penstock.kv.cache + penstock.kv.build", "penstock.sanitizer"),
+    ("penstock.kv.pager", "penstock.kv.cache + penstock.kv.build + penstock.kv.snapshots", "penstock.sanitizer"),
     (
         " + ".join(
             f"penstock.engine.{name}"
-            for name in ("engine", "build", "adapters", "inbox", "outbox", "loop", "pace", "sessions", "stats", "text")
+            for name in ("engine", "build", "adapters", "inbox", "outbox", "loop", "pace", "sessions", "snapshots", "stats", "text")
         ),
     ),
     ("penstock.server", "penstock.bench", "penstock.testing", "penstock.connectors"),

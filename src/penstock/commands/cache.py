@@ -18,7 +18,7 @@ from rich.text import Text
 from penstock.commands.progress import ProgressBar
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd import survey
-from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey
+from penstock.kv.tiers.ssd.survey import SnapshotSurvey, SpaceSurvey, Survey
 
 MOST_LINES = 20  # of damage shown; the JSON file has all of it
 NUM_DIGITS = 12  # of a space's digest: enough to tell a few apart
@@ -71,7 +71,8 @@ def _say(line: str) -> None:
 
 
 def _files(found: Survey) -> str:
-    return f"{found.num_segments} file{'' if found.num_segments == 1 else 's'} of {_size(found.file_bytes)} in all"
+    snapshots = f" and {len(found.snapshots)} snapshot{'' if len(found.snapshots) == 1 else 's'}" if found.snapshots else ""
+    return f"{found.num_segments} file{'' if found.num_segments == 1 else 's'}{snapshots} of {_size(found.file_bytes)} in all"
 
 
 def _size(num_bytes: int) -> str:
@@ -89,7 +90,10 @@ def _show(job: Job, found: Survey) -> int:
     console.print(_totals(found))
     if found.spaces:
         console.print(_spaces(found.spaces))
-    damage = [*found.damaged, *found.corrupt, *found.torn]
+    if found.snapshots:
+        console.print(_snapshots(found.snapshots))
+    unusable = [f"{one.file}: {one.damage}" for one in found.snapshots if one.damage]
+    damage = [*found.damaged, *found.corrupt, *found.torn, *unusable]
     for line in damage[:MOST_LINES]:
         _say(f"damaged: {line}")
     if len(damage) > MOST_LINES:
@@ -120,6 +124,7 @@ def _counts(found: Survey) -> Iterator[tuple[str, str]]:
     yield "slots", str(found.num_slots)
     yield "blocks", str(found.num_blocks)
     yield "older copies of them", str(found.num_older)
+    yield "snapshots", str(len(found.snapshots))
     yield "damaged files", str(len(found.damaged))
     yield "damaged heads", str(len(found.corrupt))
     if found.num_good is not None:  # payloads were read
@@ -134,6 +139,20 @@ def _spaces(spaces: dict[str, SpaceSurvey]) -> Table:
         drawn.add_column(column, justify="right")
     for digest, space in sorted(spaces.items(), key=lambda item: -item[1].num_bytes):
         drawn.add_row(digest[:NUM_DIGITS], str(space.num_blocks), _size(space.num_bytes), _time(space.oldest), _time(space.newest))
+    return drawn
+
+
+def _snapshots(snapshots: list[SnapshotSurvey]) -> Table:
+    drawn = Table("snapshot", title="snapshots", title_justify="left")
+    for column in ("space", "tokens", "blocks", "of them here", "taken, UTC", "expires, UTC"):
+        drawn.add_column(column, justify="right")
+    for one in sorted(snapshots, key=lambda one: (bool(one.damage), one.created_s)):
+        if one.damage:
+            drawn.add_row(Text(one.name or "?"), "cannot be used", *["?"] * 5)
+            continue
+        expires = "never" if one.expires_s is None else _time(int(one.expires_s * 1e9))
+        counts = str(one.num_tokens), str(one.num_blocks), str(one.num_found)
+        drawn.add_row(Text(one.name), one.space[:NUM_DIGITS], *counts, _time(int(one.created_s * 1e9)), expires)
     return drawn
 
 

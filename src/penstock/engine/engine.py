@@ -21,6 +21,7 @@ from penstock.config import ResidencyName
 from penstock.contract import (
     Adapter,
     CacheHint,
+    Fence,
     Grammar,
     Lease,
     Listener,
@@ -43,11 +44,13 @@ from penstock.engine.pace import Pace
 from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
+from penstock.engine.snapshots import EngineSnapshots
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
+from penstock.kv.snapshots import Snapshots
 from penstock.lanes.lane import Lane
 from penstock.lanes.polling import POLL_S
 from penstock.models.progress import Progress, silent
@@ -108,8 +111,14 @@ class Engine:
         self._host_step = 0, 0.0  # the last one that read KV in host memory: its number, and when it was launched
         self._num_host_steps = 0
         self._reads_host_s = 0.0  # monotonic; from then on a step may do so, where others run
-        num_blocks = sum(sum(counts) for counts in parts.cache.stats().slots.values())
-        self._sessions = Sessions(parts.cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
+        cache = parts.cache
+        num_blocks = sum(sum(counts) for counts in cache.stats().slots.values())
+        self._sessions = Sessions(cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
+        # Host memory that is promised to deep requests is not pinned.
+        may_be_deep = parts.max_model_len > parts.scheduler.deep_blocks * cache.block_tokens
+        most_in_host = cache.loads.host.num_slots - cache.num_pageable if may_be_deep else None
+        self._snapshots = Snapshots(cache, most_in_host)
+        self.snapshots = EngineSnapshots(self, self._snapshots, self._sessions, self._inbox.put)
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         parts.cache.call_when_launched(self._inbox.wake)
 
@@ -295,6 +304,7 @@ class Engine:
             load_exposed_s=self._load_exposed_s,
             sessions=self._sessions.figures(),
             residency=self._residency_figures(),
+            snapshots=self._snapshots.figures(),
             host_steps=self._num_host_steps,
             drafted=tuple(scheduler.counts.drafted_by_place),
             accepted=tuple(scheduler.counts.accepted_by_place),
@@ -363,6 +373,7 @@ class Engine:
         if launched is not None:
             self._running = self._sample(launched)
         more = self._sessions.step()
+        self._snapshots.step()
         return launched is not None or previous is not None or settled or more
 
     def _plan(self) -> StepPlan | None:
@@ -376,6 +387,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether requests are open. Saves may be under way beyond that; they end by themselves."""
         return bool(self._inbox) or self._running is not None or self._parts.scheduler.has_work()
+
+    def launched(self) -> Fence:
+        """Behind all that is on the compute lane now."""
+        return self._parts.lanes[0].record()
 
     def is_transferring(self) -> bool:
         """Whether KV is on its way between tiers."""
@@ -404,6 +419,7 @@ class Engine:
                 running, self._running = self._running, None
                 self._read(running)
             self._sessions.close()
+            self._snapshots.close(timeout_s)
             self._parts.cache.close(timeout_s)
             for lane in self._parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))

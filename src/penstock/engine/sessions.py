@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from penstock.contract import CacheHint, FinishReason, Listener, Prefetched, Prefix, Request, TokenEvent, Weight
+from penstock.contract import Adapter, CacheHint, FinishReason, Listener, Prefetched, Prefix, Request, TokenEvent, Weight
 from penstock.errors import Overloaded
 from penstock.figures import SessionFigures
-from penstock.kv.blocks.key import KEY_BYTES, prefix_keys
+from penstock.kv.blocks.key import KEY_BYTES, prefix_keys, tenant_of
 from penstock.kv.cache import Settling
 
 RETAINED_SHARE = 0.5  # of the blocks of device and host memory: what retained sessions may have in all
@@ -72,7 +73,7 @@ class SessionLimits:
 
     retained_blocks: int
     sessions: int = 65_536
-    known_blocks: int = 1 << 21  # keys of all sessions: 16 bytes each, and as much again for what they share
+    known_blocks: int = 1 << 21  # of all sessions: 16 bytes each for the key, as much again for what they share, and 4 for each token
     prefetches: int = 16
 
 
@@ -94,6 +95,8 @@ class _Session:
     tenant: _Tenant
     scope: bytes = b""
     keys: bytes = b""  # one behind the other: a tuple of them would take four times as much
+    tokens: bytes = b""  # 32 bits each
+    adapter: Adapter | None = None
     found: int | None = None  # blocks that were in memory before it, whose they may be; None: not known yet
     retain_s: float = 0.0
     weight: Weight = Weight.NORMAL
@@ -120,6 +123,8 @@ class _Ending:
         self.hint = hint
         self.num_found = 0  # tokens in memory when it began
         self._tokens: list[int] = []
+        self._num_computed = 0  # of those
+        self._prompt = array("I", request.prompt).tobytes()  # here, on the caller's thread: a long one takes milliseconds
         self._listener = listener
         self._ended = ended
 
@@ -128,8 +133,8 @@ class _Ending:
         if event.source is not None:
             self.num_found = event.source.device + event.source.host
         if event.finish is not None:
-            if event.finish is not FinishReason.STOP:
-                del self._tokens[-1:]  # the last one was not fed back: it has no KV
+            is_fed_back = event.finish is FinishReason.STOP
+            self._num_computed = len(self._tokens) if is_fed_back else max(0, len(self._tokens) - 1)  # else the last one has no KV
             if event.finish is not FinishReason.ERROR:
                 self._ended.append(self)
         self._listener(event)
@@ -137,8 +142,18 @@ class _Ending:
     def prefix(self, block_tokens: int) -> Prefix:
         """Of its prompt and of what it has generated, as far as that was computed."""
         scope, keys = self._request.prefix or Prefix(b"", ())
-        tail = [*self._request.prompt[len(keys) * block_tokens :], *self._tokens]
+        tail = [*self._request.prompt[len(keys) * block_tokens :], *self._tokens[: self._num_computed]]
         return Prefix(scope, (*keys, *prefix_keys(tail, block_tokens, scope, keys[-1] if keys else None)))
+
+    def content(self) -> SessionContent:
+        return SessionContent(self._prompt + array("I", self._tokens).tobytes(), self._request.adapter)
+
+
+class SessionContent(NamedTuple):
+    """A session as its last request left it."""
+
+    tokens: bytes  # ids, 32 bits each: of its prompt and of what it has generated
+    adapter: Adapter | None
 
 
 class _Release(NamedTuple):
@@ -222,16 +237,13 @@ class Sessions:
     def prefetch(self, salt: str, asked: str | Prefix) -> Prefetched | None:
         """Bring up the KV of a session by its name, or of a prefix. None: there is no such session. Raises Overloaded where too many are
         under way: a tenant may have no more of them than it leaves free for others."""
-        ids = session_ids(salt, asked if isinstance(asked, str) else "")
-        while self._ended:  # it may be the session of a request that has just ended
-            self._end(self._ended.popleft())
-        tenant = self._tenants.get(ids[0])
         if isinstance(asked, str):
-            session = None if tenant is None else tenant.sessions.get(ids[1])
+            session = self._find(salt, asked)
             if session is None:
                 return None
             asked = session.prefix
-        tenant = tenant or _Tenant(ids[0])
+        tenant_id = tenant_of(salt)
+        tenant = self._tenants.get(tenant_id) or _Tenant(tenant_id)
         if tenant.num_prefetches >= self._limits.prefetches - len(self._prefetches):
             self._counts["refused"] += 1
             raise Overloaded(f"{tenant.num_prefetches} prefetches of this tenant are under way, {len(self._prefetches)} in all")
@@ -243,6 +255,17 @@ class Sessions:
         tenant.num_prefetches += 1
         self._prefetches.append((tenant, prefetch))
         return Prefetched(prefetch.num_blocks, True)
+
+    def content_of(self, salt: str, name: str) -> SessionContent | None:
+        """What a session consists of now. None: there is no such session."""
+        session = self._find(salt, name)
+        return None if session is None else SessionContent(session.tokens, session.adapter)
+
+    def _find(self, salt: str, name: str) -> _Session | None:
+        while self._ended:  # it may be the session of a request that has just ended
+            self._end(self._ended.popleft())
+        tenant, session = session_ids(salt, name)
+        return self._tenants[tenant].sessions.get(session) if tenant in self._tenants else None
 
     def close(self) -> None:
         """Nothing is wanted any more. Idempotent."""
@@ -266,6 +289,7 @@ class Sessions:
         session.used_s = self._clock()
         before = session.scope, session.keys
         self._know(session, prefix)
+        session.tokens, session.adapter = ending.content()
         if hint.release:
             self._release(session, *before)
         elif session.retain_s:
@@ -475,7 +499,7 @@ class _Largest:
 
 def session_ids(salt: str, session: str) -> tuple[bytes, bytes]:
     """Of the tenant and of its session."""
-    tenant = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock tenant").digest()
+    tenant = tenant_of(salt)
     return tenant, blake2b(tenant + session.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock session").digest()
 
 

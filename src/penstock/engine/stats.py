@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.figures import Histogram, ResidencyFigures, SessionFigures, Traffic
+from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -33,3 +33,4 @@ class EngineStats:
     accepted: tuple[int, ...] = ()  # and those that were kept
     residency: ResidencyFigures = field(default_factory=ResidencyFigures)
     host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there
+    snapshots: SnapshotFigures = field(default_factory=SnapshotFigures)

@@ -27,6 +27,7 @@ from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads, no_tiers
 from penstock.kv.tiers.policy import PrefillRate
 from penstock.kv.tiers.saves import Persisting, Resetting
+from penstock.kv.tiers.store import PinningStore
 from penstock.kv.transfer.mover import Settling, Transfer
 from penstock.lanes.polling import POLL_MOST_S
 from penstock.observe import EngineObserver
@@ -169,9 +170,22 @@ class KvCache:
         """What KV of `tokens` may be shared under; None where nothing is shared."""
         if not self._shares:
             return None
-        scope = self._scope if adapter is None else dataclasses.replace(self._scope, adapter="lora", adapter_version=adapter.digest)
-        digest = dataclasses.replace(scope, salt=salt).digest()
+        digest = self.scope_of(salt, adapter).digest()
         return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
+
+    def scope_of(self, salt: str = "", adapter: Adapter | None = None) -> Scope:
+        """Of the blocks that such a request computes. For any thread."""
+        scope = self._scope if adapter is None else dataclasses.replace(self._scope, adapter="lora", adapter_version=adapter.digest)
+        return dataclasses.replace(scope, salt=salt)
+
+    @property
+    def last_evicting(self) -> tuple[str, PinningStore] | None:
+        """The coldest tier whose evictions are ours: there blocks can be pinned for good. None: there is only the device, which requests
+        need for themselves. A shared store forgets by rules of its own."""
+        for name, tier in reversed(self.cold_tiers.items()):
+            if isinstance(tier.calls.store, PinningStore):
+                return name, tier.calls.store
+        return (HOST, self._host) if self._host.num_slots else None
 
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
         """Find, and want, what colder tiers have of `prefix` behind what the device has; None where that is nothing. For any thread: what
@@ -545,6 +559,10 @@ class KvCache:
         elif own not in self._tables and self._prefix_cache:
             slots = copy.pins[0].array[: len(copy.keys)]
             self._pool.seal(slots, copy.keys, range(copy.first, copy.first + len(slots)))
+
+    def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
+        """Have host memory get those of `keys` that only the device has, though their room is not needed yet."""
+        self.saves.save(keys, fence)
 
     # ----------------------------------------------------------------------------------------------------------- sessions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from penstock import __version__
 from penstock.server import messages, responses, schema
 
-# Routes with what they are for, and what their bodies are made of. `/` itself is not worth a line.
+# Routes with their methods, what they are for, and what a post is made of. `/` itself is not worth a line.
 ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", schema.ChatBody),
     "/v1/completions": ("post", "Continue a text.", schema.CompletionBody),
@@ -22,6 +23,8 @@ ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/v1/models/{model}": ("get", "One of them.", None),
     "/v1/load_lora_adapter": ("post", "Load an adapter.", schema.LoadLoraBody),
     "/v1/unload_lora_adapter": ("post", "Forget an adapter.", schema.UnloadLoraBody),
+    "/v1/snapshots": ("get post", "Conversations whose KV stays, and one more of them.", schema.SnapshotBody),
+    "/v1/snapshots/{name}": ("get delete", "One of them.", None),
     "/tokenize": ("post", "Text to token ids.", schema.TokenizeBody),
     "/detokenize": ("post", "Token ids to text.", schema.DetokenizeBody),
     "/cache/stats": ("get", "What is in the KV cache.", None),
@@ -47,7 +50,7 @@ def openapi(with_key: bool) -> dict[str, Any]:
     content: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "license": {"name": "Apache-2.0"}},
-        "paths": {path: {method: _operation(path, about, by_body.get(body))} for path, (method, about, body) in ROUTES.items()},  # type: ignore[arg-type]
+        "paths": {path: _operations(path, methods.split(), about, by_body.get(body)) for path, (methods, about, body) in ROUTES.items()},  # type: ignore[arg-type]
         "components": {"schemas": components},
     }
     if with_key:
@@ -56,10 +59,14 @@ def openapi(with_key: bool) -> dict[str, Any]:
     return content
 
 
+def _operations(path: str, methods: Sequence[str], about: str, body: Any) -> dict[str, Any]:
+    return {method: _operation(path, about, body if method == "post" else None) for method in methods}
+
+
 def _operation(path: str, about: str, body: Any) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": about, "responses": {"200": {"description": "done"}, "4XX": {"description": "refused"}}}
-    if "{model}" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    for name in re.findall(r"{(\w+)}", path):
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return operation
@@ -68,13 +75,13 @@ def _operation(path: str, about: str, body: Any) -> dict[str, Any]:
 def landing(facts: Sequence[tuple[str, str]]) -> str:
     """One page without scripts: what runs here, and where to go on. Everything on it is escaped."""
     rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts)
-    links = "".join(_row(path, method, about) for path, (method, about, _) in ROUTES.items())
+    links = "".join(_row(path, methods, about) for path, (methods, about, _) in ROUTES.items())
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Penstock</title><style>{_STYLE}</style></head>'
     body = f"<h1>Penstock {html.escape(__version__)}</h1><table>{rows}</table><h2>Routes</h2><table>{links}</table>"
     return f"{head}<body>{body}</body></html>\n"
 
 
-def _row(path: str, method: str, about: str) -> str:
+def _row(path: str, methods: str, about: str) -> str:
     shown = html.escape(path)
-    name = f'<a href="{shown}">{shown}</a>' if method == "get" and "{" not in path else shown
-    return f"<tr><td>{method.upper()}</td><td>{name}</td><td>{html.escape(about)}</td></tr>"
+    name = f'<a href="{shown}">{shown}</a>' if "get" in methods.split() and "{" not in path else shown
+    return f"<tr><td>{methods.upper()}</td><td>{name}</td><td>{html.escape(about)}</td></tr>"

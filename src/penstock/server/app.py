@@ -79,7 +79,7 @@ def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None)
     stack = [Middleware(AccessLog, figures=service.figures, tracing=tracing)]
     if config.cors_origins:
         seen = (ID_HEADER, "retry-after")
-        methods = ("GET", "POST")
+        methods = ("GET", "POST", "DELETE")
         cors = Middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=methods, allow_headers=("*",), expose_headers=seen
         )

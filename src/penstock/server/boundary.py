@@ -27,6 +27,7 @@ from penstock.contract import (
     PromptLimits,
     PromptLogprobs,
     SamplingParams,
+    SnapshotRequest,
     TokenEvent,
     TokenLogprob,
     TokenScores,
@@ -35,7 +36,7 @@ from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.figures import Histogram
 from penstock.models.tokenizer import TokenizerSpec
 
-VERSION = 1  # of everything below; both ends say it first
+VERSION = 2  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
 _LENGTH = struct.Struct("<I")
 
@@ -308,7 +309,37 @@ class Compile(msgspec.Struct, array_like=True, frozen=True, tag=16):
     grammar: Grammar
 
 
-Call = Stats | Reset | Flush | BeginPrefetch | LoadAdapter | UnloadAdapter | Compile
+class TakeSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=17):
+    call: int
+    asked: SnapshotRequest
+
+
+class ListSnapshots(msgspec.Struct, array_like=True, frozen=True, tag=18):
+    call: int
+    cache_salt: str
+
+
+class FindSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=19):
+    call: int
+    name: str
+    cache_salt: str
+
+
+class OpenSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=20):
+    call: int
+    name: str
+    cache_salt: str
+    adapter: Adapter | None
+
+
+class DeleteSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=21):
+    call: int
+    name: str
+    cache_salt: str
+
+
+SnapshotCall = TakeSnapshot | ListSnapshots | FindSnapshot | OpenSnapshot | DeleteSnapshot
+Call = Stats | Reset | Flush | BeginPrefetch | LoadAdapter | UnloadAdapter | Compile | SnapshotCall
 FromFront = (
     Submit
     | Cancel
@@ -323,6 +354,7 @@ FromFront = (
     | LoadAdapter
     | UnloadAdapter
     | Compile
+    | SnapshotCall
 )
 
 # --------------------------------------------------------------------------------------------- the parent and its processes

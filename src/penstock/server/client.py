@@ -10,7 +10,19 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from penstock.config import ResidencyName
-from penstock.contract import Adapter, CacheHint, Grammar, Listener, LoadedAdapter, Prefetched, SamplingParams
+from penstock.contract import (
+    Adapter,
+    CacheHint,
+    Grammar,
+    Listener,
+    LoadedAdapter,
+    Prefetched,
+    SamplingParams,
+    Snapshot,
+    SnapshotContent,
+    SnapshotList,
+    SnapshotRequest,
+)
 from penstock.engine.stats import EngineStats
 from penstock.models.tokenizer import TextCodec
 from penstock.server.limits import Count, OwnCount
@@ -47,6 +59,20 @@ class GrammarCompiler(Protocol):
         """Whose fault it is that it is not compiled by now."""
 
 
+class SnapshotStore(Protocol):
+    """Snapshots by their names. Everything may block."""
+
+    def take(self, asked: SnapshotRequest) -> Snapshot: ...
+
+    def all(self, cache_salt: str = "") -> SnapshotList: ...
+
+    def find(self, name: str, cache_salt: str = "") -> Snapshot: ...
+
+    def open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> SnapshotContent: ...
+
+    def delete(self, name: str, cache_salt: str = "") -> None: ...
+
+
 class EngineClient(Protocol):
     """`stats`, `reset_cache` and `wait_flushed` may block; nothing else does. All may be called from any thread."""
 
@@ -63,6 +89,9 @@ class EngineClient(Protocol):
 
     @property
     def grammars(self) -> GrammarCompiler: ...
+
+    @property
+    def snapshots(self) -> SnapshotStore: ...
 
     def submit(
         self,

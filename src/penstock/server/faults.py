@@ -19,6 +19,11 @@ from penstock.errors import (
     EngineClosed,
     InvalidRequest,
     Overloaded,
+    SessionMissing,
+    SnapshotMissing,
+    SnapshotRefused,
+    SnapshotSpace,
+    SnapshotTaken,
     StepFailed,
     StoreFailed,
     TransferFailed,
@@ -98,6 +103,16 @@ def fault_of(error: BaseException) -> Fault:
             return Fault(400, text, "invalid_request_error", error.param, "context_length_exceeded")
         case InvalidRequest():
             return Fault(400, text, "invalid_request_error", error.param)
+        case SessionMissing():
+            return Fault(404, text, _type_of(404), error.param, "session_not_found")
+        case SnapshotMissing():
+            return Fault(404, text, _type_of(404), error.param, "snapshot_not_found")
+        case SnapshotTaken():
+            return Fault(409, text, _type_of(409), error.param, "snapshot_exists")
+        case SnapshotSpace():
+            return Fault(409, text, _type_of(409), code="snapshot_space")
+        case SnapshotRefused():
+            return Fault(409, text, _type_of(409), error.param, "snapshot_unusable")
         case UserError():
             return Fault(400, text, "invalid_request_error")
         case Overloaded():

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract import TokenEvent
+from penstock.contract import SnapshotContent, TokenEvent
 from penstock.engine.text import stop_strings
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.server import messages, responses, schema, text
@@ -25,6 +25,7 @@ from penstock.server.limits import read_body
 from penstock.server.replies import CallingReply, ChatReply, ChunkedReply, CompletionReply, Heading, Reply, heading, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
+from penstock.server.snapshots import prompts_after
 from penstock.server.stream import Generations, while_connected
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
 from penstock.server.tools import AnswerFormat, format_of, reasons, showing
@@ -170,7 +171,9 @@ class Generate:
 
             async def work() -> None:
                 kept = await self._service.compile(body.asked())  # for the submits that follow
-                running = await self._service.compute(lambda: self._submit(posted, reading, exchange), posted.num_bytes)
+                before = await self._service.open_snapshot(body)
+                num_bytes = posted.num_bytes + (0 if before is None else len(before.tokens))
+                running = await self._service.compute(lambda: self._submit(posted, reading, exchange, before), num_bytes)
                 del kept
                 answer = _stream if body.stream else _whole
                 try:
@@ -191,11 +194,12 @@ class Generate:
             body.check()
         return Posted(given, body, len(data))
 
-    def _submit(self, posted: Posted, reading: Generations, exchange: Exchange) -> RunningRequest:
+    def _submit(self, posted: Posted, reading: Generations, exchange: Exchange, before: SnapshotContent | None) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine, body = self._service.engine, posted.body
+        make = self._kind.prompts if before is None else partial(prompts_after, before)
         with text.within_context():
-            prompts = self._kind.prompts(engine.tokenizer, body, self._service.prompt_rules)
+            prompts = make(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
         read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
         codec = showing(engine.tokenizer, read_as)

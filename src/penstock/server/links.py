@@ -385,6 +385,16 @@ class FrontLinks:
                 return self._change(message.name, lambda: self.engine.adapters.load_inside(message.name, message.path))
             case boundary.UnloadAdapter():
                 return self._change(message.name, lambda: self.engine.adapters.unload(message.name))
+            case boundary.TakeSnapshot():
+                return self.engine.snapshots.take(message.asked)
+            case boundary.ListSnapshots():
+                return self.engine.snapshots.all(message.cache_salt)
+            case boundary.FindSnapshot():
+                return self.engine.snapshots.find(message.name, message.cache_salt)
+            case boundary.OpenSnapshot():
+                return self.engine.snapshots.open(message.name, message.cache_salt, message.adapter)
+            case boundary.DeleteSnapshot():
+                return self.engine.snapshots.delete(message.name, message.cache_salt)
         raise ProtocolBroken(f"{type(message).__name__} is no call")
 
     @contextlib.contextmanager

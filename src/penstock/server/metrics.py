@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from penstock import __version__
 from penstock.engine.stats import EngineStats
-from penstock.figures import Histogram, ResidencyFigures, SessionFigures, Traffic
+from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
 from penstock.server.request_figures import RequestFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -43,6 +43,7 @@ class EngineCollector(Collector):
         blocked = "Seconds that the engine thread spent waiting or in cache calls."
         yield _by_label(CounterMetricFamily, "penstock_engine_blocked_seconds", blocked, "where", stats.blocked_s)
         yield from _sessions(stats.sessions)
+        yield from _snapshots(stats.snapshots)
         yield CounterMetricFamily("penstock_steps", "Forward passes.", value=stats.steps)
         if stats.sanitizer:
             found = "Findings of the race sanitizer, by kind."
@@ -131,6 +132,18 @@ def _sessions(figures: SessionFigures) -> Iterator[Any]:
     yield CounterMetricFamily("penstock_released_blocks", "Copies of KV blocks forgotten by that.", value=figures.released_blocks)
     asked = {"started": figures.prefetches_started, "finished": figures.prefetches_finished, "refused": figures.prefetches_refused}
     yield _by_label(CounterMetricFamily, "penstock_prefetches", "Prefetches that clients asked for.", "state", asked)
+
+
+def _snapshots(figures: SnapshotFigures) -> Iterator[Any]:
+    known = {"known": figures.known, "damaged": figures.damaged}
+    yield _by_label(GaugeMetricFamily, "penstock_snapshots", "Snapshots by state.", "state", known)
+    yield GaugeMetricFamily(
+        "penstock_snapshot_pinned_blocks", "KV blocks that snapshots pin in the last tier.", value=figures.pinned_blocks
+    )
+    most = "KV blocks that snapshots may pin there."
+    yield GaugeMetricFamily("penstock_snapshot_pinned_blocks_max", most, value=figures.pinned_blocks_max)
+    asked = {name: getattr(figures, name) for name in ("taken", "continued", "deleted", "expired", "refused")}
+    yield _by_label(CounterMetricFamily, "penstock_snapshot_events", "What became of snapshots.", "event", asked)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -28,6 +28,10 @@ from penstock.contract import (
     LoadedAdapter,
     Prefetched,
     SamplingParams,
+    Snapshot,
+    SnapshotContent,
+    SnapshotList,
+    SnapshotRequest,
     TokenEvent,
 )
 from penstock.engine.stats import EngineStats
@@ -43,6 +47,7 @@ from penstock.server.seats import GateNumber, SeatBook, SharedCount
 logger = logging.getLogger("penstock.server")
 
 STATS_S = 10.0  # for the engine's process to say how it is doing
+SNAPSHOT_S = 150.0  # for what is computed to be saved, and for tiers to answer
 SLOW_S = 600.0  # for what reads files or empties disks there
 CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadline that it was given
 FIGURES_S = 1.0  # how often figures are sent, where they have changed: so much is lost at most when this process is killed
@@ -87,6 +92,7 @@ class RemoteEngine:
         self.tokenizer = tokenizer_of(hello.tokenizer)
         self.adapters = RemoteAdapters(self, hello.adapters, facts.lora_root)
         self.grammars = RemoteGrammars(self)
+        self.snapshots = RemoteSnapshots(self)
         self.own_figures: RequestFigures | None = None
         self._limits = facts.limits
         self._sock = sock
@@ -389,6 +395,38 @@ class RemoteAdapters:
     def unload(self, name: str) -> bool:
         call = next(self._engine._numbers)
         return bool(_result(self._engine.call(boundary.UnloadAdapter(call, name), call, bool), SLOW_S))
+
+
+class RemoteSnapshots:
+    """Each call waits for the engine's process, which waits for its tiers."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    def take(self, asked: SnapshotRequest) -> Snapshot:
+        call = next(self._engine._numbers)
+        taken: Snapshot = _result(self._engine.call(boundary.TakeSnapshot(call, asked), call, Snapshot), SNAPSHOT_S)
+        return taken
+
+    def all(self, cache_salt: str = "") -> SnapshotList:
+        call = next(self._engine._numbers)
+        found: SnapshotList = _result(self._engine.call(boundary.ListSnapshots(call, cache_salt), call, SnapshotList), SNAPSHOT_S)
+        return found
+
+    def find(self, name: str, cache_salt: str = "") -> Snapshot:
+        call = next(self._engine._numbers)
+        found: Snapshot = _result(self._engine.call(boundary.FindSnapshot(call, name, cache_salt), call, Snapshot), SNAPSHOT_S)
+        return found
+
+    def open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> SnapshotContent:
+        call = next(self._engine._numbers)
+        message = boundary.OpenSnapshot(call, name, cache_salt, adapter)
+        content: SnapshotContent = _result(self._engine.call(message, call, SnapshotContent), SNAPSHOT_S)
+        return content
+
+    def delete(self, name: str, cache_salt: str = "") -> None:
+        call = next(self._engine._numbers)
+        _result(self._engine.call(boundary.DeleteSnapshot(call, name, cache_salt), call, None), SNAPSHOT_S)
 
 
 class RemoteHold:

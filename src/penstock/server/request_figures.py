@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = tuple(float(2**power) for power in range(0, 21, 2))  # 1 to a million
+NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/snapshots/": "/v1/snapshots/{name}"}  # paths with somebody's name behind them
 OTHER = "other"  # a path that is not one of ours: what clients make up must not become labels
 
 
@@ -32,7 +33,7 @@ class RequestFigures:
 
     def add(self, exchange: Exchange) -> None:
         """An exchange is over."""
-        path = "/v1/models/{model}" if exchange.path.startswith("/v1/models/") else exchange.path
+        path = next((named for start, named in NAMED.items() if exchange.path.startswith(start)), exchange.path)
         self.by_status[path if path in self._paths else OTHER, str(exchange.status)] += 1
         if not exchange.generating:
             return

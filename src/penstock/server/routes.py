@@ -23,6 +23,7 @@ from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Generate, in_words_of
 from penstock.server.limits import read_body
 from penstock.server.service import Service
+from penstock.server.snapshots import SnapshotRoutes
 from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
 from penstock.server.tools import reasons
 
@@ -32,7 +33,7 @@ LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the 
 
 
 def make_routes(service: Service) -> list[Route]:
-    small, adapters = Small(service), Adapters(service)
+    small, adapters, snapshots = Small(service), Adapters(service), SnapshotRoutes(service)
     return [
         Route("/v1/completions", Generate(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, CHAT), methods=["POST"]),
@@ -43,6 +44,8 @@ def make_routes(service: Service) -> list[Route]:
         Route("/v1/models/{model:path}", small.model, methods=["GET"]),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+        Route("/v1/snapshots", snapshots.collection, methods=["GET", "POST"]),
+        Route("/v1/snapshots/{name:path}", snapshots.one, methods=["GET", "DELETE"]),
         Route("/tokenize", small.tokenize, methods=["POST"]),
         Route("/detokenize", small.detokenize, methods=["POST"]),
         Route("/cache/flush", small.cache_flush, methods=["POST"]),
@@ -169,6 +172,7 @@ class Small:
             "prompt_tokens": stats.prompt_tokens,
             "retractions": stats.retractions,
             "sessions": asdict(stats.sessions),
+            "snapshots": asdict(stats.snapshots),
         }
         if stats.traffic is not None:
             content["traffic"] = _traffic(stats.traffic)

@@ -19,12 +19,15 @@ MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_CONTAINERS = 16_384  # lists and objects in one body: each costs as much as hundreds of characters of text
 MAX_LABEL = 1024  # characters of a label that is only compared
+MAX_TTL_S = 10 * 365 * 86_400.0  # of a snapshot; longer is until it is deleted
+ANY_LABEL = ("",)  # of a query: any text that is no longer than a label
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
+SnapshotName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")]
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)]
 Spans = Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=MAX_SPANS)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
@@ -125,6 +128,7 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     cache_hint: CacheHintOptions | None = None
     kv_residency: ResidencyName | None = None
     kv_pin_spans: Spans | None = None
+    snapshot: SnapshotName | None = None  # what the prompt goes on from
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
@@ -244,6 +248,8 @@ class CompletionBody(Generating, kw_only=True):
             if len(kinds) != 1:
                 what = "must not be empty" if not kinds else "must not mix strings, token ids and lists of token ids"
                 raise InvalidRequest(f"prompt {what}", "prompt")
+        if self.snapshot is not None and self.echo:
+            raise InvalidRequest("echo and snapshot cannot be combined: the snapshot's text is not sent back", "echo")
         self.sampling(1, {})
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -384,6 +390,14 @@ class PrefetchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("give one of session_id, prompt and messages", "session_id")
 
 
+class SnapshotBody(PrefetchBody, forbid_unknown_fields=True, kw_only=True):
+    """The same, and what is to become of it."""
+
+    name: SnapshotName | None = None
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)] | None = None  # how much of it; all where it is left out
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None  # until it is deleted where it is left out
+
+
 class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: Label
     lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -444,7 +458,10 @@ def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
             raise InvalidRequest(f"{name} is not a query parameter of this path", name)
         if len(given.getlist(name)) > 1:
             raise InvalidRequest(f"{name} is given more than once", name)
-        if value not in allowed[name]:
+        if allowed[name] is ANY_LABEL:
+            if len(value) > MAX_LABEL:
+                raise InvalidRequest(f"{name} has {len(value)} characters, and {MAX_LABEL} is the most", name)
+        elif value not in allowed[name]:
             raise InvalidRequest(f"{name} must be one of {', '.join(allowed[name])}, got {value!r}", name)
 
 

@@ -16,15 +16,16 @@ import anyio
 import anyio.to_thread
 
 from penstock.config import ServerConfig
-from penstock.contract import Adapter, FinishReason, Prefetched
+from penstock.contract import Adapter, FinishReason, Prefetched, SnapshotContent
 from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.server.about import ROUTES
-from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, OneFront
+from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, OneFront, SnapshotStore
 from penstock.server.faults import Refused
 from penstock.server.limits import Gate
 from penstock.server.request_figures import RequestFigures
+from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.seats import GateNumber
 from penstock.server.stream import Bridge, Generations
 from penstock.server.structured import Asked, named
@@ -214,6 +215,18 @@ class Service:
             return await asyncio.wait_for(asyncio.wrap_future(begun), PREFETCH_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineExceeded(f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch") from None
+
+    async def on_snapshots(self, work: Callable[[SnapshotStore], T]) -> T:
+        """On a thread of its own: a disk or a store may have to be waited for. It goes on where nobody waits any more."""
+        return await _in_thread(lambda: work(self.engine.snapshots), "penstock-snapshot")
+
+    async def open_snapshot(self, body: CompletionBody | ChatBody) -> SnapshotContent | None:
+        """What the request's prompts go on from."""
+        name, salt = body.snapshot, body.cache_salt or ""
+        if name is None:
+            return None
+        with self.hold_model(body.model) as adapter:
+            return await self.on_snapshots(lambda snapshots: snapshots.open(name, salt, adapter))
 
     async def flush_cache(self, level: FlushLevel) -> None:
         """One at a time, like a reset."""

@@ -71,14 +71,22 @@ def within_context() -> Iterator[None]:
 
 
 def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
-    """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
-    if isinstance(body.prompt, str):
-        items: Sequence[Any] = [body.prompt]
-    else:
-        items = [body.prompt] if isinstance(body.prompt[0], int) else body.prompt
-    prompts = [_prompt(tokenizer, item, bool(body.echo), rules) for item in items]
+    """One for each item."""
+    prompts = [_prompt(tokenizer, item, bool(body.echo), rules) for item in _items(body)]
     scored = body.echo and body.logprobs is not None
     return [prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) for prompt in prompts] if scored else prompts
+
+
+def continued_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules, before: Sequence[int]) -> list[Prompt]:
+    """The same behind the tokens `before`: text is cut by itself, and nothing is put before it that begins a text."""
+    return [Prompt([*before, *encode_prompt(tokenizer, item, rules, begins=False)]) for item in _items(body)]
+
+
+def _items(body: CompletionBody) -> Sequence[Any]:
+    """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    return [body.prompt] if isinstance(body.prompt[0], int) else body.prompt
 
 
 def chat_prompts(tokenizer: TextCodec, body: ChatBody, rules: Rules) -> list[Prompt]:
@@ -95,10 +103,10 @@ def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules,
     return tokenizer.encode_chat(as_dicts, rules.most, rules.special_in_text)
 
 
-def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules) -> Sequence[int]:
-    """Ids that the model does not have are the engine's to refuse."""
+def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True) -> Sequence[int]:
+    """Ids that the model does not have are the engine's to refuse. `begins`: a text gets the tokens that stand before one."""
     if isinstance(given, str):
-        return tokenizer.encode(given, most=rules.most)
+        return tokenizer.encode(given, add_special=begins, most=rules.most)
     check_num_tokens(given, rules.most, "prompt")
     return given
 

@@ -82,6 +82,7 @@ class MemoryStore:
         self.name = name
         self.local = local
         self.blocks: dict[bytes, bytearray] = {} if blocks is None else blocks  # header and payload by key
+        self.kept_manifests: dict[str, bytes] = {}  # by id; of two stores that share blocks, one's may be given to the other
         self.gate = StoreGate()
         self.calls: list[str] = []  # that came to the store, in order
         self.raises: Exception | None = None  # what every call raises
@@ -146,6 +147,25 @@ class MemoryStore:
     def close(self) -> None:
         self._enter("close")
         self.closed = True
+
+    # ------------------------------------------------------------------------------------------------------- ManifestStore
+
+    def manifests(self, start: str = "") -> list[str]:
+        self._enter("manifests")
+        return [id for id in self.kept_manifests if id.startswith(start)]
+
+    def read_manifest(self, id: str) -> bytes | None:
+        self._enter("read_manifest")
+        return self.kept_manifests.get(id)
+
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+        self._enter("write_manifest")
+        self.kept_manifests[id] = data
+        return True
+
+    def remove_manifest(self, id: str) -> None:
+        self._enter("remove_manifest")
+        self.kept_manifests.pop(id, None)
 
     # ------------------------------------------------------------------------------------------------------------- private
 

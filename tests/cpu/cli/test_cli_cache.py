@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from penstock import LLM, SamplingParams
 from penstock.commands import cache
 from penstock.kv.tiers.ssd.directory import make_directory
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
@@ -251,3 +252,44 @@ def test_times_are_those_of_the_clock_that_wrote_them(nanoseconds: int, said: st
 )
 def test_sizes_have_the_largest_unit_that_they_reach(num_bytes: int, said: str) -> None:
     assert cache._size(num_bytes) == said
+
+
+# ------------------------------------------------------------------------------------------------------------------ snapshots
+
+
+@pytest.fixture
+def snapshots(tmp_path: Path) -> Path:
+    """A directory with two snapshots, taken by a real engine."""
+    folder, prompt = tmp_path / "snapshots", list(range(40))
+    options: dict[str, Any] = {"kv_offload_ssd_dir": str(folder), "kv_offload_ssd_gib": 0.01, "kv_offload_host_gib": 0.01}
+    with LLM("tiny-llama", load_format="dummy", device="cpu", device_kv_blocks=64, show_progress=False, **options) as llm:
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+        llm.take_snapshot(prompt, "first")
+        llm.take_snapshot(prompt, "second", tokens=16, ttl_s=3600)
+    return folder
+
+
+def test_snapshots_are_listed_and_counted(snapshots: Path, penstock: Callable, tmp_path: Path) -> None:
+    ran = penstock("cache", "inspect", "--kv-offload-ssd-dir", str(snapshots), "--json", str(tmp_path / "found.json"))
+    assert ran.code == 0 and cells(ran.out)["snapshots"] == "2"
+    assert {"first", "second"} <= set(cells(ran.out)) and "never" in ran.out
+    found = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["snapshots"]}
+    assert (found["first"]["num_tokens"], found["first"]["num_blocks"], found["first"]["num_found"]) == (40, 2, 2)
+    assert (found["second"]["num_tokens"], found["second"]["num_blocks"], found["second"]["expires_s"] > 1e9) == (16, 1, True)
+    assert penstock("cache", "verify", "--kv-offload-ssd-dir", str(snapshots)).code == 0
+
+
+def test_a_damaged_snapshot_is_named_with_the_reason(snapshots: Path, penstock: Callable) -> None:
+    first, second = sorted(snapshots.glob("*.snapshot"))
+    first.write_bytes(first.read_bytes()[:50])
+    second.rename(second.with_name(f"penstock-{'f' * 32}-{'f' * 32}.snapshot"))
+    ran = penstock("cache", "verify", "--kv-offload-ssd-dir", str(snapshots))
+    flat = " ".join(ran.out.split())
+    assert ran.code == 1 and f"{first.name}: the manifest is truncated" in flat and "another snapshot's name" in flat
+
+
+def test_clear_takes_snapshots_along(snapshots: Path, penstock: Callable) -> None:
+    (snapshots / f"penstock-{'a' * 32}-{'b' * 32}.new").write_bytes(b"begun")
+    ran = penstock("cache", "clear", "--kv-offload-ssd-dir", str(snapshots), "--yes")
+    assert ran.code == 0 and "3 snapshots" in ran.out
+    assert [path.name for path in snapshots.iterdir()] == ["lock"]

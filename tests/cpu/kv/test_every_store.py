@@ -16,7 +16,7 @@ from remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
 
 from penstock.kv.tiers.envelope import pack
 from penstock.kv.tiers.remote import KINDS, open_store
-from penstock.kv.tiers.store import BlockStore, Outcome
+from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome
 from store_servers import valkey_or_skip
 from support.servers import ServerMissing
 from support.servers_more import Bucket, Mooncake, mooncake_environment
@@ -187,3 +187,42 @@ def test_it_says_what_it_is_and_can_be_closed_twice(url: str, slots: Slots) -> N
     assert store.usage().num_slots is None, "others write there, too"
     store.close()
     store.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------ manifests
+
+
+@pytest.fixture
+def manifests(store: BlockStore) -> ManifestStore:
+    if not isinstance(store, ManifestStore):
+        pytest.skip("this store has blocks alone: snapshots in front of it end with their process")
+    return store
+
+
+def test_a_manifest_is_read_as_it_was_written_and_goes_when_it_is_removed(manifests: ManifestStore) -> None:
+    long = os.urandom(3 << 20)
+    assert manifests.read_manifest("aa-1") is None and manifests.manifests() == []
+    assert manifests.write_manifest("aa-1", long, None) is True
+    manifests.write_manifest("ab-2", b"short", 1000.0)
+    assert manifests.read_manifest("aa-1") == long and manifests.read_manifest("ab-2") == b"short"
+    assert sorted(manifests.manifests()) == ["aa-1", "ab-2"] and manifests.manifests("aa") == ["aa-1"]
+    manifests.write_manifest("aa-1", b"other", None)
+    assert manifests.read_manifest("aa-1") == b"other"
+    manifests.remove_manifest("aa-1")
+    manifests.remove_manifest("aa-1")
+    assert manifests.read_manifest("aa-1") is None and manifests.manifests() == ["ab-2"]
+
+
+def test_manifests_are_no_blocks_and_a_reset_leaves_them(store: BlockStore, manifests: ManifestStore, slots: Slots) -> None:
+    keys = keys_of("beside a manifest", 3)
+    assert slots.write(store, keys) == [DONE] * 3
+    manifests.write_manifest("aa-1", b"here", None)
+    assert store.reset() == 3
+    assert manifests.read_manifest("aa-1") == b"here" and store.find(keys) == 0
+
+
+def test_another_space_has_manifests_of_its_own(url: str, manifests: ManifestStore) -> None:
+    manifests.write_manifest("aa-1", b"mine", None)
+    with opened(url, Slots(b"another")) as other:
+        assert isinstance(other, ManifestStore)
+        assert other.read_manifest("aa-1") is None and "aa-1" not in other.manifests()

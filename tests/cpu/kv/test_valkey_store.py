@@ -284,3 +284,10 @@ def test_a_server_that_takes_no_writes_is_a_failure_for_writes(server: Valkey, s
         assert read(store, keys_of(1)) == [DONE]
     finally:
         server.ask("CONFIG", "SET", "min-replicas-to-write", "0")
+
+
+def test_a_manifest_is_forgotten_by_the_server_when_its_time_is_over(store: ValkeyStore, server: Valkey) -> None:
+    store.write_manifest("aa-1", b"short", 99.5)
+    store.write_manifest("aa-2", b"long", None)
+    times = [server.ask("TTL", store._manifest_prefix + id) for id in (b"aa-1", b"aa-2")]
+    assert times[0] in (b":99", b":100", b"99", b"100") and times[1] in (b":-1", b"-1")

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
 from penstock.engine.stats import EngineStats
-from penstock.figures import Histogram, SessionFigures, Traffic
+from penstock.figures import Histogram, SessionFigures, SnapshotFigures, Traffic
 from penstock.server.metrics import exposition
 from penstock.server.request_figures import RequestFigures
 
@@ -49,6 +49,7 @@ STATS = EngineStats(
     resume=histogram(300),
     load_exposed_s=91.5,
     sessions=SessionFigures(*range(2001, 2015)),
+    snapshots=SnapshotFigures(*range(3001, 3010)),
 )
 
 
@@ -107,6 +108,15 @@ def test_every_figure_is_shown_under_its_own_name() -> None:
         "prefetches_total started": 2012,
         "prefetches_total finished": 2013,
         "prefetches_total refused": 2014,
+        "snapshots known": 3001,
+        "snapshots damaged": 3004,
+        "snapshot_pinned_blocks": 3002,
+        "snapshot_pinned_blocks_max": 3003,
+        "snapshot_events_total taken": 3005,
+        "snapshot_events_total continued": 3006,
+        "snapshot_events_total deleted": 3007,
+        "snapshot_events_total expired": 3008,
+        "snapshot_events_total refused": 3009,
         "transfer_bytes_total host device": 1001,
         "transfer_bytes_total device host": 1002,
         "transfer_bytes_total ssd host": 0,
@@ -153,6 +163,17 @@ def test_the_statistics_of_the_cache_are_those_of_the_engine(served: Served, mon
             "prefetches_started": 2012,
             "prefetches_finished": 2013,
             "prefetches_refused": 2014,
+        },
+        "snapshots": {
+            "known": 3001,
+            "pinned_blocks": 3002,
+            "pinned_blocks_max": 3003,
+            "damaged": 3004,
+            "taken": 3005,
+            "continued": 3006,
+            "deleted": 3007,
+            "expired": 3008,
+            "refused": 3009,
         },
         "traffic": {
             "bytes": {"device to host": 1001, "host to device": 1002},

@@ -59,12 +59,16 @@ def test_the_version(served: Served) -> None:
 
 def test_the_description_has_every_route_and_every_field(served: Served) -> None:
     described = served.http.get("/openapi.json").json()
-    routes = {route.path.replace("{model:path}", "{model}") for route in make_routes(served.service)} - {"/"}
+    routes = {route.path.replace(":path}", "}") for route in make_routes(served.service)} - {"/"}
     assert set(described["paths"]) == routes == set(about.ROUTES)
-    for path, (method, _, body) in about.ROUTES.items():
-        operation = described["paths"][path][method]
+    methods = {
+        route.path.replace(":path}", "}"): {name.lower() for name in route.methods - {"HEAD"}} for route in make_routes(served.service)
+    }
+    for path, (_, _, body) in about.ROUTES.items():
+        assert set(described["paths"][path]) == methods[path]
+        assert all("requestBody" in operation for method, operation in described["paths"][path].items() if method == "post" and body)
         if body is not None:
-            reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            reference = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
             component = described["components"]["schemas"][reference.rpartition("/")[2]]
             assert set(component["properties"]) == set(body.__struct_encode_fields__)
             assert component["additionalProperties"] is False

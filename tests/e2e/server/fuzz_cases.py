@@ -37,10 +37,13 @@ BODIES: dict[str, type] = {
     "/cache/flush": schema.NoFields,
     "/cache/prefetch": schema.PrefetchBody,
     "/cache/reset": schema.NoFields,
+    "/v1/snapshots": schema.SnapshotBody,
 }
 QUERIES: dict[str, dict[str, list[str]]] = {
     "/cache/flush": {"level": ["captured", "visible", "persisted"]},
     "/cache/reset": {"tier": ["device", "host", "ssd", "all"]},
+    "/v1/snapshots": {"cache_salt": ["", "a"]},
+    "/v1/snapshots/no": {"cache_salt": ["", "a"]},
     "/v1/messages": {"beta": ["true"]},
     "/v1/messages/count_tokens": {"beta": ["true"]},
 }
@@ -60,13 +63,14 @@ BASES: dict[str, dict[str, Any]] = {
     "/cache/flush": {},
     "/cache/prefetch": {"prompt": "When the gate opens, the water arrives and the wheel turns for as long as there is some"},
     "/cache/reset": {},
+    "/v1/snapshots": {"prompt": "When the gate opens, the water arrives and the wheel turns for as long as there is some"},
 }
 WITH_FIELDS = sorted(path for path, fields in BASES.items() if fields)
 # A field may also be refused under the name of another one that it does not go with.
 RELATED: dict[str, set[str]] = {
     "max_completion_tokens": {"max_tokens"},
-    "messages": {"prompt", "session_id"},
-    "prompt": {"max_tokens", "session_id"},
+    "messages": {"prompt", "session_id", "tokens"},
+    "prompt": {"max_tokens", "session_id", "tokens"},
     "n": {"n"},
     "tools": {"prompt", "messages", "input"},  # the model is told of them in its prompt, which may be too long then
     "system": {"messages"},
@@ -346,7 +350,8 @@ ODD_ENDS = ["", "/", "//", "/..", "/%2e%2e", "%00", "%2f", ";x", "/%ff", "/" + "
 def any_route(draw: st.DrawFn) -> Case:
     """Any method on any path, near misses included, with odd queries and headers."""
     route = draw(st.sampled_from(sorted(ROUTES)))
-    path = route.replace("{model:path}", draw(st.sampled_from([MODEL, ADAPTER, "no", "%ed%a0%80", "a/b"])))
+    names = draw(st.sampled_from([MODEL, ADAPTER, "no", "%ed%a0%80", "a/b"]))
+    path = route.replace("{model:path}", names).replace("{name:path}", names)
     method = draw(st.sampled_from(sorted(ROUTES[route])) if draw(st.booleans()) else st.sampled_from(METHODS))
     known_queries = [f"{name}={value}" for name, values in QUERIES.get(path, {}).items() for value in values]
     query = draw(st.just("") | st.sampled_from([*ODD_QUERIES, *(f"?{one}" for one in known_queries)]))

@@ -58,7 +58,7 @@ def strict_json(text: bytes) -> Any:
 def judge(case: Case, answer: Answer) -> None:
     """Raises Finding where the answer is not one that the case may have."""
     status = answer.status
-    need(status in (200, 400, 401, 403, 404, 405, 408, 413, 415, 429), f"status {status}: {answer.body[:500]!r}")
+    need(status in (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429), f"status {status}: {answer.body[:500]!r}")
     if not answer.whole:
         return
     if case.method == "HEAD":
@@ -96,7 +96,7 @@ def check_error(answer: Answer) -> Json:
 
 
 def _check_named(case: Case, status: int, error: Json) -> None:
-    if case.suspect is None or status in (408, 413, 415, 429):
+    if case.suspect is None or status in (408, 409, 413, 415, 429):  # what is there already, or not, is no field's fault
         return
     param = error["param"]
     allowed = {case.suspect} if case.fault else {case.suspect, *RELATED.get(case.suspect, ())}
@@ -411,7 +411,7 @@ def _exposition(case: Case, answer: Answer) -> None:
 
 
 def _nothing(case: Case, answer: Answer) -> None:
-    need(case.path.startswith("/v1/models/"), f"nothing is said to be at {case.path}")
+    need(case.path.startswith(("/v1/models/", "/v1/snapshots/")), f"nothing is said to be at {case.path}")
     need(_is_card(strict_json(answer.body)), "a model is listed as a card")
 
 
@@ -428,6 +428,7 @@ _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     "/cache/reset": _plain(lambda case, reply: reply["evicted_blocks"] == sum(reply["by_tier"].values()) and set(reply) > {"tier"}),
     "/cache/prefetch": _plain(lambda case, reply: set(reply) == {"blocks", "started"} and reply["started"] >= (reply["blocks"] > 0)),
     "/cache/stats": _plain(_blocks),
+    "/v1/snapshots": _plain(lambda case, reply: reply["object"] in ("list", "snapshot") and ("pinned" in reply)),
     "/health": _plain(lambda case, reply: reply == {"status": "ready"}),
     "/live": _plain(lambda case, reply: reply == {"status": "live"}),
     "/metrics": _exposition,

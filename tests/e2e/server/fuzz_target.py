@@ -130,6 +130,8 @@ class Target:
         try:
             request = self._http.build_request(case.method, self.url, content=content, headers=headers)
             request.url = request.url.copy_with(raw_path=case.target.encode("latin-1"))
+            if ".." in case.target and request.url.raw_path != case.target.encode("latin-1"):
+                raise httpx.InvalidURL("this client would ask for another path")
             reply = self._http.send(request, stream=True)
         except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
             raise Unsendable from error

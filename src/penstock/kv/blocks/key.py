@@ -57,6 +57,11 @@ class Scope:
         return h.digest()
 
 
+def tenant_of(salt: str) -> bytes:
+    """16 bytes by which a tenant is known: its salt may be a secret."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock tenant").digest()
+
+
 def _typed(value: str | bytes | int) -> tuple[bytes, bytes]:
     if isinstance(value, str):
         return b"str", value.encode("utf-8", "surrogatepass")  # a salt comes from users: lone surrogates must not raise

@@ -334,6 +334,10 @@ class StoreCalls:
         finally:
             self.known.clear()  # also where it did not answer: it may have begun
 
+    def say(self, what: str, call: Callable[[], T]) -> T:
+        """Whatever else the store is asked, on whichever thread. Raises StoreFailed."""
+        return self._call(what, call)[0]
+
     def _may_be_empty(self) -> None:
         self.known.clear()
         self.num_losses += 1

@@ -22,6 +22,7 @@ from penstock.contract import Fence
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
+from penstock.kv.blocks.pinned import PinnedKeys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
 from penstock.kv.memory.host import HostMemory
@@ -156,6 +157,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._arriving: set[bytes] = set()  # taken, not landed
         self._leases: dict[HostLease, list[Handle]] = {}  # open ones, and what each keeps
+        self._pinned = PinnedKeys(pool, lambda run: pool.pin(run, "snapshot").end)
         self._missing: deque[Reservation] = deque()  # slots whose memory is not ready yet, in order
         self.memory: HostMemory | None = None  # what the slots lie in, where it is closed with the tier
 
@@ -427,6 +429,7 @@ class HostTier:
             hold = self._pool.hold(taken.reservation.owner)
             taken.reservation.commit(hold)
             self.counts.landed += self._pool.seal(slots, taken.keys, taken.depths)
+            self._pinned.landed(taken.keys)
             hold.end()
 
     def split(self, taken: Taken, num: int) -> Taken:
@@ -451,6 +454,7 @@ class HostTier:
             taken.reservation.commit(hold)
             keys, depths = [taken.keys[place] for place in places], [taken.depths[place] for place in places]
             self.counts.landed += self._pool.seal(slots, keys, depths)
+            self._pinned.landed(keys)
             pin = self._pool.pin(slots, owner) if slots else None
             hold.end()
             return pin
@@ -540,9 +544,21 @@ class HostTier:
             return self._pool.evict(self._pool.num_slots)
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends."""
+        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends, and
+        what a snapshot pins is found as before."""
         with self._lock:
-            return self._pool.forget([slot for slot in self._pool.find_each(keys) if slot != ABSENT])
+            slots = self._pool.find_each([key for key in keys if key not in self._pinned])
+            return self._pool.forget([slot for slot in slots if slot != ABSENT])
+
+    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+        """None of `keys` is evicted until `unpin_keys`, for a snapshot, whether it is here already or comes later."""
+        with self._lock:
+            self._pinned.pin(id, keys)
+
+    def unpin_keys(self, id: str) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._pinned.unpin(id)
 
     def tell_balance(self, observer: EngineObserver) -> None:
         """Under the lock: what the observer has seen and what is counted belong to one moment."""

@@ -325,6 +325,21 @@ class Saves:
         lease.wait_until_s = save.deadline_s
         return lease
 
+    def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
+        """Have those of `keys` that only the device has copied to host memory, in place of what nobody wants there: they need not wait for
+        their room on the device to be needed. `fence` covers all that was launched."""
+        self.submit()  # what was offered is known to be on its way then
+        if not self.host.num_slots or self.mover.is_late():
+            return
+        placed = zip(self.pool.find_each(keys), self.host.absent(keys), strict=True)
+        alone = [slot for slot, is_absent in placed if slot != ABSENT and is_absent]
+        for first in range(0, len(alone), _MOVE_BLOCKS):
+            run = as_run(sorted(alone[first : first + _MOVE_BLOCKS]))
+            fences = (*self.pool.last_use(run), *(() if fence is None else (fence,)))
+            pin = self.pool.pin(run, "snapshot")
+            offer = Offer(pin, self.pool.keys_of(pin.slots), self.pool.depths_of(pin.slots), fences)
+            self._send(Save(self.host, [offer], self.layout.num_layers))
+
     # ---------------------------------------------------------------------------------------------------- room on the device
 
     def make_room(self, num_blocks: int, floor: int, tables: Iterable[BlockTable], num_more: int = 0) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Outcome(enum.Enum):
@@ -74,3 +74,36 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Idempotent. No call is under way."""
+
+
+@runtime_checkable
+class ManifestStore(Protocol):
+    """A store that has manifests of snapshots beside its blocks. They are few, are written rarely and read whole; a reset leaves them.
+    Calls block and end within the same time as those for blocks, and raise `StoreFailed`."""
+
+    def manifests(self, start: str = "") -> list[str]:
+        """Ids of those that are there and begin with `start`."""
+
+    def read_manifest(self, id: str) -> bytes | None:
+        """As it was written, or not: whoever reads it checks it. None: it is not there."""
+
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+        """All of it is there from now on, to survive what a persisted block survives; False: there is no room, and nothing of it is there.
+        It may be forgotten after `expires_in_s`."""
+
+    def remove_manifest(self, id: str) -> None:
+        """No error if it is not there."""
+
+
+@runtime_checkable
+class PinningStore(Protocol):
+    """A place that evicts by itself, and can be told what not to. None of it blocks."""
+
+    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+        """None of `keys` is evicted from now on, whether it is here already or comes later."""
+
+    def unpin_keys(self, id: str) -> None:
+        """Idempotent."""
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the first `keys` are here."""

@@ -4,7 +4,7 @@ their deadline; connections and signatures are obstore's.
 `s3://bucket[/prefix][?endpoint=http(s)://host:port&region=NAME&ca=FILE]`. Credentials come from the environment (AWS_*) or from the
 machine, never from the URL.
 
-One block is one object, its header before its bytes: `PREFIX/FORMAT/SPACE/KEY`.
+One block is one object, its header before its bytes: `PREFIX/FORMAT/SPACE/KEY`. A manifest is one, too: `PREFIX/snapshots/SPACE/ID`.
 
 A host slot is touched by the calling thread only: what comes back lies in memory of its own until it is copied and checked, and what is
 sent was copied before. So a request that outlasts its deadline can harm nobody.
@@ -94,6 +94,7 @@ class BucketStore:
         self._bucket = bucket
         self._digest = space.digest
         self._folder = f"{FORMAT}/{space.digest.hex()}"
+        self._manifests = f"snapshots/{space.digest.hex()}"
         self._value_bytes = HEADER_BYTES + space.block_bytes
         self._requests = Requests(timeout_s)
 
@@ -163,6 +164,24 @@ class BucketStore:
     def close(self) -> None:
         self._requests.close()
 
+    # ------------------------------------------------------------------------------------------------------------- manifests
+
+    def manifests(self, start: str = "") -> list[str]:
+        ids = [path.rpartition("/")[2] for path in self._requests.one(self._all_paths, self._manifests)]
+        return [id for id in ids if id.startswith(start)]
+
+    def read_manifest(self, id: str) -> bytes | None:
+        return self._requests.one(self._get_whole, f"{self._manifests}/{id}")
+
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+        """Nothing forgets it: whoever finds that it has expired passes over it."""
+        path = f"{self._manifests}/{id}"
+        self._requests.one(lambda value: obstore.put(self._bucket, path, value, use_multipart=False), data)
+        return True
+
+    def remove_manifest(self, id: str) -> None:
+        self._requests.one(self._remove_one, f"{self._manifests}/{id}")
+
     # ------------------------------------------------------------------------ one request each; they raise what the library raises
 
     def _path(self, key: bytes) -> str:
@@ -186,6 +205,19 @@ class BucketStore:
     def _put(self, named: tuple[bytes, bytes]) -> None:
         key, value = named
         obstore.put(self._bucket, self._path(key), value, use_multipart=False)  # in parts, a broken upload would stay and cost money
+
+    def _get_whole(self, path: str) -> bytes | None:
+        try:
+            return bytes(obstore.get(self._bucket, path).bytes())
+        except FileNotFoundError:
+            return None
+
+    def _remove_one(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._bucket, path)
+
+    def _all_paths(self, folder: str) -> list[str]:
+        return [entry["path"] for chunk in obstore.list(self._bucket, folder) for entry in chunk]
 
     def _some_paths(self, folder: str) -> list[str]:
         chunk = next(iter(obstore.list(self._bucket, folder, chunk_size=_REMOVE_AT_ONCE)), [])

@@ -1,7 +1,8 @@
 """A `BlockStore` in Valkey or Redis, a single server or a cluster. Owns its connections, what is said over them and the deadline of each
 call.
 
-One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`. The server forgets blocks as its own memory policy
+One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`; a manifest is one under
+`penstock-snapshot:FORMAT:SPACE:ID`, where a reset of blocks does not find it. The server forgets blocks as its own memory policy
 or their time to live says: that is a miss like any other.
 
 The client is our own: a value is received where it shall lie, sent from where it lies, and commands go out ahead of the answers to those
@@ -13,6 +14,7 @@ from __future__ import annotations
 import binascii
 import contextlib
 import itertools
+import math
 import os
 import queue
 import select
@@ -146,6 +148,7 @@ class ValkeyStore:
         self._digest = space.digest
         self._value_bytes = HEADER_BYTES + space.block_bytes
         self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:".encode()
+        self._manifest_prefix = f"penstock-snapshot:{FORMAT}:{space.digest.hex()}:".encode()
 
     def __repr__(self) -> str:
         kind = "cluster " if self._address.cluster else ""
@@ -257,19 +260,68 @@ class ValkeyStore:
         return num_gone
 
     def _clear(self, connection: ValkeyConnection) -> int:
-        cursor, num_gone = b"", 0
-        while cursor != b"0":
-            connection.deadline = time.monotonic() + self._timeout_s
-            answer = connection.query(b"SCAN", cursor or b"0", b"MATCH", self._prefix + b"*", b"COUNT", _SCAN_KEYS)
-            match answer:
-                case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
-                    answers = connection.unlink(names)
-                case _:
-                    raise StoreFailed("the shared store answered SCAN with something else")
+        num_gone = 0
+        for names in self._scan(connection, self._prefix):
+            answers = connection.unlink(names)
             for refusal in (answer for answer in answers if isinstance(answer, Refusal)):
                 self._connections.moved_or_fail(connection, refusal)
             num_gone += answers.count(1)
         return num_gone
+
+    def _scan(self, connection: ValkeyConnection, start: bytes) -> Iterator[list[bytes]]:
+        """Names that begin so, as one node has them, some at a time."""
+        cursor = b""
+        while cursor != b"0":
+            connection.deadline = time.monotonic() + self._timeout_s
+            answer = connection.query(b"SCAN", cursor or b"0", b"MATCH", start + b"*", b"COUNT", _SCAN_KEYS)
+            match answer:
+                case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
+                    yield names
+                case _:
+                    raise StoreFailed("the shared store answered SCAN with something else")
+
+    # ------------------------------------------------------------------------------------------------------------- manifests
+
+    def manifests(self, start: str = "") -> list[str]:
+        found: set[str] = set()
+        for node in self._connections.nodes(time.monotonic() + self._timeout_s):
+            with self._connections.borrowed(node, time.monotonic() + self._timeout_s) as connection:
+                for names in self._scan(connection, self._manifest_prefix + start.encode()):
+                    found.update(name.removeprefix(self._manifest_prefix).decode("ascii", "replace") for name in names)
+        return sorted(found)
+
+    def read_manifest(self, id: str) -> bytes | None:
+        name = self._manifest_prefix + id.encode()
+        with self._connections.holding([name], time.monotonic() + self._timeout_s) as holders:
+            for connection, _ in holders:
+                size = connection.ask(b"STRLEN", name)
+                data = bytearray(size if isinstance(size, int) else 0)
+                connection.ask_each(b"GET", [name])
+                received = connection.read_value([memoryview(data)])
+                for answer in (size, received):
+                    if isinstance(answer, Refusal):
+                        self._connections.moved_or_fail(connection, answer)
+                return bytes(data) if isinstance(received, int) and received == len(data) else None
+        return None
+
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+        name = self._manifest_prefix + id.encode()
+        expiry = () if expires_in_s is None else (b"EX", b"%d" % max(1, math.ceil(expires_in_s)))
+        with self._connections.holding([name], time.monotonic() + self._timeout_s) as holders:
+            before, behind = command_with_value((b"SET", name), len(data), expiry)
+            outcomes = []
+            for connection, _ in holders:
+                connection.send([before, data, behind], 1)
+                outcomes.append(self._read_written(connection))
+        return outcomes == [Outcome.DONE]
+
+    def remove_manifest(self, id: str) -> None:
+        name = self._manifest_prefix + id.encode()
+        with self._connections.holding([name], time.monotonic() + self._timeout_s) as holders:
+            for connection, _ in holders:
+                for answer in connection.unlink([name]):
+                    if isinstance(answer, Refusal):
+                        self._connections.moved_or_fail(connection, answer)
 
     def usage(self) -> StoreUsage:
         """Others write and evict there, too: nobody counts but the server."""

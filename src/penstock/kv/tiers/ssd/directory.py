@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _LOCK = "lock"
 _LOCK_TEXT = re.compile(rb"penstock (\d+)\n")
 _SEGMENT = re.compile(r"penstock-(\d{6})\.kv")
+_SNAPSHOT = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.snapshot")
+_UNFINISHED = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.new")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_BYTES = 4096  # what the lock file may take, generously
 
@@ -45,6 +47,18 @@ class Directory:
     def segment_files(self) -> dict[int, Path]:
         """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain file of ours."""
         return {number: self.path / name for number, name in _segment_names(self.path, self.fd).items()}
+
+    def snapshot_path(self, id: str) -> Path:
+        """Of a manifest; its name within `fd` is the last part."""
+        return self.path / f"penstock-{id}.snapshot"
+
+    def snapshot_files(self) -> dict[str, Path]:
+        """The manifests that are there, by id. Raises ConfigError where one of those names is no plain file of ours."""
+        return {id: self.path / name for id, name in _names(self.path, self.fd, _SNAPSHOT).items()}
+
+    def unfinished_files(self) -> list[Path]:
+        """Manifests that a process which was killed has begun to write."""
+        return [self.path / name for name in _names(self.path, self.fd, _UNFINISHED).values()]
 
     def is_free(self, number: int) -> bool:
         """Whether nothing at all has that name."""
@@ -167,14 +181,19 @@ def _is_at(name: str, dir_fd: int, fd: int) -> bool:
     return found is not None and os.path.samestat(found, os.fstat(fd))
 
 
-def _segment_names(path: Path, fd: int) -> dict[int, str]:
+def _names(path: Path, fd: int, pattern: re.Pattern[str]) -> dict[str, str]:
+    """Files of ours with such names, by the part that tells them apart."""
     found = {}
     for name in sorted(os.listdir(fd)):
-        matched, status = _SEGMENT.fullmatch(name), _lstat(name, fd)
-        if matched is not None and status is not None:
+        matched = pattern.fullmatch(name)
+        if matched is not None and (status := _lstat(name, fd)) is not None:
             check_file(path / name, status)
-            found[int(matched[1])] = name
+            found[matched[1]] = name
     return found
+
+
+def _segment_names(path: Path, fd: int) -> dict[int, str]:
+    return {int(number): name for number, name in _names(path, fd, _SEGMENT).items()}
 
 
 def _open(path: Path, must_be_ours: bool) -> Directory:
@@ -193,7 +212,7 @@ def _open(path: Path, must_be_ours: bool) -> Directory:
 def _check_names(path: Path, fd: int, must_be_ours: bool) -> None:
     """Every file of ours that is there, before anything is changed. A lock file means ours where it says so, where segments lie beside it,
     or where nothing does: then it has been damaged, and its lock is as good as any."""
-    names, lock = _segment_names(path, fd), _lstat(_LOCK, fd)
+    names, lock = {**_names(path, fd, _SEGMENT), **_names(path, fd, _SNAPSHOT)}, _lstat(_LOCK, fd)
     if lock is None:
         is_ours = bool(names)
     else:

@@ -31,6 +31,9 @@ class DiskIo:
     def unlink(self, path: Path, dir_fd: int) -> None:
         os.unlink(path.name, dir_fd=dir_fd)
 
+    def rename(self, path: Path, to: Path, dir_fd: int) -> None:
+        os.rename(path.name, to.name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
     def stat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 

@@ -14,9 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
+from penstock.kv.blocks.pinned import PinnedKeys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, DiskIo, Scratch, read_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, slot_bytes, unpack_slot
@@ -70,6 +72,8 @@ class SlotIndex:
         self._unverified: set[int] = set()  # slots of blocks that an earlier process wrote: whether they are whole shows the first read
         self._found: dict[bytes, int] = {}  # while the scan runs: the sequences of blocks that it has added
         self._used: dict[bytes, None] | None = {}  # while the scan runs: blocks used since the start, the latest last
+        # Wanted, as blocks of requests in line are; here nothing is written over what is wanted.
+        self._pinned = PinnedKeys(pool, lambda run: partial(pool.end_want, pool.want(run, 0.0)))
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
@@ -115,6 +119,20 @@ class SlotIndex:
                 self._used.pop(key, None)
                 self._used[key] = None
 
+    # -------------------------------------------------------------------------------------------------------------- pinning
+
+    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._pinned.pin(id, keys)
+
+    def unpin_keys(self, id: str) -> None:
+        with self._lock:
+            self._pinned.unpin(id)
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return len(self._pool.find(keys))
+
     # -------------------------------------------------------------------------------------------------------------- writing
 
     def claim(self, keys: Sequence[bytes]) -> Claim:
@@ -129,7 +147,7 @@ class SlotIndex:
                     continue
                 if (other := self._writing.get(key)) is not None:
                     claim.others.append((place, key, other))
-                elif len(new) < self._pool.num_available:
+                elif len(new) < self._pool.num_unwanted:
                     new.append(place)
                     self._writing[key] = claim
                 else:
@@ -163,6 +181,7 @@ class SlotIndex:
                 good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
                 self._unverified.difference_update(claim.slots)
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
+                self._pinned.landed(keys[place] for place, _ in good)
                 hold.end()
                 self._note_use(keys[place] for place, _ in good)
                 claim.landed.update(keys[place] for place, _ in good)
@@ -199,6 +218,7 @@ class SlotIndex:
                 chosen = self._choose(newest)
                 self._pool.seal(list(chosen), [head.envelope.key for head in chosen.values()], [head.depth for head in chosen.values()])
                 self._unverified.update(chosen)
+                self._pinned.landed(head.envelope.key for head in chosen.values())
             hold.end()
             return len(self._found)
 

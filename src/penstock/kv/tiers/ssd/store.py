@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.config import EvictionName
-from penstock.errors import ConfigError, StoreFailed
+from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.envelope import pack
+from penstock.kv.tiers.manifest import unpack as unpack_manifest
 from penstock.kv.tiers.ssd.directory import Directory, make_directory, remake_directory
 from penstock.kv.tiers.ssd.disk import DiskIo, is_aligned, read_all, write_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, pack_slot, slot_bytes, unpack_slot
 from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
+from penstock.kv.tiers.ssd.manifests import ManifestFiles
 from penstock.kv.tiers.ssd.segments import FULL, Segment, SegmentFiles, Segments, WithheldSlots
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 
@@ -168,6 +170,7 @@ class SsdStore:
         self._num_calls = 0  # under way, with what is open
         self._is_open = False
         self._closed = False  # for good
+        self._pinned_keys: dict[str, Sequence[bytes]] = {}  # by snapshot, since the start
         self._open(lambda: make_directory(path), io)
 
     def _open(self, lock: Callable[[], Directory], io: DiskIo) -> None:
@@ -179,14 +182,34 @@ class SsdStore:
             undo.callback(segments.close)
             pool = BlockPool(segments.num_slots, "ssd", eviction=make_order(self._eviction, segments.num_slots))
             index = SlotIndex(pool, segments.generation)
+            manifests = ManifestFiles(io, directory)
+            manifests.tidy()
+            for id, keys in self._found_pinned(manifests).items():  # before anything can be written over them
+                index.pin_keys(id, keys)
             for segment in segments:  # no slot can be used before its file is made or its head is read
                 segment.withheld = [WithheldSlots(segment, slots, index.withhold(len(slots))) for slots in segment.groups()]
             scan = Scan(io, index, [group for segment in segments for group in segment.take_ready()])
             scan.start()
             undo.pop_all()
-        self._directory, self._segments, self._index, self._scan = directory, segments, index, scan
+        self._directory, self._segments, self._index, self._scan, self._manifests = directory, segments, index, scan, manifests
         self._slot_io = SlotIo(segments.files, self._space.digest)
-        self._is_open = True
+        with self._lock:
+            for id, keys in self._pinned_keys.items():
+                index.pin_keys(id, keys)
+            self._is_open = True
+
+    def _found_pinned(self, manifests: ManifestFiles) -> dict[str, Sequence[bytes]]:
+        """The blocks of the snapshots in the directory, as far as their manifests are whole and of this space."""
+        pinned: dict[str, Sequence[bytes]] = {}
+        for id in manifests.ids():
+            try:
+                manifest = unpack_manifest(manifests.read(id) or b"")
+            except (SnapshotRefused, StoreFailed) as error:
+                log.warning("the snapshot %s in %s is left alone: %s", id, self._path, error)
+                continue
+            if manifest.space == self._space.digest:
+                pinned[id] = manifest.block_keys
+        return pinned
 
     @property
     def files(self) -> SegmentFiles:
@@ -285,6 +308,37 @@ class SsdStore:
         """A crash may have torn a block of an earlier process, and whoever persists this write is to be right that it is there."""
         (outcome,) = self._read([key], [memoryview(bytearray(len(block)))])
         return outcome if outcome is Outcome.DONE else self._write([key], [depth], [block])[0]
+
+    # ------------------------------------------------------------------------------------------------------------ snapshots
+
+    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+        with self._lock:  # files may be opened anew, and an index with them
+            self._pinned_keys[id] = keys
+            self._index.pin_keys(id, keys)
+
+    def unpin_keys(self, id: str) -> None:
+        with self._lock:
+            self._pinned_keys.pop(id, None)
+            self._index.unpin_keys(id)
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        return self._index.num_leading(keys) if self._is_open else 0
+
+    def manifests(self, start: str = "") -> list[str]:
+        with self._call():
+            return [id for id in self._manifests.ids() if id.startswith(start)]
+
+    def read_manifest(self, id: str) -> bytes | None:
+        with self._call():
+            return self._manifests.read(id)
+
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+        with self._call(changes=True):
+            return self._manifests.write(id, data)
+
+    def remove_manifest(self, id: str) -> None:
+        with self._call(changes=True):
+            self._manifests.remove(id)
 
     # ---------------------------------------------------------------------------------------------------------------- place
 

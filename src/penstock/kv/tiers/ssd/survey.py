@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
+from penstock.kv.tiers.manifest import unpack as unpack_manifest
 from penstock.kv.tiers.ssd.directory import Directory, open_directory
 from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, DiskIo, read_all
 from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, SlotHead, segment_bytes, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.manifests import ManifestFiles
 from penstock.kv.tiers.ssd.segments import SegmentFiles
 
 Progress = Callable[[int, int], None]  # slots or files done, and in all
@@ -43,6 +45,21 @@ class SpaceSurvey:
 
 
 @dataclass(slots=True)
+class SnapshotSurvey:
+    """One manifest. Where it cannot be used, `damage` says why, and the rest is what could be read of it."""
+
+    file: str
+    name: str = ""
+    space: str = ""  # digest, in hex
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_found: int = 0  # of its first blocks, those that are here
+    created_s: float = 0.0
+    expires_s: float | None = None
+    damage: str = ""
+
+
+@dataclass(slots=True)
 class Survey:
     """What was found. `num_good` is None where payloads were not read."""
 
@@ -56,6 +73,7 @@ class Survey:
     num_good: int | None = None
     corrupt: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
+    snapshots: list[SnapshotSurvey] = field(default_factory=list)
 
     @property
     def num_blocks(self) -> int:
@@ -81,9 +99,11 @@ def verify(directory: str | Path, progress: Progress) -> Survey:
 def clear(directory: str | Path, progress: Progress) -> Survey:
     """Remove all files of the cache, of whatever space; others in the directory stay. Returns what there was, in files and bytes."""
     with _locked(directory) as opened:
-        names = [path.name for path in opened.segment_files().values()]
+        manifests = [*opened.snapshot_files().values(), *opened.unfinished_files()]
+        names = [path.name for path in (*opened.segment_files().values(), *manifests)]
         sizes = [os.stat(name, dir_fd=opened.fd, follow_symlinks=False).st_size for name in names]
-        found = Survey(opened.path, num_segments=len(names), file_bytes=sum(sizes))
+        found = Survey(opened.path, num_segments=len(names) - len(manifests), file_bytes=sum(sizes))
+        found.snapshots = [SnapshotSurvey(path.name) for path in manifests]
         for done, name in enumerate(names, 1):
             os.unlink(name, dir_fd=opened.fd)
             progress(done, len(names))
@@ -120,7 +140,26 @@ class _Surveyor:
             self._walk(segment)
         for slot_head in self._heads.values():
             found.spaces.setdefault(slot_head.envelope.space.hex(), SpaceSurvey()).add(slot_head)
+        found.snapshots = list(self._snapshots())
         return found
+
+    def _snapshots(self) -> Iterator[SnapshotSurvey]:
+        directory = self._files.directory
+        manifests = ManifestFiles(self._files.io, directory)
+        for id, path in directory.snapshot_files().items():
+            found = SnapshotSurvey(path.name)
+            try:
+                manifest = unpack_manifest(manifests.read(id) or b"")
+                is_here = [(manifest.space, key) in self._heads for key in manifest.block_keys]
+                found.name, found.space = manifest.name, manifest.space.hex()
+                found.num_tokens, found.num_blocks = manifest.num_tokens, manifest.num_blocks
+                found.num_found = next((place for place, here in enumerate(is_here) if not here), len(is_here))
+                found.created_s, found.expires_s = manifest.created_s, manifest.expires_s
+                if manifest.id != id:
+                    found.damage = "the manifest lies under another snapshot's name"
+            except (SnapshotRefused, StoreFailed) as error:
+                found.damage = str(error)
+            yield found
 
     @contextlib.contextmanager
     def _opened(self, number: int) -> Iterator[int]:

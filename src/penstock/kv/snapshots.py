@@ -1,0 +1,423 @@
+"""Snapshots of conversations by name: who has which, what they pin and for how long. Owns the manifests that this process knows, and the
+bound on what they pin; blocks and files are the tiers'.
+
+A snapshot moves nothing. Its blocks are in the tiers under their keys; those in the last tier that evicts by itself stay there until it is
+deleted or its time is over. What a tier has lost all the same is computed again from the manifest's tokens.
+
+Everything that may block happens on a lane of its own, one after the other, so the books need no lock. `step` is the engine thread's and
+never blocks; whoever else calls waits for the lane.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from typing import TypeVar
+
+from penstock.contract import Adapter, Snapshot, SnapshotContent, SnapshotList, SnapshotRequest
+from penstock.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    LaneClosed,
+    SnapshotMissing,
+    SnapshotRefused,
+    SnapshotSpace,
+    SnapshotTaken,
+    StoreFailed,
+)
+from penstock.figures import SnapshotFigures
+from penstock.kv.blocks.key import Tokens, tenant_of
+from penstock.kv.cache import KvCache
+from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.manifest import Manifest, check_scope, check_space, pack, snapshot_id, token_bytes, unpack, words_of
+from penstock.kv.tiers.store import ManifestStore, PinningStore
+from penstock.lanes.cpu import CpuLane
+
+log = logging.getLogger(__name__)
+
+PINNED_SHARE = 0.5  # of the last tier's blocks: what all snapshots may pin
+MAX_SNAPSHOTS = 4096
+MAX_MANIFEST_BYTES = 64 << 20
+_ANSWER_S = 60.0  # for the lane to come round
+_NEVER = float("inf")
+
+T = TypeVar("T")
+
+
+class PinnedBlocks:
+    """What snapshots pin in the last tier that evicts by itself, each block counted once, and the bound on it."""
+
+    def __init__(self, cache: KvCache, tier: str, last: PinningStore, most_in_host: int | None) -> None:
+        self.tier = tier
+        self.last = last
+        self._cache = cache
+        self._most_in_host = most_in_host
+        self._pins: Counter[bytes] = Counter()  # by block: how many of the snapshots that pin it
+        self._pinning: dict[str, Manifest] = {}  # those that do, by id
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._pinning
+
+    @property
+    def num_slots(self) -> int:
+        tier = self._cache.cold_tiers.get(self.tier)
+        return self._cache.loads.host.num_slots if tier is None else tier.usage().num_slots or 0
+
+    @property
+    def most(self) -> int:
+        if self.tier not in self._cache.cold_tiers and self._most_in_host is not None:
+            return self._most_in_host
+        return int(self.num_slots * PINNED_SHARE)
+
+    def pin(self, manifest: Manifest) -> None:
+        """Its blocks stay from now on, those of them that are there or come there. Raises SnapshotSpace."""
+        keys = manifest.block_keys
+        num_new, most = sum(key not in self._pins for key in keys), self.most
+        if len(self._pins) + num_new > most:
+            raise SnapshotSpace(
+                f"this snapshot would pin {num_new} more blocks: {len(self._pins)} of the {self.num_slots} in the {self.tier} tier"
+                f" are pinned, and {most} may be; delete snapshots, take one of fewer tokens, or give the tier more room"
+            )
+        self.last.pin_keys(manifest.id, keys)
+        self._pins.update(keys)
+        self._pinning[manifest.id] = manifest
+
+    def unpin(self, id: str) -> None:
+        """Idempotent."""
+        self.last.unpin_keys(id)
+        if (manifest := self._pinning.pop(id, None)) is not None:
+            self._pins.subtract(manifest.block_keys)
+            self._pins = +self._pins
+
+    def unpin_all(self) -> None:
+        for id in list(self._pinning):
+            self.unpin(id)
+
+
+class ManifestPlaces:
+    """The stores behind an engine that have manifests. Everything may block, and raises StoreFailed where nothing else is said."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+
+    def __iter__(self) -> Iterator[tuple[ColdTier, ManifestStore]]:
+        for tier in self._cache.cold_tiers.values():
+            if isinstance(tier.calls.store, ManifestStore):
+                yield tier, tier.calls.store
+
+    def shared(self) -> Iterator[tuple[ColdTier, ManifestStore]]:
+        """Those that other engines use, too."""
+        return ((tier, store) for tier, store in self if not tier.local)
+
+    def write(self, manifest: Manifest, left_s: float | None) -> tuple[str, ...]:
+        """Into every one that takes it; raises where there are some, and none has."""
+        written, failures, data = list[str](), list[StoreFailed](), pack(manifest)
+        for tier, store in self:
+            try:
+                if not tier.calls.say("write a snapshot", partial(store.write_manifest, manifest.id, data, left_s)):
+                    raise StoreFailed(f"the {tier.name} tier has no room for the manifest of a snapshot")
+                written.append(tier.name)
+            except StoreFailed as error:
+                failures.append(error)
+        if failures and not written:
+            raise failures[0]
+        return tuple(written)
+
+    def remove(self, id: str) -> None:
+        """Never raises: what stays is told, and is removed when it is found to have expired."""
+        for tier, store in self:
+            try:
+                tier.calls.say("remove a snapshot", partial(store.remove_manifest, id))
+            except StoreFailed as error:
+                log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
+
+    def local_ids(self) -> Iterator[tuple[ColdTier, ManifestStore, str]]:
+        """What an earlier process has left on this machine."""
+        for tier, store in self:
+            if tier.local:
+                try:
+                    for id in tier.calls.say("list snapshots", store.manifests):
+                        yield tier, store, id
+                except StoreFailed as error:
+                    log.warning("snapshots in the %s tier are not known: %s", tier.name, error)
+
+    def shared_ids(self, tenant: bytes) -> list[str]:
+        return [id for tier, store in self.shared() for id in tier.calls.say("list snapshots", partial(store.manifests, tenant.hex()))]
+
+    def read_shared(self, id: str) -> Manifest | None:
+        """One that another engine has put into a store. Raises SnapshotRefused as well."""
+        for tier, store in self.shared():
+            if (manifest := self.read(tier, store, id)) is not None:
+                return manifest
+        return None
+
+    def read(self, tier: ColdTier, store: ManifestStore, id: str) -> Manifest | None:
+        """Checked: it is whole, its own, and of this model. Raises SnapshotRefused as well."""
+        data = tier.calls.say("read a snapshot", partial(store.read_manifest, id))
+        if data is None:
+            return None
+        manifest = unpack(data)
+        if manifest.id != id:
+            raise SnapshotRefused("the manifest lies under another snapshot's name")
+        check_space(manifest, self._cache.scope_of())
+        return manifest
+
+
+class Snapshots:
+    """See the module. `most_in_host`: blocks that may be pinned where host memory is the last tier; None: the usual share."""
+
+    def __init__(self, cache: KvCache, most_in_host: int | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._places = ManifestPlaces(cache)
+        self._known: dict[str, tuple[Manifest, tuple[str, ...]]] = {}  # by id, with the tiers that have it
+        self._damaged: dict[str, str] = {}  # by id: why its manifest cannot be used
+        self._due_s = _NEVER  # when the next one expires
+        self._counts: Counter[str] = Counter()
+        last = cache.last_evicting
+        self._pinned = None if last is None else PinnedBlocks(cache, *last, most_in_host)
+        self._lane = None if last is None else CpuLane("snapshots")
+        if self._lane is not None:
+            self._lane.submit(self._load, label="load snapshots")
+
+    # ---------------------------------------------------------------------------------------------------------- from any thread
+
+    def take(self, asked: SnapshotRequest, tokens: Tokens, wait_saved: Callable[[], None]) -> Snapshot:
+        """Of the KV of `tokens`, as far as it is cached. `wait_saved` blocks until what was computed has reached the tiers. All of it is
+        there then, or nothing is."""
+        manifest = self._manifest(asked, tokens)
+        self._ask(partial(self._reserve, manifest))
+        try:
+            wait_saved()
+            return self._ask(partial(self._commit, manifest))
+        except BaseException:
+            if self._lane is not None:
+                try:
+                    self._lane.submit(partial(self._drop, manifest.id), label="give up a snapshot")
+                except LaneClosed:
+                    log.debug("a snapshot was given up after the engine had closed")
+            raise
+
+    def all(self, salt: str) -> SnapshotList:
+        return self._ask(partial(self._all, tenant_of(salt)))
+
+    def find(self, name: str, salt: str) -> Snapshot:
+        return self._ask(lambda: self._shown(self._find(name, salt)))
+
+    def open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
+        """What a request of that adapter goes on from. Raises SnapshotRefused where it is not of the same model."""
+        manifest = self._ask(partial(self._find, name, salt))
+        check_scope(manifest, self._cache.scope_of(salt, adapter))
+        self._counts["continued"] += 1
+        return SnapshotContent(manifest.tokens, manifest.messages)
+
+    def delete(self, name: str, salt: str) -> None:
+        """Also one that cannot be used."""
+        self._ask(partial(self._delete, name, salt))
+
+    def figures(self) -> SnapshotFigures:
+        pinned, counts = self._pinned, self._counts
+        return SnapshotFigures(
+            known=len(self._known),
+            pinned_blocks=0 if pinned is None else len(pinned),
+            pinned_blocks_max=0 if pinned is None else pinned.most,
+            damaged=len(self._damaged),
+            taken=counts["taken"],
+            continued=counts["continued"],
+            deleted=counts["deleted"],
+            expired=counts["expired"],
+            refused=counts["refused"],
+        )
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        """Block until the lane has done it."""
+        if self._lane is None:
+            raise SnapshotRefused("snapshots need a tier behind the device: this server runs without --kv-offload")
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        try:
+            self._lane.submit(run, label="snapshots")
+            return done.result(_ANSWER_S)
+        except LaneClosed:
+            raise EngineClosed("the engine is closed") from None
+        except FutureTimeout:
+            raise DeadlineExceeded(f"a tier did not answer about snapshots within {_ANSWER_S:g} s; what is under way goes on") from None
+
+    # -------------------------------------------------------------------------------------------------------- the engine thread
+
+    def step(self) -> None:
+        """Have what has expired let go. Never blocks."""
+        if self._clock() >= self._due_s and self._lane is not None:
+            self._due_s = _NEVER  # once: the lane says when the next is due
+            self._lane.submit(self._expire, label="expire snapshots")
+
+    def close(self, timeout_s: float | None) -> None:
+        """What is under way ends first; nothing is pinned then. Idempotent. Raises DeadlineExceeded."""
+        if self._lane is not None:
+            self._lane.close(timeout_s)
+        if self._pinned is not None:
+            self._pinned.unpin_all()
+
+    # --------------------------------------------------------------------------------------------------------------- on the lane
+
+    def _load(self) -> None:
+        """What an earlier process has left on the local disk; what is in shared stores is looked up when somebody asks for it."""
+        found: list[tuple[Manifest, str]] = []
+        for tier, store, id in self._places.local_ids():
+            try:
+                if (manifest := self._places.read(tier, store, id)) is not None:
+                    found.append((manifest, tier.name))
+            except (SnapshotRefused, StoreFailed) as error:
+                self._damaged[id] = str(error)
+        for manifest, name in sorted(found, key=lambda one: one[0].created_s):
+            self._known[manifest.id] = manifest, (name,)
+            try:
+                self._own_pins.pin(manifest)
+            except SnapshotSpace as error:  # the tier is smaller than it was
+                log.warning("snapshot %s no longer pins its blocks: %s", manifest.id, error)
+                self._own_pins.unpin(manifest.id)
+        self._expire()
+
+    def _reserve(self, manifest: Manifest) -> None:
+        id, pins = manifest.id, self._own_pins
+        self._expire()
+        if id in pins or id in self._known or id in self._damaged or self._is_shared(id):
+            raise SnapshotTaken(f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name")
+        try:
+            if len(self._known) >= MAX_SNAPSHOTS:
+                raise SnapshotSpace(f"there are {MAX_SNAPSHOTS} snapshots already, which is the most: delete some")
+            pins.pin(manifest)
+        except SnapshotSpace:
+            self._counts["refused"] += 1
+            raise
+
+    def _is_shared(self, id: str) -> bool:
+        """Whether another engine has one of that name, as far as stores answer."""
+        try:
+            manifest = self._places.read_shared(id)
+        except (StoreFailed, SnapshotRefused) as error:
+            return isinstance(error, SnapshotRefused)
+        return manifest is not None and not manifest.has_expired(self._clock())
+
+    def _commit(self, manifest: Manifest) -> Snapshot:
+        if not self._num_kept(manifest):
+            raise SnapshotRefused(f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the snapshot then")
+        left_s = None if manifest.expires_s is None else manifest.expires_s - self._clock()
+        self._known[manifest.id] = manifest, self._places.write(manifest, left_s)
+        self._due_s = min(self._due_s, manifest.expires_s or _NEVER)
+        self._counts["taken"] += 1
+        return self._shown(manifest)
+
+    def _find(self, name: str, salt: str) -> Manifest:
+        id = snapshot_id(tenant_of(salt), name)
+        if id in self._damaged:
+            raise SnapshotRefused(f"snapshot {name!r} cannot be used: {self._damaged[id]}")
+        manifest = self._known[id][0] if id in self._known else self._places.read_shared(id)
+        if manifest is None or manifest.has_expired(self._clock()):
+            raise SnapshotMissing(f"there is no snapshot {name!r}, or the cache_salt is not the one that it was taken with")
+        return manifest
+
+    def _all(self, tenant: bytes) -> SnapshotList:
+        found = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant]
+        for id in self._places.shared_ids(tenant):
+            try:
+                shared = self._places.read_shared(id) if id not in self._known else None
+            except SnapshotRefused as error:
+                log.warning("snapshot %s in a shared store cannot be used: %s", id, error)
+                continue
+            found += [] if shared is None else [shared]
+        now, pins = self._clock(), self._own_pins
+        shown = [self._shown(one) for one in sorted(found, key=lambda one: one.created_s) if not one.has_expired(now)]
+        return SnapshotList(shown, pins.tier, len(pins), pins.most, self._cache.saves.layout.block_bytes)
+
+    def _delete(self, name: str, salt: str) -> None:
+        id = snapshot_id(tenant_of(salt), name)
+        if id not in self._damaged:
+            self._find(name, salt)
+        self._drop(id)
+        self._counts["deleted"] += 1
+
+    def _drop(self, id: str) -> None:
+        """Its blocks may go, and its manifest does."""
+        self._known.pop(id, None)
+        self._damaged.pop(id, None)
+        self._own_pins.unpin(id)
+        self._places.remove(id)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for id in [id for id, (manifest, _) in self._known.items() if manifest.has_expired(now)]:
+            self._drop(id)
+            self._counts["expired"] += 1
+        self._due_s = min((one.expires_s for one, _ in self._known.values() if one.expires_s is not None), default=_NEVER)
+
+    def _shown(self, manifest: Manifest) -> Snapshot:
+        _, tiers = self._known.get(manifest.id, (None, tuple(tier.name for tier, _ in self._places.shared())))
+        return Snapshot(
+            name=manifest.name,
+            num_tokens=manifest.num_tokens,
+            kept_tokens=self._num_kept(manifest) * manifest.block_tokens,
+            num_blocks=manifest.num_blocks,
+            pinned=manifest.id in self._own_pins,
+            created_s=manifest.created_s,
+            expires_s=manifest.expires_s,
+            adapter=manifest.adapter,
+            is_chat=bool(manifest.messages),
+            tiers=tiers,
+        )
+
+    def _num_kept(self, manifest: Manifest) -> int:
+        """How many of its first blocks one tier has, as far as they say."""
+        keys = manifest.block_keys
+        num = max(self._cache.loads.host.num_leading(keys), self._own_pins.last.num_leading(keys))
+        for tier in self._cache.cold_tiers.values() if num < len(keys) else ():
+            num = max(num, tier.calls.find(keys))
+        return num
+
+    @property
+    def _own_pins(self) -> PinnedBlocks:
+        """On the lane, which is there where they are."""
+        assert self._pinned is not None
+        return self._pinned
+
+    def _manifest(self, asked: SnapshotRequest, tokens: Tokens) -> Manifest:
+        num = len(tokens) if asked.num_tokens is None else asked.num_tokens
+        block_tokens = self._cache.block_tokens
+        if num > len(tokens):
+            raise InvalidRequest(f"tokens is {num}, and there are {len(tokens)} to take a snapshot of", "tokens")
+        if num < block_tokens:
+            raise InvalidRequest(f"a snapshot needs a full block of {block_tokens} tokens, and these are {num}", "tokens")
+        scope, now = self._cache.scope_of(asked.cache_salt, asked.adapter), self._clock()
+        prefix = self._cache.prefix_of(tokens[:num], asked.cache_salt, asked.adapter)
+        manifest = Manifest(
+            name=asked.name,
+            tenant=tenant_of(asked.cache_salt),
+            space=self._cache.scope_of().digest(),
+            scope=scope.digest(),
+            made_with=words_of(scope),
+            block_tokens=block_tokens,
+            tokens=token_bytes(tokens[:num]),
+            keys=b"" if prefix is None else b"".join(prefix.keys),
+            created_s=now,
+            expires_s=None if asked.ttl_s is None else now + asked.ttl_s,
+            adapter="" if asked.adapter is None else asked.adapter.name,
+            messages=asked.messages,
+        )
+        if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
+            raise SnapshotSpace(f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is the most")
+        return manifest

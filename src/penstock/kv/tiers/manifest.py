@@ -1,0 +1,179 @@
+"""What a snapshot is outside of any process: a manifest. Owns the value, its format and version, and why one is refused; where it is kept
+is the store's business.
+
+A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and the tokens that they stand for, so that what a
+tier has lost can be computed again. Its KV ends with a block, the unit of identity and of movement: a longer chunk would only lose tokens.
+
+    head: magic, format, lengths, checksum    facts: JSON    keys: 16 bytes each    tokens: 4 bytes each    messages: JSON or nothing
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import SnapshotRefused
+from penstock.kv.blocks.key import KEY_BYTES, SCOPE_BYTES, Scope, Tokens, prefix_keys
+from penstock.kv.tiers.envelope import checksum
+
+FORMAT = 1
+TENANT_BYTES = 16
+_MAGIC = b"penstkSN"
+_HEAD = struct.Struct("<8sIIQQQ16s")  # magic, format, bytes of facts, keys, tokens and messages, checksum of all behind the head
+_TOKEN_BYTES = 4
+_SHOWN = 12  # characters of a digest in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A sequence at a token boundary."""
+
+    name: str
+    tenant: bytes  # of its salt: who else asks does not find it
+    space: bytes  # of the store's blocks: everything that decides what their bytes mean but salt and adapter
+    scope: bytes  # of its keys, with both
+    made_with: Mapping[str, str]  # the fields of its scope but the salt, in words: so that a refusal can say what differs
+    block_tokens: int
+    tokens: bytes  # ids, 32 bits each, little-endian; up to a block's less one behind the last key
+    keys: bytes  # of its full blocks, one behind the other
+    created_s: float  # time.time()
+    expires_s: float | None = None
+    adapter: str = ""  # its name when the snapshot was taken
+    messages: str = ""  # JSON of the conversation, where it was taken of one
+
+    @property
+    def id(self) -> str:
+        """What it is called where it is kept. Other names, and other tenants' equal names, have another."""
+        return snapshot_id(self.tenant, self.name)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // _TOKEN_BYTES
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    @property
+    def block_keys(self) -> tuple[bytes, ...]:
+        return tuple(self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES))
+
+    def has_expired(self, now_s: float) -> bool:
+        return self.expires_s is not None and now_s >= self.expires_s
+
+
+def snapshot_id(tenant: bytes, name: str) -> str:
+    """Begins with the tenant's, so that its snapshots can be listed."""
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=tenant, person=b"penstock snap").hexdigest()
+    return f"{tenant.hex()}-{digest}"
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+def words_of(scope: Scope) -> dict[str, str]:
+    """Its fields but the salt, which may be a secret."""
+    values = {one.name: getattr(scope, one.name) for one in fields(scope) if one.name != "salt"}
+    return {name: value.hex() if isinstance(value, bytes) else str(value) for name, value in values.items()}
+
+
+def check_space(manifest: Manifest, scope: Scope) -> None:
+    """Raises SnapshotRefused unless its blocks are of the space of `scope`, which has neither salt nor adapter."""
+    if manifest.space != scope.digest():
+        made_with = manifest.made_with
+        with_adapter = replace(scope, adapter=made_with.get("adapter", ""), adapter_version=made_with.get("adapter_version", ""))
+        told = _differences(manifest, with_adapter) or "its space is not the one that its own facts give here"
+        raise SnapshotRefused(f"snapshot {manifest.name!r} is of another model, or of another form of its KV: {told}")
+
+
+def check_scope(manifest: Manifest, scope: Scope) -> None:
+    """Raises SnapshotRefused unless its blocks are those of `scope`, which has salt and adapter."""
+    if manifest.scope != scope.digest():
+        told = _differences(manifest, scope) or "the cache_salt is another"
+        raise SnapshotRefused(f"snapshot {manifest.name!r} was computed otherwise than this request would be: {told}")
+
+
+def _differences(manifest: Manifest, scope: Scope) -> str:
+    here, there = words_of(scope), manifest.made_with
+    differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    return ", ".join(f"{name} is {_shown(there.get(name))} and here {_shown(here.get(name))}" for name in differing)
+
+
+def _shown(value: str | None) -> str:
+    return "unknown" if value is None else (value if len(value) <= 2 * _SHOWN else value[:_SHOWN] + "...") or "none"
+
+
+# ------------------------------------------------------------------------------------------------------------------ format
+
+
+def pack(manifest: Manifest) -> bytes:
+    facts = {
+        "name": manifest.name,
+        "tenant": manifest.tenant.hex(),
+        "space": manifest.space.hex(),
+        "scope": manifest.scope.hex(),
+        "made_with": dict(manifest.made_with),
+        "block_tokens": manifest.block_tokens,
+        "created_s": manifest.created_s,
+        "expires_s": manifest.expires_s,
+        "adapter": manifest.adapter,
+    }
+    parts = json.dumps(facts).encode(), manifest.keys, manifest.tokens, manifest.messages.encode("utf-8", "surrogatepass")
+    body = b"".join(parts)
+    return _HEAD.pack(_MAGIC, FORMAT, *map(len, parts), checksum(body)) + body
+
+
+def unpack(data: bytes) -> Manifest:
+    """Raises SnapshotRefused with the reason."""
+    if len(data) < _HEAD.size:
+        raise SnapshotRefused(f"the manifest is truncated: {len(data)} bytes, and its head alone has {_HEAD.size}")
+    magic, version, *lengths, digest = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise SnapshotRefused("this is no manifest of a snapshot")
+    if version != FORMAT:
+        raise SnapshotRefused(f"the manifest has format {version}, and this version of penstock reads format {FORMAT}")
+    body = data[_HEAD.size :]
+    if len(body) != sum(lengths):
+        what = "truncated" if len(body) < sum(lengths) else "longer than it says"
+        raise SnapshotRefused(f"the manifest is {what}: {len(body)} bytes behind its head, which says {sum(lengths)}")
+    if checksum(body) != digest:
+        raise SnapshotRefused("the manifest is damaged: its checksum is not that of its content")
+    ends = np.cumsum(lengths).tolist()
+    facts, keys, tokens, messages = (body[end - length : end] for end, length in zip(ends, lengths, strict=True))
+    try:
+        made = _made(json.loads(facts), keys, tokens, messages.decode("utf-8", "surrogatepass"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SnapshotRefused(f"the manifest's facts cannot be read: {type(error).__name__}") from None
+    ids = np.frombuffer(tokens, "<u4")
+    if b"".join(prefix_keys(ids, made.block_tokens, made.scope)) != keys:
+        raise SnapshotRefused("the manifest is damaged: its keys are not those of its tokens")
+    return made
+
+
+def _made(facts: dict[str, Any], keys: bytes, tokens: bytes, messages: str) -> Manifest:
+    expires = facts["expires_s"]
+    made = Manifest(
+        name=str(facts["name"]),
+        tenant=bytes.fromhex(facts["tenant"]),
+        space=bytes.fromhex(facts["space"]),
+        scope=bytes.fromhex(facts["scope"]),
+        made_with={str(name): str(value) for name, value in facts["made_with"].items()},
+        block_tokens=int(facts["block_tokens"]),
+        tokens=tokens,
+        keys=keys,
+        created_s=float(facts["created_s"]),
+        expires_s=None if expires is None else float(expires),
+        adapter=str(facts["adapter"]),
+        messages=messages,
+    )
+    sizes = len(made.tenant), len(made.space), len(made.scope), len(tokens) % _TOKEN_BYTES, made.block_tokens > 0
+    if sizes != (TENANT_BYTES, SCOPE_BYTES, SCOPE_BYTES, 0, True):
+        raise ValueError("a part of it has another size")
+    return made

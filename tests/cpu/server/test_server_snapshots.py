@@ -1,0 +1,580 @@
+"""Snapshots over HTTP, before a real engine with tiers, under the sanitizer: taken, listed, continued, deleted; what they pin, whose they
+are, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import until
+from tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
+
+from penstock.errors import StoreFailed
+from penstock.kv.blocks.key import tenant_of
+from penstock.kv.tiers import manifest as format_
+from penstock.models.tokenizer import ByteTokenizer
+from penstock.server import schema
+from penstock.server.text import Rules, continued_prompts
+from store_servers import valkey_or_skip
+
+OTHER = [9 + 7 * i % 450 for i in range(70)]
+MORE = [3, 5, 8, 13]
+TURN = [{"role": "user", "content": "open the gate, and tell me how far it is open by now"}]
+
+
+@pytest.fixture
+def server() -> Iterator[Tiered]:
+    with tiered() as running:
+        yield running
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Tiered]:
+    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.01) as running:
+        yield running
+
+
+def take(server: Tiered, status: int = 200, **fields: Any) -> dict[str, Any]:
+    reply = server.http.post("/v1/snapshots", json=fields)
+    assert reply.status_code == status, reply.text
+    found: dict[str, Any] = reply.json() if status == 200 else error_of(reply)
+    return found
+
+
+def ask(server: Tiered, prompt: list[int], status: int = 200, **fields: Any) -> Any:
+    """Tokens and where the prompt's KV came from, or the error."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 0, "ignore_eos": True, **fields}
+    reply = server.http.post("/v1/completions", json=body)
+    assert reply.status_code == status, reply.text
+    if status != 200:
+        return error_of(reply)
+    answer = reply.json()
+    return answer["choices"][0]["logprobs"]["tokens"], answer["usage"]["prompt_tokens_details"]["kv_source"]
+
+
+def all_of(server: Tiered, **query: str) -> dict[str, Any]:
+    reply = server.http.get("/v1/snapshots", params=query)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def stats(server: Tiered) -> dict[str, int]:
+    found: dict[str, int] = server.http.get("/cache/stats").json()["snapshots"]
+    return found
+
+
+def forget(server: Tiered, *tiers: str) -> None:
+    assert server.http.post("/cache/flush").status_code == 200
+    for tier in tiers:
+        assert server.http.post(f"/cache/reset?tier={tier}").status_code == 200
+
+
+# -------------------------------------------------------------------------------------------------------------- a life of one
+
+
+def test_a_prompt_is_taken_continued_and_deleted(server: Tiered) -> None:
+    ask(server, PROMPT)
+    card = take(server, prompt=PROMPT, name="talk", ttl_s=3600)
+    assert card["id"] == "talk" and card["object"] == "snapshot" and card["pinned"] is True
+    assert (card["tokens"], card["cached_tokens"], card["blocks"]) == (70, 64, 4)
+    assert card["expires_at"] - card["created"] in (3600, 3601) and card["chat"] is False and card["stored_in"] == []
+    assert server.http.get("/v1/snapshots/talk").json() == card
+    listed = all_of(server)
+    assert listed["data"] == [card]
+    assert listed["pinned"]["blocks"] == 4 and listed["pinned"]["tier"] == "host" and listed["pinned"]["max_blocks"] == 32
+    assert listed["pinned"]["bytes"] == 4 * server.engine.arena.layout.block_bytes
+    forget(server, "device")
+    tokens, source = ask(server, MORE, snapshot="talk")
+    assert source["host"] == 64 and source["computed"] == len(PROMPT) + len(MORE) - 64
+    assert tokens == ask(server, [*PROMPT, *MORE])[0], "the answer is the one to the whole prompt"
+    assert server.http.delete("/v1/snapshots/talk").json() == {"id": "talk", "object": "snapshot", "deleted": True}
+    assert server.http.get("/v1/snapshots/talk").status_code == 404
+    assert all_of(server)["data"] == [] and stats(server)["pinned_blocks"] == 0
+    assert error_of(server.http.delete("/v1/snapshots/talk"))["code"] == "snapshot_not_found"
+    assert ask(server, MORE, 404, snapshot="talk")["param"] == "snapshot"
+
+
+def test_a_session_is_taken_with_what_it_has_generated(server: Tiered) -> None:
+    tokens, _ = ask(server, PROMPT, max_tokens=30, session_id="agent")
+    card = take(server, session_id="agent", name="turn-1")
+    assert (card["tokens"], card["blocks"]) == (100, 6)
+    forget(server, "device")
+    continued, source = ask(server, MORE, snapshot="turn-1", max_tokens=6)
+    assert source["host"] == 96, source
+    ids = server.http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    )
+    assert ids.status_code == 200 and len(tokens) == 30 and len(continued) == 6
+
+
+def test_a_boundary_may_be_chosen_and_what_is_behind_the_last_block_is_computed(server: Tiered) -> None:
+    ask(server, PROMPT)
+    card = take(server, prompt=PROMPT, tokens=40)
+    assert card["id"].startswith("snapshot-") and (card["tokens"], card["cached_tokens"], card["blocks"]) == (40, 32, 2)
+    tokens, source = ask(server, MORE, snapshot=card["id"])
+    assert tokens == ask(server, [*PROMPT[:40], *MORE])[0]
+    assert source["device"] + source["host"] == 32 and source["computed"] == 8 + len(MORE)
+
+
+def test_a_request_may_go_on_from_its_very_end(server: Tiered) -> None:
+    ask(server, PROMPT)
+    take(server, prompt=PROMPT, name="talk")
+    whole, _ = ask(server, PROMPT)
+    body = {"model": MODEL, "prompt": "", "max_tokens": 4, "temperature": 0, "logprobs": 0, "ignore_eos": True, "snapshot": "talk"}
+    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["tokens"] == whole
+
+
+def test_a_conversation_goes_on_with_its_messages(server: Tiered) -> None:
+    chat = {"model": MODEL, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    first = server.http.post("/v1/chat/completions", json={**chat, "messages": TURN}).json()
+    so_far = [*TURN, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}]
+    card = take(server, messages=so_far, name="chat")
+    assert card["chat"] is True and card["cached_tokens"] >= 48
+    after = [{"role": "user", "content": "and now?"}]
+    whole = server.http.post("/v1/chat/completions", json={**chat, "messages": [*so_far, *after]}).json()
+    forget(server, "device", "host")
+    part = server.http.post("/v1/chat/completions", json={**chat, "messages": after, "snapshot": "chat"}).json()
+    assert part["choices"][0]["message"] == whole["choices"][0]["message"]
+    assert part["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert part["usage"]["prompt_tokens_details"]["kv_source"]["host"] >= 48, "what is pinned is not reset"
+
+
+def test_a_snapshot_without_messages_is_no_conversation(server: Tiered) -> None:
+    ask(server, PROMPT)
+    take(server, prompt=PROMPT, name="text")
+    reply = server.http.post("/v1/chat/completions", json={"model": MODEL, "messages": TURN, "snapshot": "text"})
+    assert reply.status_code == 400 and error_of(reply)["param"] == "snapshot"
+    assert "not taken of messages" in error_of(reply)["message"]
+
+
+def test_several_prompts_and_choices_go_on_from_one(server: Tiered) -> None:
+    ask(server, PROMPT)
+    take(server, prompt=PROMPT, name="talk")
+    body = {"model": MODEL, "prompt": [MORE, OTHER[:5]], "n": 2, "seed": 1, "max_tokens": 2, "snapshot": "talk", "ignore_eos": True}
+    reply = server.http.post("/v1/completions", json=body).json()
+    assert len(reply["choices"]) == 4 and reply["usage"]["prompt_tokens"] == 2 * 70 + 4 + 5
+
+
+def test_text_behind_a_snapshot_does_not_begin_a_text() -> None:
+    """A tokenizer that puts a token before every text would put it in the middle of this one."""
+
+    class Beginning(ByteTokenizer):
+        def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
+            return [*([300] if add_special else []), *super().encode(text, add_special, most)]
+
+    body = schema.CompletionBody(model=MODEL, prompt=["ab", "c"], snapshot="talk")
+    prompts = continued_prompts(Beginning(512), body, Rules(100), [7, 8])
+    assert [list(prompt.ids) for prompt in prompts] == [[7, 8, 97, 98], [7, 8, 99]]
+
+
+# ---------------------------------------------------------------------------------------------------------------- what it pins
+
+
+def fill(server: Tiered, num: int = 40) -> None:
+    """More than device and host memory have room for."""
+    for number in range(num):
+        ask(server, [(11 + number + 13 * i) % 450 + 7 for i in range(150)], max_tokens=1)
+    forget(server)
+
+
+def test_what_it_pins_outlives_a_stream_of_others_and_what_it_does_not_goes(server: Tiered) -> None:
+    ask(server, PROMPT)
+    ask(server, OTHER)
+    take(server, prompt=PROMPT, name="talk")
+    fill(server)
+    forget(server, "device")
+    assert ask(server, MORE, snapshot="talk")[1]["host"] == 64
+    assert ask(server, OTHER)[1]["computed"] == 70
+    assert server.http.delete("/v1/snapshots/talk").status_code == 200
+    fill(server)
+    forget(server, "device")
+    assert ask(server, PROMPT)[1]["computed"] == 70
+
+
+def test_a_released_session_leaves_what_a_snapshot_pins(server: Tiered) -> None:
+    ask(server, PROMPT, session_id="agent")
+    take(server, session_id="agent", name="talk")
+    ask(server, PROMPT, session_id="agent", cache_hint={"release": True})
+    until(lambda: server.http.get("/cache/stats").json()["sessions"]["releases"] == 1, "it is released")
+    forget(server, "device")
+    assert ask(server, MORE, snapshot="talk")[1]["host"] == 64
+
+
+def test_the_space_is_bounded_and_the_refusal_has_the_arithmetic(server: Tiered) -> None:
+    long = [7 + 3 * i % 450 for i in range(33 * 16)]
+    ask(server, long, max_tokens=1)
+    found = take(server, 409, prompt=long, name="too-long")
+    assert found["code"] == "snapshot_space"
+    assert "33 more blocks: 0 of the 64 in the host tier are pinned, and 32 may be" in found["message"]
+    assert take(server, prompt=long, tokens=32 * 16, name="fits")["pinned"] is True
+    ask(server, OTHER)
+    assert "4 more blocks: 32 of the 64" in take(server, 409, prompt=OTHER)["message"]
+    assert take(server, prompt=long, tokens=16 * 16, name="shared")["pinned"] is True, "what is pinned already costs nothing"
+    assert stats(server)["pinned_blocks"] == 32 and stats(server)["refused"] == 2
+    assert ask(server, OTHER)[1]["computed"] <= 6, "requests are served beside it"
+    metrics = server.scrape()
+    assert metrics["penstock_snapshot_pinned_blocks", ()] == 32
+    assert metrics["penstock_snapshot_pinned_blocks_max", ()] == 32
+    assert metrics["penstock_snapshots", (("state", "known"),)] == 2
+    assert metrics["penstock_snapshot_events_total", (("event", "refused"),)] == 2
+
+
+def test_when_its_time_is_over_it_is_gone_and_pins_nothing(server: Tiered) -> None:
+    ask(server, PROMPT)
+    take(server, prompt=PROMPT, name="short", ttl_s=100)
+    take(server, prompt=PROMPT, tokens=32, name="long", ttl_s=10_000)
+    registry = server.engine._snapshots
+    now = registry._clock()
+    registry._clock = lambda: now + 101
+    assert ask(server, MORE, 404, snapshot="short")["code"] == "snapshot_not_found"
+    until(lambda: stats(server)["expired"] == 1, "it is let go")
+    assert [one["id"] for one in all_of(server)["data"]] == ["long"] and stats(server)["pinned_blocks"] == 2
+    take(server, prompt=PROMPT, name="short")
+    registry._clock = lambda: now + 10_001
+    until(lambda: stats(server)["expired"] == 2, "so is the other")
+    assert stats(server)["pinned_blocks"] == 4
+
+
+def test_one_that_has_expired_is_not_found_even_before_it_is_let_go(server: Tiered) -> None:
+    ask(server, PROMPT)
+    take(server, prompt=PROMPT, name="short", ttl_s=100)
+    registry = server.engine._snapshots
+    registry._due_s = float("inf")
+    now = registry._clock()
+    registry._clock = lambda: now + 101
+    assert ask(server, MORE, 404, snapshot="short")["code"] == "snapshot_not_found"
+    assert server.http.get("/v1/snapshots/short").status_code == 404 and all_of(server)["data"] == []
+    assert take(server, prompt=PROMPT, name="short")["id"] == "short", "its name is free again"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- tenants
+
+
+def test_another_tenant_neither_sees_nor_deletes_nor_continues_it(server: Tiered) -> None:
+    ask(server, PROMPT, cache_salt="mine")
+    take(server, prompt=PROMPT, name="talk", cache_salt="mine")
+    for salt in ({}, {"cache_salt": "yours"}):
+        assert all_of(server, **salt)["data"] == []
+        assert server.http.get("/v1/snapshots/talk", params=salt).status_code == 404
+        assert server.http.delete("/v1/snapshots/talk", params=salt).status_code == 404
+        assert ask(server, MORE, 404, snapshot="talk", **salt)["code"] == "snapshot_not_found"
+    assert [one["id"] for one in all_of(server, cache_salt="mine")["data"]] == ["talk"]
+    assert ask(server, MORE, snapshot="talk", cache_salt="mine")[1]["computed"] == 10
+    ask(server, PROMPT, cache_salt="yours")
+    assert take(server, prompt=PROMPT, name="talk", cache_salt="yours")["id"] == "talk", "the same name is another's, too"
+    assert server.http.delete("/v1/snapshots/talk", params={"cache_salt": "yours"}).status_code == 200
+    assert len(all_of(server, cache_salt="mine")["data"]) == 1
+
+
+def test_a_session_of_another_tenant_is_not_there_to_be_taken(server: Tiered) -> None:
+    ask(server, PROMPT, session_id="agent", cache_salt="mine")
+    assert take(server, 404, session_id="agent", name="x")["code"] == "session_not_found"
+    assert take(server, session_id="agent", name="x", cache_salt="mine")["tokens"] == 74
+
+
+def test_names_and_salts_show_in_no_figures(server: Tiered) -> None:
+    ask(server, PROMPT, cache_salt="hush-salt")
+    take(server, prompt=PROMPT, name="hush-name", cache_salt="hush-salt")
+    server.http.get("/v1/snapshots/hush-name", params={"cache_salt": "hush-salt"})
+    assert "hush" not in server.http.get("/cache/stats").text + server.http.get("/metrics").text
+
+
+# ------------------------------------------------------------------------------------------------------------------- refusals
+
+
+WRONG: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
+    "nothing to take": ({}, 400, "session_id", "give one of"),
+    "two things": ({"session_id": "s", "prompt": PROMPT}, 400, "session_id", "give one of"),
+    "no such session": ({"session_id": "nobody"}, 404, "session_id", "no request of this session"),
+    "a name with a slash": ({"prompt": PROMPT, "name": "a/b"}, 400, "name", "matching regex"),
+    "an empty name": ({"prompt": PROMPT, "name": ""}, 400, "name", "matching regex"),
+    "a name with a line break": ({"prompt": PROMPT, "name": "a\n"}, 400, "name", "matching regex"),
+    "too long a name": ({"prompt": PROMPT, "name": "a" * 129}, 400, "name", "matching regex"),
+    "no time at all": ({"prompt": PROMPT, "ttl_s": 0}, 400, "ttl_s", "> 0"),
+    "no tokens": ({"prompt": PROMPT, "tokens": 0}, 400, "tokens", ">= 1"),
+    "more tokens than there are": ({"prompt": PROMPT, "tokens": 71}, 400, "tokens", "there are 70"),
+    "less than a block": ({"prompt": PROMPT, "tokens": 15}, 400, "tokens", "full block of 16"),
+    "a token that there is not": ({"prompt": [*PROMPT, 2**31 - 1]}, 400, "prompt", "token ids must lie"),
+    "more than the context": ({"prompt": [5] * 100_000}, 400, "prompt", "maximum context length"),
+    "nothing cached": ({"prompt": [3, *PROMPT]}, 409, "snapshot", "none of its 4 blocks"),
+    "an unknown field": ({"prompt": PROMPT, "pin": True}, 400, "pin", "not a field"),
+    "an unknown model": ({"prompt": PROMPT, "model": "other"}, 404, "model", "no model"),
+}
+
+
+def test_wrong_ones_are_refused_by_name_and_leave_nothing(server: Tiered) -> None:
+    ask(server, PROMPT)
+    for name, (fields, status, param, words) in WRONG.items():
+        found = take(server, status, **fields)
+        assert found["param"] == param and words in found["message"], (name, found)
+    assert stats(server)["known"] == stats(server)["pinned_blocks"] == 0
+    take(server, prompt=PROMPT, name="talk")
+    found = take(server, 409, prompt=PROMPT, tokens=32, name="talk")
+    assert found["code"] == "snapshot_exists" and all_of(server)["data"][0]["tokens"] == 70
+    assert stats(server)["pinned_blocks"] == 4, "the one that was refused has pinned nothing more"
+
+
+def test_fields_that_do_not_go_with_one(server: Tiered) -> None:
+    ask(server, PROMPT)
+    take(server, prompt=PROMPT, name="talk")
+    assert ask(server, MORE, 400, snapshot="talk", echo=True)["param"] == "echo"
+    assert ask(server, [5] * 8192, 400, snapshot="talk")["code"] == "context_length_exceeded"
+    reply = server.http.post("/v1/messages", json={"model": MODEL, "messages": TURN, "max_tokens": 2, "snapshot": "talk"})
+    assert reply.status_code == 400 and "snapshot" in reply.text
+    assert server.http.get("/v1/snapshots?salt=x").status_code == 400
+    assert server.http.get("/v1/snapshots", params={"cache_salt": "x" * 1025}).status_code == 400
+    assert server.http.put("/v1/snapshots/talk").status_code == 405
+
+
+def test_without_a_tier_behind_the_device_there_are_none() -> None:
+    with tiered(host_blocks=0) as server:
+        ask(server, PROMPT)
+        assert "--kv-offload" in take(server, 409, prompt=PROMPT)["message"]
+        assert server.http.get("/v1/snapshots").status_code == 409
+        assert stats(server)["pinned_blocks_max"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- disks, and the middle
+
+
+def restarted(tmp_path: Path, **settings: Any) -> Any:
+    return tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.01, **settings)
+
+
+def scanned(server: Tiered) -> None:
+    until(lambda: server.engine.cache.cold_tiers["ssd"].calls.store.scanned, "the directory is read")
+
+
+def test_it_is_there_after_a_restart_and_under_another_pool_size(tmp_path: Path) -> None:
+    with restarted(tmp_path) as server:
+        whole, _ = ask(server, [*PROMPT, *MORE])
+        card = take(server, prompt=PROMPT, name="talk", ttl_s=3600)
+        assert card["stored_in"] == ["ssd"] and all_of(server)["pinned"]["tier"] == "ssd"
+    for settings in ({}, {"blocks": 16, "host_blocks": 9}, {"blocks": 64, "host_blocks": 200}):
+        with restarted(tmp_path, **settings) as server:
+            scanned(server)
+            assert server.http.get("/v1/snapshots/talk").json() == card
+            tokens, source = ask(server, MORE, snapshot="talk")
+            assert tokens == whole and source["ssd"] == 64
+            assert stats(server)["pinned_blocks"] == 4
+
+
+def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_can_be_continued(tmp_path: Path) -> None:
+    with restarted(tmp_path) as server:
+        whole, _ = ask(server, [*OTHER, *MORE])
+        ask(server, PROMPT)
+        take(server, prompt=PROMPT, name="first")
+        take(server, prompt=OTHER, name="second")
+    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.00045) as server:
+        scanned(server)
+        cards = all_of(server)
+        assert 4 <= cards["pinned"]["max_blocks"] < 8
+        assert [(one["id"], one["pinned"]) for one in cards["data"]] == [("first", True), ("second", False)]
+        assert ask(server, MORE, snapshot="second")[0] == whole
+        assert stats(server)["pinned_blocks"] == 4
+
+
+def test_one_that_expired_meanwhile_is_gone_with_its_file(tmp_path: Path) -> None:
+    with restarted(tmp_path) as server:
+        ask(server, PROMPT)
+        server.engine._snapshots._clock = lambda: 1000.0
+        take(server, prompt=PROMPT, name="old", ttl_s=10)
+    assert len(list((tmp_path / "ssd").glob("*.snapshot"))) == 1
+    with restarted(tmp_path) as server:
+        until(lambda: stats(server)["expired"] == 1, "it is noticed")
+        assert all_of(server)["data"] == [] and not list((tmp_path / "ssd").glob("*.snapshot"))
+        assert stats(server)["pinned_blocks"] == 0
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 3])
+def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_computed(tmp_path: Path, num_left: int) -> None:
+    with restarted(tmp_path) as server:
+        whole, _ = ask(server, [*PROMPT, *MORE])
+        take(server, prompt=PROMPT, name="talk")
+    with restarted(tmp_path) as server:
+        scanned(server)
+        store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
+        keys = server.engine.cache.prefix_of(PROMPT).keys  # type: ignore[union-attr]
+        (slot,) = store._index._pool.find_each([keys[num_left]])
+        store._index.forget(keys[num_left], slot)
+        assert server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 16 * num_left
+        tokens, source = ask(server, MORE, snapshot="talk")
+        assert tokens == whole and source["ssd"] == 16 * num_left
+        assert source["computed"] == len(PROMPT) + len(MORE) - 16 * num_left
+        forget(server)
+        until(lambda: server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 64, "what was computed again is there again")
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "truncated": (lambda data: data[:100], "truncated"),
+    "empty": (lambda data: b"", "truncated"),
+    "a flipped bit": (lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:], "damaged"),
+    "another version": (lambda data: data[:8] + b"\x07" + data[9:], "format 7"),
+    "something else": (lambda data: b"hello" * 50, "no manifest"),
+    "of another model": (
+        lambda data: format_.pack(
+            dataclasses.replace(made := format_.unpack(data), space=b"o" * 32, made_with={**made.made_with, "weights": "ab" * 32})
+        ),
+        "weights is abababababab",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_manifest_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    damage, words = DAMAGE[name]
+    with restarted(tmp_path) as server:
+        ask(server, PROMPT)
+        take(server, prompt=PROMPT, name="talk")
+    (path,) = (tmp_path / "ssd").glob("*.snapshot")
+    path.write_bytes(damage(path.read_bytes()))
+    with restarted(tmp_path) as server:
+        found = ask(server, MORE, 409, snapshot="talk")
+        assert found["code"] == "snapshot_unusable" and words in found["message"], found
+        assert stats(server)["damaged"] == 1 and stats(server)["pinned_blocks"] == 0 and all_of(server)["data"] == []
+        assert take(server, 409, prompt=PROMPT, name="talk")["code"] == "snapshot_exists"
+        assert ask(server, PROMPT)[1]["computed"] <= 70, "requests are served as before"
+        assert server.http.delete("/v1/snapshots/talk").status_code == 200
+        assert not path.exists() and take(server, prompt=PROMPT, name="talk")["pinned"] is True
+
+
+def test_a_manifest_under_another_ones_name_is_refused(tmp_path: Path) -> None:
+    """Whoever can rename a file must not give one tenant's conversation to another."""
+    with restarted(tmp_path) as server:
+        ask(server, PROMPT, cache_salt="mine")
+        take(server, prompt=PROMPT, name="talk", cache_salt="mine")
+    (path,) = (tmp_path / "ssd").glob("*.snapshot")
+    path.rename(path.with_name(f"penstock-{format_.snapshot_id(tenant_of('yours'), 'talk')}.snapshot"))
+    with restarted(tmp_path) as server:
+        found = ask(server, MORE, 409, snapshot="talk", cache_salt="yours")
+        assert "another snapshot's name" in found["message"]
+
+
+def test_where_the_disk_fails_nothing_is_pinned_and_no_name_is_taken(on_disk: Tiered) -> None:
+    server = on_disk
+    ask(server, PROMPT)
+    store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
+    write_manifest = store.write_manifest
+
+    def fail(*args: Any) -> None:
+        raise StoreFailed("no room for a manifest")
+
+    store.write_manifest = fail
+    reply = server.http.post("/v1/snapshots", json={"prompt": PROMPT, "name": "talk"})
+    assert reply.status_code == 503 and error_of(reply)["code"] == "tier_failed"
+    store.write_manifest = write_manifest
+    until(lambda: stats(server)["pinned_blocks"] == 0, "its pins are given back")
+    assert all_of(server)["data"] == []
+    assert not server.engine.cache.cold_tiers["ssd"].calls.store._index._pinned._keys
+
+
+def test_a_disk_without_room_for_a_manifest_is_used_for_blocks_all_the_same(on_disk: Tiered) -> None:
+    server = on_disk
+    ask(server, PROMPT)
+    store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
+    store.write_manifest = lambda *args: False
+    found = take(server, 503, prompt=PROMPT, name="talk")
+    assert found["code"] == "tier_failed" and "no room" in found["message"]
+    assert server.http.get("/cache/stats").json()["traffic"]["usable"] == {"ssd": True}
+    del store.write_manifest
+    assert take(server, prompt=PROMPT, name="talk")["stored_in"] == ["ssd"]
+
+
+def test_a_client_that_hangs_up_in_the_middle_leaves_all_of_it_or_nothing(on_disk: Tiered) -> None:
+    server = on_disk
+    ask(server, PROMPT)
+    there, go_on = threading.Event(), threading.Event()
+    store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
+    write_manifest = store.write_manifest
+
+    def held(*args: Any) -> Any:
+        there.set()
+        assert go_on.wait(60.0)
+        return write_manifest(*args)
+
+    store.write_manifest = held
+    with httpx.Client(base_url=server.http.base_url, timeout=0.2) as impatient, pytest.raises(httpx.ReadTimeout):
+        impatient.post("/v1/snapshots", json={"prompt": PROMPT, "name": "talk"})
+    assert there.wait(60.0)
+    assert ask(server, OTHER)[1]["computed"] == 70, "requests are served meanwhile"
+    go_on.set()
+    until(lambda: stats(server)["taken"] == 1, "it is taken all the same")
+    assert all_of(server)["data"][0]["id"] == "talk"
+
+
+def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -> None:
+    """What waits to be saved is given up with the engine; its pins are, too, or closing would say that they leaked."""
+    there, failed = threading.Event(), list[int]()
+    with restarted(tmp_path) as server:
+        ask(server, PROMPT)
+        engine = server.engine
+
+        def held(level: str, timeout_s: float) -> None:
+            there.set()
+            until(lambda: engine.ended is not None, "the engine has ended")
+            engine._inbox.check_open()
+
+        engine.wait_flushed = held  # type: ignore[method-assign]
+
+        def take_it() -> None:
+            try:
+                failed.append(httpx.post(f"{server.http.base_url}/v1/snapshots", json={"prompt": PROMPT}, timeout=60.0).status_code)
+            except httpx.HTTPError:
+                failed.append(0)
+
+        asking = threading.Thread(target=take_it)
+        asking.start()
+        assert there.wait(60.0)
+    asking.join(60.0)
+    assert failed and failed[0] != 200 and not list((tmp_path / "ssd").glob("*.snapshot"))
+
+
+# --------------------------------------------------------------------------------------------------------------- a shared store
+
+
+def test_another_engine_continues_from_the_shared_store() -> None:
+    with valkey_or_skip() as store:
+        remote = {"remote": store.url(), "remote_timeout_s": 5.0}
+        with tiered(**remote) as one:
+            whole, _ = ask(one, [*PROMPT, *MORE], cache_salt="mine")
+            card = take(one, prompt=PROMPT, name="talk", ttl_s=1000, cache_salt="mine")
+            assert card["stored_in"] == ["remote"] and all_of(one, cache_salt="mine")["pinned"]["tier"] == "host"
+        with tiered(**remote) as two:
+            assert all_of(two)["data"] == [] and ask(two, MORE, 404, snapshot="talk")["code"] == "snapshot_not_found"
+            (found,) = all_of(two, cache_salt="mine")["data"]
+            assert found == {**card, "pinned": False}, "an engine pins what it has itself"
+            tokens, source = ask(two, MORE, snapshot="talk", cache_salt="mine")
+            assert tokens == whole and source["remote"] == 64
+            assert take(two, 409, prompt=PROMPT, name="talk", cache_salt="mine")["code"] == "snapshot_exists"
+            assert two.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
+            assert ask(two, MORE, 404, snapshot="talk", cache_salt="mine")["code"] == "snapshot_not_found"
+            assert not two.engine._snapshots.figures().known
+
+
+def test_a_damaged_manifest_in_the_shared_store_is_refused_with_the_reason() -> None:
+    with valkey_or_skip() as store:
+        remote = {"remote": store.url(), "remote_timeout_s": 5.0}
+        with tiered(**remote) as one:
+            ask(one, PROMPT)
+            take(one, prompt=PROMPT, name="talk")
+            shared: Any = one.engine.cache.cold_tiers["remote"].calls.store
+            store.ask("SETRANGE", shared._manifest_prefix + shared.manifests()[0].encode(), "80", "x")
+        with tiered(**remote) as two:
+            assert "checksum" in ask(two, MORE, 409, snapshot="talk")["message"]
+            assert all_of(two)["data"] == []
+
+
+def test_a_store_that_is_down_costs_its_own_snapshots_and_no_others(tmp_path: Path) -> None:
+    with valkey_or_skip() as store, tiered(remote=store.url(), remote_timeout_s=2.0, ssd_dir=tmp_path / "ssd", ssd_gib=0.01) as server:
+        ask(server, PROMPT)
+        assert take(server, prompt=PROMPT, name="both")["stored_in"] == ["ssd", "remote"]
+        store.kill()
+        assert take(server, prompt=PROMPT, name="one")["stored_in"] == ["ssd"]
+        assert ask(server, MORE, snapshot="both")[1]["computed"] == 10
+        assert ask(server, MORE, 503, snapshot="unknown")["code"] == "tier_failed"

@@ -1,0 +1,124 @@
+"""Manifests of snapshots: what goes in comes out, and what is damaged, cut off or of another model is refused with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import SnapshotRefused
+from penstock.kv.blocks.key import Scope, prefix_keys, tenant_of
+from penstock.kv.tiers import manifest as format_
+from penstock.kv.tiers.manifest import Manifest, check_scope, check_space, pack, snapshot_id, token_bytes, unpack, words_of
+
+SCOPE = Scope(b"w" * 32, "float32", b"l" * 16, 16, "rope theta=10000.0")
+TOKENS = list(range(5, 75))
+
+
+def made(tokens: list[int] = TOKENS, scope: Scope = SCOPE, **fields: Any) -> Manifest:
+    salted = dataclasses.replace(scope, salt="me")
+    space = dataclasses.replace(scope, adapter="", adapter_version="").digest()
+    keys = b"".join(prefix_keys(tokens, 16, salted.digest()))
+    rest = {"name": "talk", "tenant": tenant_of("me"), "created_s": 1e9, **fields}
+    return Manifest(
+        space=space, scope=salted.digest(), made_with=words_of(salted), block_tokens=16, tokens=token_bytes(tokens), keys=keys, **rest
+    )
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=16, max_size=200),
+    st.text(min_size=1, max_size=20),
+    st.none() | st.floats(1e9, 2e9),
+    st.text(max_size=50),
+)
+def test_what_is_packed_is_unpacked(tokens: list[int], name: str, expires: float | None, messages: str) -> None:
+    manifest = made(tokens, name=name, expires_s=expires, messages=messages)
+    assert unpack(pack(manifest)) == manifest
+    assert (manifest.num_tokens, manifest.num_blocks) == (len(tokens), len(tokens) // 16)
+
+
+def test_it_is_compact() -> None:
+    """A conversation of 131,072 tokens takes 4 bytes a token and 16 a block, and next to nothing more."""
+    tokens = np.arange(131_072, dtype=np.uint32) % 5000
+    size = len(pack(made(tokens.tolist())))
+    assert size < 131_072 * 4 + 8192 * 16 + 1024
+
+
+# Holds invariant 23: bytes that come back are checked before they are used.
+@given(st.data())
+def test_every_flipped_bit_is_found(data: st.DataObject) -> None:
+    packed = bytearray(pack(made()))
+    bit = data.draw(st.integers(0, 8 * len(packed) - 1))
+    packed[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(SnapshotRefused):
+        unpack(bytes(packed))
+
+
+@given(st.integers(0, 10_000))
+def test_every_cut_is_found(at: int) -> None:
+    packed = pack(made())
+    with pytest.raises(SnapshotRefused, match="truncated"):
+        unpack(packed[: at % len(packed)])
+
+
+def test_something_behind_its_end_is_found() -> None:
+    with pytest.raises(SnapshotRefused, match="longer than it says"):
+        unpack(pack(made()) + b"x")
+
+
+def test_another_version_is_named() -> None:
+    packed = bytearray(pack(made()))
+    struct.pack_into("<I", packed, 8, 2)
+    with pytest.raises(SnapshotRefused, match="format 2, and this version of penstock reads format 1"):
+        unpack(bytes(packed))
+
+
+def test_what_is_no_manifest_is_said_to_be_none() -> None:
+    with pytest.raises(SnapshotRefused, match="no manifest"):
+        unpack(bytes(200))
+
+
+def test_keys_that_are_not_those_of_the_tokens_are_refused() -> None:
+    """A checksum finds accidents of a disk; this finds a manifest that was put together wrongly."""
+    wrong = dataclasses.replace(made(), tokens=token_bytes([*TOKENS[:20], 99, *TOKENS[21:]]))
+    with pytest.raises(SnapshotRefused, match="keys are not those of its tokens"):
+        unpack(pack(wrong))
+
+
+@pytest.mark.parametrize("facts", [b"[]", b"{}", b"not json", b'{"name": 1}'])
+def test_facts_that_cannot_be_read_are_refused(facts: bytes) -> None:
+    body = facts
+    head = format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(facts), 0, 0, 0, format_.checksum(body))
+    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
+        unpack(head + body)
+
+
+def test_a_refusal_names_what_differs() -> None:
+    other = dataclasses.replace(SCOPE, kv_dtype="bfloat16", block_tokens=32)
+    with pytest.raises(SnapshotRefused, match=r"block_tokens is 16 and here 32, kv_dtype is float32 and here bfloat16"):
+        check_space(made(), other)
+    check_space(made(), SCOPE)
+
+
+def test_an_adapter_is_no_other_space_but_another_scope() -> None:
+    adapted = made(scope=dataclasses.replace(SCOPE, adapter="lora", adapter_version="abc"))
+    check_space(adapted, SCOPE)
+    check_scope(adapted, dataclasses.replace(SCOPE, adapter="lora", adapter_version="abc", salt="me"))
+    with pytest.raises(SnapshotRefused, match=r"adapter is lora and here none, adapter_version is abc and here none"):
+        check_scope(adapted, dataclasses.replace(SCOPE, salt="me"))
+
+
+def test_another_salt_is_another_scope() -> None:
+    with pytest.raises(SnapshotRefused, match="the cache_salt is another"):
+        check_scope(made(), dataclasses.replace(SCOPE, salt="you"))
+
+
+def test_names_are_apart_by_tenant() -> None:
+    assert snapshot_id(tenant_of("a"), "x") != snapshot_id(tenant_of("b"), "x")
+    assert snapshot_id(tenant_of("a"), "x").startswith(tenant_of("a").hex())
+    assert "x" not in snapshot_id(tenant_of("a"), "x")
