@@ -37,7 +37,7 @@ LAYERS = (
 )
 NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}  # storage works without the engine, which asks its door
 ONLY = {"penstock.connectors": "penstock.kv", "penstock.sanitizer": "penstock.sanitizer"}  # and the base
-PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("propose", "ngram", "length", "runner"))
+PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("propose", "ngram", "length", "drafter"))
 NO_TORCH = (*LAYERS[0][0].split(" + "), "penstock.kv.blocks", "penstock.engine.scheduling", "penstock.sanitizer", *PURE_SPECULATION)
 TORCH_CUDA = (
     "penstock.lanes.cuda",

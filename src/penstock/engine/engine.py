@@ -296,6 +296,8 @@ class Engine:
             sessions=self._sessions.figures(),
             residency=self._residency_figures(),
             host_steps=self._num_host_steps,
+            drafted=tuple(scheduler.counts.drafted_by_place),
+            accepted=tuple(scheduler.counts.accepted_by_place),
             sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
 

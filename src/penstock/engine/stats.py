@@ -29,5 +29,7 @@ class EngineStats:
     resume: Histogram
     load_exposed_s: float  # seconds that requests waited for a promotion while nothing else could be computed for them
     sessions: SessionFigures = field(default_factory=SessionFigures)
+    drafted: tuple[int, ...] = ()  # draft tokens verified: how many first ones of a step, second ones, ..; empty where there were none
+    accepted: tuple[int, ...] = ()  # and those that were kept
     residency: ResidencyFigures = field(default_factory=ResidencyFigures)
     host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there

@@ -143,6 +143,8 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     matched_s: float | None = None
     loaded_s: float | None = None
     fault: SentError | None = None
+    drafted: int = 0
+    accepted: int = 0
     scored: bool = False
 
     @staticmethod
@@ -153,7 +155,7 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
             parts = [None if part is None else Scores.of(part) for part in scored.parts]
         fault = None if event.failure is None else fault_from(event.failure)
         times = event.waited_s, event.matched_s, event.loaded_s
-        rest = (event.finish, event.stop_token, event.source, event.error, *times, fault, event.scored)
+        rest = (event.finish, event.stop_token, event.source, event.error, *times, fault, event.drafted, event.accepted, event.scored)
         return SentEvent(number, event.tokens, event.logprobs, parts, *rest)
 
     def made(self, request_id: str) -> TokenEvent:
@@ -161,8 +163,9 @@ class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
         prompt = None if scored is None else PromptLogprobs([None if part is None else part.made() for part in scored])
         failure = None if self.fault is None else error_from(self.fault)
         given = failure if isinstance(failure, PenstockError) else None
-        rest = (self.finish, self.stop_token, self.source, self.error, self.waited_s, self.matched_s, self.loaded_s, given)
-        return TokenEvent(request_id, self.tokens, self.logprobs, prompt, *rest, scored=self.scored)
+        times = self.waited_s, self.matched_s, self.loaded_s
+        rest = (self.finish, self.stop_token, self.source, self.error, *times, given, self.drafted, self.accepted, self.scored)
+        return TokenEvent(request_id, self.tokens, self.logprobs, prompt, *rest)
 
 
 # ---------------------------------------------------------------------------------------------------------- engine to front

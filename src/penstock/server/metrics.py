@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ class EngineCollector(Collector):
         sources = "Prompt tokens by where their KV came from; the sources sum to all prompt tokens."
         yield _by_label(CounterMetricFamily, "penstock_prompt_tokens", sources, "source", stats.prompt_tokens)
         yield CounterMetricFamily("penstock_generated_tokens", "Tokens generated.", value=stats.generated_tokens)
+        yield from _drafts(stats.drafted, stats.accepted)
         yield _blocks(stats.kv_blocks)
         if stats.traffic is not None:
             yield from _traffic(stats.traffic)
@@ -49,6 +50,21 @@ class EngineCollector(Collector):
         yield _histogram("penstock_resume_seconds", "Seconds from a retraction to the first step after it.", stats.resume)
         yield _histogram("penstock_ttft_seconds", "Seconds from submit to the first token.", stats.ttft)
         yield _histogram("penstock_inter_token_seconds", "Seconds between tokens of one request.", stats.inter_token)
+
+
+def _drafts(drafted: Sequence[int], accepted: Sequence[int]) -> Iterator[Any]:
+    """Of every place behind a request's last token. `accepted[n]` steps have kept more than n drafts."""
+    if not drafted:
+        return
+    places = [str(place) for place in range(1, len(drafted) + 1)]
+    about = "Draft tokens that were verified, by their place behind the last token."
+    yield _by_label(CounterMetricFamily, "penstock_draft_tokens", about, "place", dict(zip(places, drafted, strict=True)))
+    about = "Draft tokens that were kept, by their place behind the last token."
+    yield _by_label(CounterMetricFamily, "penstock_accepted_draft_tokens", about, "place", dict(zip(places, accepted, strict=True)))
+    num = drafted[0]
+    buckets = [(str(float(kept)), num - more) for kept, more in enumerate(accepted)]
+    about = "Draft tokens of one request that a step kept."
+    yield HistogramMetricFamily("penstock_accepted_draft_length", about, buckets=[*buckets, ("+Inf", num)], sum_value=sum(accepted))
 
 
 def _residency(figures: ResidencyFigures) -> Iterator[Any]:

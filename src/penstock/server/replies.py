@@ -263,12 +263,16 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
     details: Json = {"cached_tokens": num_prompt - by_source.get("computed", num_prompt), "kv_source": by_source}
     if any(choice.scored for choice in choices):
         details["kv_residency"] = "scored"
-    return {
+    usage: Json = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": details,
     }
+    if num_drafts := sum(choice.num_drafts for choice in choices):
+        num_accepted = sum(choice.num_accepted for choice in choices)
+        usage["completion_tokens_details"] = {"draft_tokens": num_drafts, "accepted_draft_tokens": num_accepted}
+    return usage
 
 
 # ------------------------------------------------------------------------------------------------- answers made of blocks

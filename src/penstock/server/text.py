@@ -151,6 +151,7 @@ class ChoiceText:
 
     def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, echo: bool) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
+        self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
         self.source: KvSource | None = None
         self.scored = False  # it attends to a part of its context
         self.finish: str | None = None
@@ -171,6 +172,8 @@ class ChoiceText:
                 break
             if self.source is None:
                 self.source, self.scored = event.source, event.scored
+            self.num_drafts += event.drafted
+            self.num_accepted += event.accepted
             parts.append(self._open(event))
             parts.append(self._take(event))
             if event.finish is not None and self.finish is None:

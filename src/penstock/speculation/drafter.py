@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,14 @@ from penstock.engine.scheduling.track import Track
 from penstock.speculation.length import DraftTrack, Row, StepCosts, Trial, begin, choose, settle
 from penstock.speculation.ngram import NgramProposer, SharedTexts
 
+log = logging.getLogger(__name__)
+
 _LEARNS = 0.2  # share of a measured step in what its size is taken to cost
 
 
 @dataclass(slots=True)
 class _Request:
-    proposer: NgramProposer | None  # None: drafts are made on the device
+    proposer: NgramProposer | None  # None: drafts are made on the device, or it has failed
     account: DraftTrack
     plain_s: float = 0.0  # of its last step, as it would have been without drafts
 
@@ -48,7 +51,7 @@ class Speculation:
             return [()] * len(requests)
         proposed = [self._proposal(one) for one in requests]
         rows = [Row(self._of(one.track).account, len(drafts)) for one, drafts in zip(requests, proposed, strict=True)]
-        choice = choose(rows, self.costs, self._max_step_drafts, num_others)
+        choice = choose(rows, self.costs, self._max_step_drafts, num_others, is_bounded=not self._trial.is_look)
         nums = choice.drafts if self.force is None else [min(row.most, self.force(row.most)) for row in rows]
         begin(rows, choice)
         for one in requests:
@@ -91,5 +94,12 @@ class Speculation:
         if self._on_device:
             return tuple(range(-2, -2 - min(most, one.num_pending), -1))
         num_unknown = track.num_expected - len(track.tokens)
-        proposer = self._of(track).proposer
-        return () if proposer is None else proposer.propose(track.tokens, most + num_unknown).tokens[num_unknown:]
+        request = self._of(track)
+        if request.proposer is None:
+            return ()
+        try:
+            return request.proposer.propose(track.tokens, most + num_unknown).tokens[num_unknown:]
+        except Exception:  # nobody needs a proposal
+            log.exception("nothing more is proposed for request %s", track.request.id)
+            request.proposer = None
+            return ()

@@ -87,7 +87,7 @@ class Trial:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._is_look = False
+        self.is_look = False  # for a few steps
         self._other: float | None = None  # tokens per second of the one that does not run, when it ran last
         self._num_kept = KEPT_STEPS
         self._left, self._num_unsettled = LOOK_STEPS, SETTLING_STEPS
@@ -105,7 +105,7 @@ class Trial:
             self._end_turn(self._tokens / max(self._seconds, 1e-9))
 
     def _end_turn(self, rate: float) -> None:
-        if self._other is None or not self._is_look:
+        if self._other is None or not self.is_look:
             self._other = rate
             self._begin_turn(not self.is_on, LOOK_STEPS, is_look=True)
         elif rate > self._other:
@@ -116,7 +116,7 @@ class Trial:
             self._num_kept = min(2 * self._num_kept, MOST_KEPT_STEPS)
 
     def _begin_turn(self, is_on: bool, num_steps: int, is_look: bool) -> None:
-        self.is_on, self._left, self._is_look = is_on, num_steps, is_look
+        self.is_on, self._left, self.is_look = is_on, num_steps, is_look
         self._num_unsettled = SETTLING_STEPS
         self._seconds = self._tokens = 0.0
 
@@ -134,8 +134,9 @@ class DraftChoice(NamedTuple):
     plain_s: float  # of the same step without drafts
 
 
-def choose(rows: Sequence[Row], costs: StepCosts, budget: int, other_tokens: int = 0) -> DraftChoice:
-    """Drafts for each row: `budget` in all at most, beside `other_tokens` of prompts in the same step."""
+def choose(rows: Sequence[Row], costs: StepCosts, budget: int, other_tokens: int = 0, is_bounded: bool = True) -> DraftChoice:
+    """Drafts for each row: `budget` in all at most, beside `other_tokens` of prompts in the same step. Not bounded by accounts while it is
+    looked at whether proposing pays."""
     base = len(rows) + other_tokens
     plain_s = costs.of(base)
     best = DraftChoice([0] * len(rows), plain_s, plain_s)
@@ -145,7 +146,7 @@ def choose(rows: Sequence[Row], costs: StepCosts, budget: int, other_tokens: int
     order = np.argsort(-worth, axis=None, kind="stable")  # of equal worth the lower place first, so that no place is skipped
     order = order[worth.ravel()[order] >= _LEAST_WORTH]
     places = order % worth.shape[1]
-    best_rate, room_s = len(rows) / plain_s, _room_s(rows, plain_s)
+    best_rate, room_s = len(rows) / plain_s, _room_s(rows, plain_s) if is_bounded else float("inf")
     for depth in _depths(worth.shape[1], costs):
         taken = order[places < depth][:budget]
         gains = np.cumsum(worth.ravel()[taken])

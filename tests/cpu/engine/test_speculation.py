@@ -16,6 +16,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
 from penstock.models.registry import BUILT_IN
+from penstock.speculation.ngram import NgramProposer
+from penstock.speculation.propose import Proposal
 from support.adapters import write_random_adapter
 from support.driving import Collected, generate, run_all, settle_all, submit
 
@@ -233,3 +235,54 @@ def test_figures_are_those_of_what_happened(ahead: bool, make_engine: Make, prom
     assert sum(event.accepted for event in found.events) == accepted
     assert counts.generated_tokens == 80
     assert ahead or engine.stats().steps == 80 - accepted
+
+
+def test_a_proposer_that_fails_costs_its_request_the_drafts_alone(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go on with theirs, and nothing is said to anybody."""
+    plain, engine = make_engine(), make_engine(speculate="ngram")
+    speculation = engine._parts.speculation
+    assert speculation is not None
+    speculation.force = lambda most: most
+    prompt = prompts(8, seed=1) * 4
+    right = generate(plain, prompt, max_tokens=40)
+    whole = NgramProposer.propose
+    failed: list[NgramProposer] = []
+
+    def propose(self: NgramProposer, history: Sequence[int], k: int) -> Proposal:
+        if not failed or self in failed:
+            failed.append(self)
+            raise RuntimeError("no idea")
+        return whole(self, history, k)
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    found = [submit(engine, prompt, max_tokens=40), submit(engine, prompt, max_tokens=40)]
+    run_all(engine)
+    for one in found:
+        assert_same(one, right)
+    assert len(failed) == 1 and sum(event.drafted for event in found[0].events) == 0
+    assert sum(event.drafted for event in found[1].events) > 0
+
+
+def test_a_step_that_fails_over_drafts_ends_its_requests_and_no_others(make_engine: Make, prompts: Prompts) -> None:
+    plain = make_engine()
+    engine, script = scripted(make_engine, ahead=True)
+    right = generate(plain, prompts(20), max_tokens=30)
+    first = answered(engine, script, prompts(20), right, max_tokens=30)
+    sampler = engine._parts.executor._sampler
+    kept, calls = sampler._kept, []
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("broken")
+        return kept(*args)
+
+    sampler._kept = fail
+    run_all(engine)
+    assert first.finish is FinishReason.ERROR and "broken" in (first.error or "")
+    second = answered(engine, script, prompts(20), right, max_tokens=30)
+    run_all(engine)
+    engine.check()
+    assert_same(second, right)

@@ -46,7 +46,7 @@ _TIMED_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """KeySizes that hold for the executor's life."""
+    """Sizes that hold for the executor's life."""
 
     max_batch: int
     prefill_chunk: int  # prompt tokens per step

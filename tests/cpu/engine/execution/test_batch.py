@@ -49,10 +49,31 @@ def test_a_chunk_has_the_logits_of_as_many_of_its_last_tokens_as_it_wants() -> N
     assert x.sample_at.tolist() == [0, 3, 4, 5, 6] and x.sample_rows.tolist() == [1, 3, 3, 4, 4]
 
 
+@pytest.mark.parametrize("bucket", [None, Shape(6, 6, 6)], ids=["eager", "captured"])
+def test_each_token_of_a_decode_with_drafts_is_a_row(bucket: Shape | None) -> None:
+    """Over the same table, each with one token more. What the step before may have rejected can be written, too."""
+    drafts = chunk(1, 6, [-1, 8, 9], num_logits=3)._replace(num_unsure=3)
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack((drafts, chunk(2, 5, [7])), 2, bucket, np.full(200, -7, np.int32))
+    ints = torch.from_numpy(packed.ints)
+    x = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    first, second = (slots.tolist() for slots in (drafts.slots, chunk(2, 5, [7]).slots))
+    num = 4 if bucket is None else 6
+    assert x.tokens.tolist()[:4] == [-1, 8, 9, 7] and x.positions.tolist()[:4] == [6, 7, 8, 5]
+    assert x.kv_lens.tolist() == [7, 8, 9, 6, 1, 1][:num] and x.rows.tolist() == [1, 1, 1, 2, PADDING_ROW, PADDING_ROW][:num]
+    assert x.table_starts.tolist() == [1, 1, 1, 4, 0, 0][:num] and x.tables.tolist()[:6] == [PADDING_SLOT, *first, *second]
+    assert x.write_at.tolist()[:4] == [first[1] * 4 + 2, first[1] * 4 + 3, first[2] * 4, second[1] * 4 + 1]
+    assert x.sample_at.tolist() == list(range(num)) and packed.num_decodes == num
+    assert set(packed.write_slots.tolist()) >= {*first, second[1]}, "it may begin three tokens earlier, in its first block"
+    assert packed.drafted is not None and (packed.drafted.num_drafts, packed.drafted.num_unsure) == (2, 3)
+    found = packed.drafted.views(ints)
+    assert found.unsure.tolist() == [1, 1, 1, 0, 0, 0][:num] and found.group_of.tolist() == [0, 0, 0, 1, 2, 3][:num]
+    assert found.starts.tolist() == [0, 3, 4, 5][: num - 2] and found.lengths.tolist() == [2, 0, 0, 0][: num - 2]
+
+
 @pytest.mark.parametrize(("sizes", "num_decodes"), [((1, 1, 3), 1), ((1, 1, 3), 3), ((1, 3, 1), 2), ((3, 1), 1), ((2,), 1), ((1,), 0)])
 def test_a_step_whose_first_chunks_are_not_its_decodes_is_refused(sizes: tuple[int, ...], num_decodes: int) -> None:
     chunks = tuple(chunk(row, 0, [5] * size) for row, size in enumerate(sizes))
-    with pytest.raises(InvariantBroken, match="have one token"):
+    with pytest.raises(InvariantBroken, match=r"have one token|logits of all its tokens"):
         Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, None, np.zeros(200, np.int32))
 
 

@@ -41,7 +41,7 @@ class StateWatch(Sanitizer):
     def _state(self) -> list[torch.Tensor]:
         assert self.engine is not None
         sampler = self.engine._parts.executor._sampler
-        return [sampler.last_tokens[:, None], sampler._counts, sampler._in_prompt]
+        return [sampler.pending, sampler.rejected[:, None], sampler._counts, sampler._in_prompt]
 
     def started(self, lane: str, ticket: int) -> None:
         super().started(lane, ticket)
@@ -79,13 +79,13 @@ def test_a_captured_step_is_not_replayed_over_other_tensors(make_engine: MakeEng
     engine = make_engine()
     generate(engine, prompts(20), max_tokens=4)
     sampler = engine._parts.executor._sampler
-    kept, sampler.last_tokens = sampler.last_tokens, sampler.last_tokens.clone()
+    kept, sampler.pending = sampler.pending, sampler.pending.clone()
     try:
         submit(engine, prompts(20, seed=1), max_tokens=4)
         with pytest.raises(InvariantBroken, match="captured over tensors since replaced"):
             run_all(engine)
     finally:
-        sampler.last_tokens = kept
+        sampler.pending = kept
     engine._parts.scheduler._steps._unread.pop()  # the plan that could not be launched
 
 

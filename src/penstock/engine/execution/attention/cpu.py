@@ -207,14 +207,18 @@ class _Preparation:
     def spans(self, inputs: StepInputs) -> Iterator[_Span]:
         q_starts, kv_lens, table_starts = inputs.q_starts.tolist(), inputs.kv_lens.tolist(), inputs.table_starts.tolist()
         tables = inputs.tables.long()
+        first = 0
         for chunk, kv_len in enumerate(kv_lens):
-            q_len = q_starts[chunk + 1] - q_starts[chunk]
+            if chunk + 1 < len(kv_lens) and kv_lens[chunk + 1] == kv_len + 1 and table_starts[chunk + 1] == table_starts[chunk]:
+                continue  # rows of one request, a token and its drafts: their keys are gathered once
+            q_begin, first = q_starts[first], chunk + 1
+            q_len = q_starts[chunk + 1] - q_begin
             if q_len == 0 or kv_len == 0:
                 continue
             table = tables[table_starts[chunk] :][: self._sizes.num_blocks(kv_len)]
             if table.numel() < self._sizes.num_blocks(kv_len) or kv_len < q_len:
                 raise InvariantBroken(f"chunk {chunk}: {q_len} of {kv_len} tokens over a table of {table.numel()} blocks")
-            yield _Span(q_starts[chunk], q_len, kv_len, table)
+            yield _Span(q_begin, q_len, kv_len, table)
 
     def _is_lone(self, span: _Span, num_tokens: int) -> bool:
         """bfloat16 would round the scores before they are compared; the fused kernel keeps them in float32."""
