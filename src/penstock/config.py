@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.errors import ConfigError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -83,10 +83,11 @@ class ModelSource:
 MAX_SPANS = 64  # of pinned tokens
 
 
-def check_spans(spans: Sequence[tuple[int, int]], error: type[ConfigError] | type[InvalidRequest]) -> None:
-    """Raises `error` unless each is a first token and one behind the last."""
-    if len(spans) > MAX_SPANS or any(not 0 <= first < end for first, end in spans):
-        raise error(f"pinned spans are at most {MAX_SPANS} pairs of a first token and one behind the last, got {list(spans)[:3]}")
+def wrong_spans(spans: Sequence[tuple[int, int]]) -> str:
+    """What is wrong with them; empty: each is a first token and one behind the last."""
+    if len(spans) <= MAX_SPANS and all(0 <= first < end for first, end in spans):
+        return ""
+    return f"pinned spans are at most {MAX_SPANS} pairs of a first token and one behind the last, got {list(spans)[:3]}"
 
 
 FEWEST_RESIDENT = 8  # blocks of a deep sequence on the device: what is computed, and what is being saved meanwhile
@@ -108,7 +109,7 @@ class KvConfig:
     def __post_init__(self) -> None:
         _need(self.residency in RESIDENCIES, f"--kv-residency must be one of {', '.join(RESIDENCIES)}, got {self.residency!r}")
         _need(self.scorer in SCORERS, f"--kv-scorer must be one of {', '.join(SCORERS)}, got {self.scorer!r}")
-        check_spans(self.pin_spans, ConfigError)
+        _need(not (wrong := wrong_spans(self.pin_spans)), f"--kv-pin-spans: {wrong}")
         _need(not self.pin_spans or self.residency == "scored", "--kv-pin-spans needs --kv-residency scored")
         _need(self.block_tokens in (8, 16, 32, 64, 128), f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}")
         _need(self.device_gib is None or self.device_blocks is None, "give --device-kv-gib or --device-kv-blocks, not both")

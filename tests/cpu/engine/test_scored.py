@@ -528,5 +528,8 @@ def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(make_engine: 
     scored = scored_engine(make_engine)
     with pytest.raises(InvalidRequest, match="one has to be free"):
         submit(scored, prompts(LONG), pins=[(512, 1024)])
-    with pytest.raises(InvalidRequest, match="pinned spans"):
+    with pytest.raises(InvalidRequest, match="pinned spans") as refused:
         submit(scored, prompts(LONG), pins=[(20, 10)])
+    assert refused.value.param == "kv_pin_spans"
+    with pytest.raises(ConfigError, match="--kv-pin-spans: pinned spans are at most 64 pairs"):
+        scored_engine(make_engine, pin_spans=((5, 5),))

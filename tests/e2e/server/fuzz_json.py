@@ -115,7 +115,7 @@ def kinds(kind: mi.Type) -> set[str]:
             return {"bool"} if isinstance(kind.values[0], bool) else {"str"}
         case mi.StrType():
             return {"str"}
-        case mi.ListType():
+        case mi.ListType() | mi.TupleType():
             return {"array"}
         case mi.StructType() | mi.DictType():
             return {"object"}
@@ -149,6 +149,8 @@ def fits(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(list(kind.values))
         case mi.ListType():
             return st.lists(fits(kind.item_type), min_size=kind.min_length or 0, max_size=max(3, kind.min_length or 0))
+        case mi.TupleType():
+            return st.tuples(*map(fits, kind.item_types)).map(list)
         case mi.StructType():
             return _struct(kind)
         case mi.DictType() if isinstance(kind.value_type, mi.AnyType):  # schemas

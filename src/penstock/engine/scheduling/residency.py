@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config import KvConfig, ResidencyName, check_spans
+from penstock.config import KvConfig, ResidencyName, wrong_spans
 from penstock.contract import FetchedBlocks, Residency, Scoring, Table
 from penstock.errors import ConfigError, InvalidRequest
 
@@ -74,11 +74,13 @@ class Division:
     def pinned(self, pins: Sequence[tuple[int, int]], num_tokens: int) -> tuple[int, ...]:
         """Parts that hold the first token or pinned ones, of a sequence of at most `num_tokens`. Raises InvalidRequest where they leave
         nothing to choose."""
-        parts = {0}
+        parts, num = {0}, 1
         for first, end in pins:
-            parts.update(range(first // self.part_tokens, -(-min(end, num_tokens) // self.part_tokens)))
-        if len(parts) >= self.chosen:
-            held = f"{len(parts)} parts of {self.part_tokens} tokens, the first included"
+            span = range(first // self.part_tokens, -(-min(end, num_tokens) // self.part_tokens))
+            parts.update(span[: self.chosen])  # a span may be longer than anything that is counted one by one
+            num = max(num, len(span) + (0 not in span), len(parts))
+        if num >= self.chosen:
+            held = f"{num} parts of {self.part_tokens} tokens, the first included"
             raise InvalidRequest(f"kv_pin_spans take {held}, and {self.chosen - 1} can be pinned: one has to be free", "kv_pin_spans")
         return tuple(sorted(parts))
 
@@ -110,7 +112,8 @@ class ResidencyChoice:
 
     def for_request(self, asked: ResidencyName | None, pins: Sequence[tuple[int, int]] | None, num_tokens: int) -> Residency | None:
         """For one that may have `num_tokens` in all; None where it attends to all. Raises InvalidRequest for what cannot be."""
-        check_spans(pins or (), InvalidRequest)
+        if wrong := wrong_spans(pins or ()):
+            raise InvalidRequest(wrong, "kv_pin_spans")
         scored = self.scored if asked is None else asked == "scored"
         if pins is not None and not scored:
             raise InvalidRequest("kv_pin_spans are for requests with kv_residency scored", "kv_pin_spans")

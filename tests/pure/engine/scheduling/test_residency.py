@@ -55,6 +55,8 @@ def test_one_part_can_always_give_way() -> None:
     with pytest.raises(InvalidRequest, match=f"take {most + 1} parts .* {most} can be pinned"):
         division.pinned([(0, 64 * most + 1)], 10_000)
     assert division.pinned([(5000, 6000)], 100) == (0,), "beyond its end there is nothing to pin"
+    with pytest.raises(InvalidRequest, match=r"take 9000000000000000 parts"):
+        division.pinned([(0, 64 * 9 * 10**15)], 2**63)
 
 
 def resident_set(num_exact: int = 16 * 400, pins: tuple[tuple[int, int], ...] = ()) -> ResidentSet:
