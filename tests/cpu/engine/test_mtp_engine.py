@@ -105,6 +105,19 @@ def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(pa
     assert engine.stats().retractions > 2
 
 
+def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(pair: Any, prompts: Prompts) -> None:
+    """What is paged out is not the head's business: it passes over such a request's tokens like over others."""
+    sizes = {"blocks": 64, "host_blocks": 256, "max_model_len": 2048, "resident_tokens": 256}
+    plain, engine = pair(**sizes)
+    right = [generate(plain, prompts(length, seed=length), max_tokens=20) for length in (900, 60)]
+    found = [submit(engine, prompts(length, seed=length), max_tokens=20) for length in (900, 60)]
+    run_all(engine)
+    engine.check()
+    for one, wanted in zip(found, right, strict=True):
+        assert_same(one, wanted)
+    assert [sum(event.drafted for event in one.events) > 0 for one in found] == [False, True]
+
+
 def recorded_drafts(engine: Engine, prompt: list[int]) -> dict[int, list[int]]:
     """What the device has drafted behind every step of one request, by the position of the last token that was kept."""
     found: dict[int, list[int]] = {}
