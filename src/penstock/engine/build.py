@@ -327,7 +327,7 @@ def _head(config: Config, model: Model) -> MtpHead | None:
     return head
 
 
-def _scope(model: Model, layout: BlockLayout, head: MtpHead | None) -> Scope:
+def _scope(model: Model, layout: BlockLayout, head: MtpHead | None = None) -> Scope:
     digest = model.digest if head is None else hashlib.blake2b(model.digest + head.digest, digest_size=len(model.digest)).digest()
     return Scope(digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
 

@@ -239,8 +239,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag=1):
     priority: int
     session: str
     hint: CacheHint | None
-    residency: ResidencyName | None
-    pins: tuple[tuple[int, int], ...] | None
+    residency: ResidencyName | None = None
+    pins: tuple[tuple[int, int], ...] | None = None
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=2):

@@ -538,9 +538,9 @@ def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
     expected = generate(engine, prompts(30), logprobs=1)
     pack = Packer._pack_tokens
 
-    def misplaced(self: Packer, chunks: Any, num_decodes: int, starts: Any, last_slots: Any, out: Any) -> None:
-        pack(self, chunks, num_decodes, starts, last_slots, out)
-        out[2][: len(chunks)] = self._padding_slot * self._block_tokens  # the newest token's KV goes nowhere
+    def misplaced(self: Packer, decodes: Any, others: Any, starts: Any, last_slots: Any, out: Any) -> None:
+        pack(self, decodes, others, starts, last_slots, out)
+        out[2][: len(decodes)] = self._padding_slot * self.block_tokens  # the newest token's KV goes nowhere
 
     monkeypatch.setattr(Packer, "_pack_tokens", misplaced)
     found = generate(engine, prompts(30, seed=1), logprobs=1)

@@ -8,10 +8,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
+from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
-from penstock.figures import Histogram, SessionFigures, SnapshotFigures, Traffic
+from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
 from penstock.server.metrics import exposition
+from penstock.server.replies import usage_of
 from penstock.server.request_figures import RequestFigures
+from penstock.server.text import ChoiceText, Prompt
 
 BOUNDS = (0.5, 1.0)
 
@@ -50,6 +53,9 @@ STATS = EngineStats(
     load_exposed_s=91.5,
     sessions=SessionFigures(*range(2001, 2015)),
     snapshots=SnapshotFigures(*range(3001, 3010)),
+    drafted=(50, 40, 30),
+    accepted=(20, 7, 0),
+    residency=ResidencyFigures(4001, 4002, 4003.5, histogram(600)),
 )
 
 
@@ -108,6 +114,22 @@ def test_every_figure_is_shown_under_its_own_name() -> None:
         "prefetches_total started": 2012,
         "prefetches_total finished": 2013,
         "prefetches_total refused": 2014,
+        "draft_tokens_total 1": 50,
+        "draft_tokens_total 2": 40,
+        "draft_tokens_total 3": 30,
+        "accepted_draft_tokens_total 1": 20,
+        "accepted_draft_tokens_total 2": 7,
+        "accepted_draft_tokens_total 3": 0,
+        "accepted_draft_length_bucket 0.0": 30,
+        "accepted_draft_length_bucket 1.0": 43,
+        "accepted_draft_length_bucket 2.0": 50,
+        "accepted_draft_length_bucket +Inf": 50,
+        "accepted_draft_length_count": 50,
+        "accepted_draft_length_sum": 27,
+        "residency_parts_fetched_total": 4001,
+        "residency_rescores_total": 4002,
+        "residency_rescore_seconds_total": 4003.5,
+        **buckets("residency_recall_mass", 600),
         "snapshots known": 3001,
         "snapshots damaged": 3004,
         "snapshot_pinned_blocks": 3002,
@@ -184,3 +206,14 @@ def test_the_statistics_of_the_cache_are_those_of_the_engine(served: Served, mon
             "usable": {"ssd": True, "remote": False},
         },
     }
+
+
+def test_usage_adds_up_what_was_proposed_for_each_choice_and_kept(served: Served) -> None:
+    """Nothing is said where nothing was proposed."""
+    tokenizer = served.engine.tokenizer
+    prompt = Prompt([1, 2], "ab", (0, 1))
+    choices = [ChoiceText(tokenizer, SamplingParams(max_tokens=9), (), prompt, False) for _ in range(2)]
+    assert "completion_tokens_details" not in usage_of([prompt], choices, 2)
+    for choice, drafted, accepted in ((choices[0], 4, 1), (choices[1], 3, 3), (choices[0], 2, 2)):
+        choice.feed([TokenEvent("r", (5,) * (accepted + 1), drafted=drafted, accepted=accepted)])
+    assert usage_of([prompt], choices, 2)["completion_tokens_details"] == {"draft_tokens": 9, "accepted_draft_tokens": 6}

@@ -65,7 +65,7 @@ CHAT = {
 }
 # Not about sampling, or another name of one that is.
 UNUSED = {"stream_options", "user", "max_completion_tokens", "response_format", "priority", "session_id", "prompt_cache_key", "cache_hint"}
-UNUSED |= {"kv_residency", "kv_pin_spans"}
+UNUSED |= {"kv_residency", "kv_pin_spans", "snapshot"}
 UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # they replace what is sampled from
 UNUSED |= {"tools", "tool_choice", "parallel_tool_calls"}
 UNUSED |= {*schema.NEUTRAL, *schema.NO_EFFECT, "logit_bias"}  # biases: tests/cpu/engine/execution/test_sampler.py

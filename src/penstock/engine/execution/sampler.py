@@ -218,11 +218,11 @@ class Sampler:
         floats = params[:NUM_FLOATS].view(torch.float32)
         temperature, top_p, min_p, presence, frequency, repetition, biased = (f[:, None] for f in floats)
         if plan.penalties:
-            counts = self._counts[rows.long()]
+            counts = None
             if drafting is not None and drafting.shape.num_drafts:  # drafts before a row count there as if they had been emitted
                 before = counts_before(drafting.drafts(), logits.shape[-1])
-                counts = counts + before[drafting.inputs.group_of.long(), drafting.places()]
-            logits = self._penalise(logits, rows, counts, presence, frequency, repetition)
+                counts = self._counts[rows.long()] + before[drafting.inputs.group_of.long(), drafting.places()]
+            logits = self._penalise(logits, rows, presence, frequency, repetition, counts)
         if plan.biases:
             # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are added.
             logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
@@ -252,7 +252,11 @@ class Sampler:
         shift = (self.rejected[rows] * drafting.inputs.unsure).long()
         return keys.view(-1, 2, len(rows)).gather(0, shift.expand(1, 2, -1))[0]
 
-    def _penalise(self, logits: Tensor, rows: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:
+    def _penalise(
+        self, logits: Tensor, rows: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor, counts: Tensor | None = None
+    ) -> Tensor:
+        """`counts` of the tokens before each row, where they are not those of its request."""
+        counts = self._counts[rows.long()] if counts is None else counts
         seen = (counts > 0) | self._in_prompt[rows.long()]
         damped = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen & (repetition != 1.0), damped, logits)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.contract import Chunk, StepPlan
-from penstock.engine.execution.batch import DEEP_TOKENS, Shape
+from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape
 from penstock.engine.execution.replays import MOST_DEEP, Replays, cuda_buckets
 
 
@@ -20,8 +20,8 @@ def plan_of(*lengths: int, num_tokens: int = 1) -> StepPlan:
 
 @pytest.fixture
 def replays() -> Replays:
-    unused = None
-    return Replays(unused, unused, unused, unused, cuda_buckets(256, 8192), lambda: ())  # type: ignore[arg-type]
+    unused, packer = None, Packer(16, 0, 0)
+    return Replays(unused, unused, packer, unused, cuda_buckets(256, 8192), lambda: ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num", [2, 5, 16])

@@ -38,9 +38,9 @@ def _around(patch: Patch, owner: type, name: str, make: Callable[[Callable[..., 
 
 def computes_over_what_has_not_come(patch: Patch) -> None:
     def make(add: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Draft, track: Track, num_tokens: int) -> None:
+        def faulty(self: Draft, track: Track, *others: Any) -> None:
             track.load = None
-            add(self, track, num_tokens)
+            add(self, track, *others)
 
         return faulty
 
