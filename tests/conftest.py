@@ -3,5 +3,44 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 os.environ["PENSTOCK_WEIGHTS"] = "float32"  # for child processes, too
+
+SLOW_S = 240.0  # before faulthandler ends the process: it names a hundred threads, and the one that waits is often not among them
+
+_running: tuple[str, float] | None = None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    threading.Thread(target=_watch, args=(session.config.stash[fault_handler_stderr_fd_key],), name="slow tests", daemon=True).start()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    global _running
+    _running = (nodeid, time.monotonic())
+
+
+def pytest_runtest_logfinish() -> None:
+    global _running
+    _running = None
+
+
+def _watch(stderr: int) -> None:
+    """Say of a test that takes very long where its own thread is."""
+    said = None
+    while True:
+        time.sleep(5)
+        running = _running
+        if running is None or running is said or time.monotonic() - running[1] < SLOW_S:
+            continue
+        said = running
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        lines = traceback.format_stack(frame) if frame is not None else []
+        os.write(stderr, f"{running[0]} still runs after {SLOW_S:.0f} s:\n{''.join(lines)}".encode())
