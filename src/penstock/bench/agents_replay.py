@@ -156,7 +156,9 @@ class EngineReplay:
             self._engine.wait_work(IDLE_S)
 
     def submit_due(self) -> bool:
-        """For a caller that both submits and steps: sends what is due, and returns whether any is open."""
+        """For a caller that both submits and steps: sends what is due, says whether any is open, and raises where one has failed."""
+        if self._error is not None:
+            raise self._error
         while (due := self._agenda.try_next()) is not None:
             self._submit(*due)
         return self._num_open > 0

@@ -23,6 +23,7 @@ from penstock.cli import main
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SchedulingName, ServerConfig
 from penstock.contract import StepFailure
 from penstock.engine.build import build
+from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ConfigError, InvalidRequest, StepFailed
 from penstock.models.progress import silent
@@ -62,14 +63,18 @@ def roomy():
 # ------------------------------------------------------------------------------------------------------- order and reuse
 
 
+def run_by_hand(replay: EngineReplay) -> None:
+    while replay.submit_due():
+        replay.step()
+
+
 @cache
 def replayed(host_blocks: int, scheduling: SchedulingName = "cost") -> list[Record]:
     """From one thread alone, so that who is asked when depends on nothing but steps."""
     engine = build(config_of(host_blocks, scheduling))
     chosen = select(read_conversations(EXCERPT), ASKING.users, ASKING.context, ASKING.requests)
     replay = EngineReplay(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "salt")
-    while replay.submit_due():
-        replay.step()
+    run_by_hand(replay)
     engine.close(timeout_s=20.0)
     return replay.records
 
@@ -188,17 +193,14 @@ def test_a_request_that_fails_ends_the_replay(roomy, monkeypatch):
 
 def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
     engine, config = roomy
-    launch = engine._parts.executor.launch
-
-    def broken(plan, waits):
-        running = launch(plan, waits)
-        result, failure = running.wait_result, StepFailure.of(RuntimeError("the device is gone"))
-        monkeypatch.setattr(type(running), "wait_result", lambda _: dataclasses.replace(result(), error=failure))
-        return running
-
-    monkeypatch.setattr(engine._parts.executor, "launch", broken)
+    failure, result = StepFailure.of(RuntimeError("the device is gone")), RunningStep.wait_result
+    monkeypatch.setattr(RunningStep, "wait_result", lambda step: dataclasses.replace(result(step), error=failure))
     with pytest.raises(StepFailed, match="the device is gone"):
         bench().measure(engine, config, silent)
+    chosen = select(read_conversations(EXCERPT), 1, ASKING.context, 1)
+    replay = EngineReplay(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "by hand")
+    with pytest.raises(StepFailed, match="the device is gone"):  # and not a wait for ever
+        run_by_hand(replay)
 
 
 # --------------------------------------------------------------------------------------------------------------- agenda
