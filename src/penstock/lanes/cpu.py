@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,16 +46,16 @@ class CpuFence:
 class CpuTicket:
     """Done when its item has run or was skipped."""
 
-    __slots__ = ("_error", "_lane", "label", "number")
+    __slots__ = ("_error", "label", "lane", "number")
 
     def __init__(self, lane: CpuLane, number: int, label: str) -> None:
-        self._lane = lane
+        self.lane = lane
         self._error: BaseException | None = None
         self.number = number
         self.label = label
 
     def done(self) -> bool:
-        return self._lane.has_finished(self.number)
+        return self.lane.has_finished(self.number)
 
     def error(self) -> BaseException | None:
         return self._error
@@ -63,7 +64,7 @@ class CpuTicket:
         self._error = error
 
     def wait_done(self, timeout_s: float | None = None) -> None:
-        self._lane.wait_finished(self.number, timeout_s)
+        self.lane.wait_finished(self.number, timeout_s)
         if self._error is not None:
             raise self._error
 
@@ -102,7 +103,8 @@ class _Item:
 
 
 class CpuLane:
-    """One worker thread that runs items in order. `around` is entered once on that thread: torch.inference_mode, for one, is per thread."""
+    """One worker thread that runs items in order. `around` is entered once on that thread: torch.inference_mode, for one, is per thread.
+    A lane that nobody refers to any more ends when it has run what was submitted."""
 
     def __init__(
         self, name: str, observer: LaneObserver | None = None, around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -110,17 +112,16 @@ class CpuLane:
         self.name = name
         self.num_finished = 0  # items over, in order; read without the lock (a stale value only delays a poll)
         self._observer = observer
-        self._around = around
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()  # in the order of numbers; None: no more will come
         self._submitting = threading.Lock()
         self._num_submitted = 0
         self._closed = False
         self._recording: _CpuRecording | None = None
         self._over = threading.Condition()  # told of every item that is
-        self._has_ended = False  # nothing more will come
         self._failure: BaseException | None = None  # why its thread cannot run anything: whatever is submitted fails with it
-        self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(name, self._queue, around), name=f"lane-{name}", daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     # ---------------------------------------------------------------------------------------------- submitting side
 
@@ -236,24 +237,9 @@ class CpuLane:
 
     # --------------------------------------------------------------------------------------------------- worker side
 
-    def _run(self) -> None:
-        try:
-            with self._around():
-                self._run_all()
-        except BaseException as error:  # the thread lives on: others wait for what was submitted to it
-            log.exception("lane %s: what is put around its work failed, and so does all that is submitted from now on", self.name)
-            self._failure = error
-            self._run_all()
-
-    def _run_all(self) -> None:
-        while not self._has_ended and (item := self._next()) is not None:
-            self._run_item(item)
-        self._has_ended = True
-
-    def _next(self) -> _Item | None:
-        return self._queue.get()
-
-    def _run_item(self, item: _Item) -> None:
+    def run_item(self, item: _Item, failure: BaseException | None) -> None:
+        """`failure`: why its thread can run nothing."""
+        self._failure = self._failure or failure
         error = self._failure
         try:
             if error is None and item.after is not None:
@@ -284,3 +270,22 @@ class CpuLane:
             if self._observer is not None:
                 self._observer.started(self.name, item.ticket.number)
             item.op()
+
+
+def _work(name: str, queue: SimpleQueue[_Item | None], around: Callable[[], AbstractContextManager[object]]) -> None:
+    """The worker thread. Between items it refers to its queue alone."""
+    ended = False
+    try:
+        with around():
+            _run_all(queue, None)
+            ended = True
+    except BaseException as error:  # the thread lives on: others wait for what was submitted to it
+        log.exception("lane %s: what is put around its work failed, and so does all that is submitted from now on", name)
+        if not ended:
+            _run_all(queue, error)
+
+
+def _run_all(queue: SimpleQueue[_Item | None], failure: BaseException | None) -> None:
+    while (item := queue.get()) is not None:
+        item.ticket.lane.run_item(item, failure)
+        del item  # or the lane would live as long as this thread waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -158,6 +159,24 @@ class TestCpuLane(LaneRules):
         with pytest.raises(IndexError):
             lane.replay(capture.replay).wait_done(rig.patience_s)
         assert cell == [1]
+
+    def test_a_lane_that_nobody_refers_to_ends_with_its_thread(self) -> None:
+        """An engine that was dropped without `close` gives its memory back."""
+        lane, gate, ran = CpuLane("dropped"), threading.Event(), []
+        for work in (gate.wait, lambda: ran.append(1)):
+            lane.submit(work, label="work")
+        thread, gone = lane._thread, weakref.ref(lane)
+        del lane
+        assert gone() is not None, "what was submitted still has to run"
+        gate.set()
+        thread.join(10.0)
+        assert not thread.is_alive() and ran == [1] and gone() is None
+        idle = CpuLane("idle")
+        idle.submit(gate.wait, label="work").wait_done(10.0)
+        thread = idle._thread
+        del idle
+        thread.join(10.0)
+        assert not thread.is_alive(), "it waits for work that nobody can submit"
 
     def test_an_exception_of_any_kind_leaves_the_thread_alive(self, rig: CpuRig) -> None:
         def leave() -> None:
@@ -399,15 +418,12 @@ class EarlyFenceLane(CpuLane):
 class BackwardsLane(CpuLane):
     """Runs what came last first."""
 
-    def _next(self) -> _Item | None:
-        item = super()._next()
-        earlier = []
+    def run_item(self, item: _Item, failure: BaseException | None) -> None:
+        later = []
         while not self._queue.empty():
-            earlier.append(item)
-            item = self._queue.get()
-        for one in earlier:
-            self._queue.put(one)
-        return item
+            later.append(self._queue.get())
+        for one in (*reversed(later), item):
+            super().run_item(one, failure) if one is not None else self._queue.put(None)
 
 
 class EagerLane(CpuLane):
