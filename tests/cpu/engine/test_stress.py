@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cpu.engine.test_engine import check_at_rest
+from cpu.engine.test_mtp_engine import model_of, write_random_head
 from cpu.engine.test_tiers import overlap_from
 from penstock.contract import FinishReason
 from penstock.engine import build
@@ -19,6 +20,7 @@ from penstock.engine.execution.replays import cuda_buckets
 from support.driving import Collected, generate, settle_all, submit
 
 WAIT_S = 0.01  # at most, for a transfer
+RESIDENT_TOKENS = 128  # longer requests are paged out
 
 Asked = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 
@@ -26,7 +28,7 @@ Asked = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 def random_request(rng: random.Random, stems: list[list[int]]) -> Asked:
     """A prompt that shares its beginning with others, and any mixture of what a request can ask for."""
     stem = rng.choice(stems)
-    prompt = stem[: rng.choice((0, 5, 16, 32, 47, 48, 80))] + [rng.randrange(1, 500) for _ in range(rng.choice((0, 1, 3, 16, 40)))]
+    prompt = stem[: rng.choice((0, 5, 16, 32, 47, 48, 80, 150))] + [rng.randrange(1, 500) for _ in range(rng.choice((0, 1, 3, 16, 40)))]
     sampling: dict[str, Any] = {"max_tokens": rng.choice((0, 1, 2, 7, 20, 33))}
     if rng.random() < 0.5:
         sampling |= {"temperature": rng.choice((0.5, 1.0, 1.5)), "seed": rng.randrange(100)}
@@ -70,19 +72,28 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     make_engine: Callable[..., Engine], seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
-    stems = [[rng.randrange(1, 500) for _ in range(80)] for _ in range(3)]
+    stems = [[rng.randrange(1, 500) for _ in range(150)] for _ in range(3)]
     alone = make_engine(prefix_cache=False, capture=False, prefill_chunk=512)
     asked = [random_request(rng, stems) for _ in range(40)]
+    asked += rng.choices(asked, k=20)  # what was asked before is what prompt lookup can propose
+    proposer = ("ngram", None, f"mtp:{tmp_path / 'head'}")[seed % 3]
+    if proposer is not None and proposer.startswith("mtp"):
+        write_random_head(tmp_path / "head", model_of(alone))
+    host_blocks = (0, 40, 8, 400)[seed % 4]
     if seed % 2:  # padded replays of every kind, as on CUDA
         monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
     engine = make_engine(
         max_batch=32 if seed % 2 else 8,
         blocks=rng.choice((16, 24, 200)),
-        host_blocks=(0, 40, 8, 400)[seed % 4],
+        host_blocks=host_blocks,
         overcommit=rng.choice((1.0, 4.0)),
         prefill_chunk=rng.choice((16, 64)),
-        **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if seed % 4 in (1, 3) else {}),
+        speculate=proposer,
+        **({"ssd_dir": str(tmp_path / "disk"), "ssd_gib": 0.05} if seed % 4 in (1, 3) else {}),
+        **({"resident_tokens": RESIDENT_TOKENS, "max_model_len": 256} if host_blocks >= 40 else {}),
     )
+    if engine._parts.speculation is not None:
+        engine._parts.speculation.force = lambda most: rng.randrange(most + 1)
     if "host" in engine.tiers and seed % 3:
         overlap_from(engine, 0)  # every step layer by layer over its loads; the others wait for all of them, but for the longest
     if engine.cache.cold_tiers:
@@ -105,5 +116,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     settle_all(engine)
     check_at_rest(engine)
     assert num_cancelled > 0
+    assert proposer is None or engine._parts.scheduler.counts.drafted_tokens > 0
+    assert host_blocks < 40 or engine.stats().host_steps > 0, "something was paged out"
     assert "ssd" not in engine.tiers or engine.cache.cold_tiers["ssd"].counts.num_read > 0, "something came from the disk"
     assert sum(engine.stats().kv_blocks["device"].values()) == engine.cache.num_blocks

@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import Chunk
@@ -68,6 +68,42 @@ def test_each_token_of_a_decode_with_drafts_is_a_row(bucket: Shape | None) -> No
     found = packed.drafted.views(ints)
     assert found.unsure.tolist() == [1, 1, 1, 0, 0, 0][:num] and found.group_of.tolist() == [0, 0, 0, 1, 2, 3][:num]
     assert found.starts.tolist() == [0, 3, 4, 5][: num - 2] and found.lengths.tolist() == [2, 0, 0, 0][: num - 2]
+
+
+DECODES = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=4)  # drafts; whether one without any samples
+PROMPTS = st.lists(st.tuples(st.integers(2, 6), st.integers(0, 1)), max_size=3)  # tokens, logits
+
+
+@example([(2, True), (0, False), (0, True)], [(3, 1), (4, 0)], False)
+@example([(2, True), (0, False), (0, True)], [], True)
+@given(DECODES, PROMPTS, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_in_any_mixture_each_sample_is_of_its_chunks_last_tokens(
+    decodes: list[tuple[int, bool]], prompts: list[tuple[int, int]], captured: bool
+) -> None:
+    """Whoever samples nothing takes no place from others, drafts or not."""
+    sizes = [(1 + num, 1 + num if num or samples else 0) for num, samples in decodes] + prompts
+    assume(sizes)
+    chunks = tuple(chunk(row, row + 1, [5] * num, num_logits=logits) for row, (num, logits) in enumerate(sizes))
+    captured = captured and bool(decodes) and not prompts
+    num_rows = sum(num for num, _ in sizes)
+    bucket = Shape(num_rows + 2, num_rows + 2, num_rows + 2) if captured else None
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, len(decodes), bucket, np.full(400, -7, np.int32))
+    ints = torch.from_numpy(packed.ints)
+    x = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    expected, groups, at = [], [], 0
+    for row, (num, logits) in enumerate(sizes):
+        wanted = max(logits, captured)
+        expected += [(at + num - wanted + i, row if logits else PADDING_ROW) for i in range(wanted)]
+        groups += [wanted] * bool(wanted)
+        at += num
+    expected, groups = expected + [(at + i, PADDING_ROW) for i in range(2 * captured)], groups + [1] * 2 * captured
+    assert list(zip(x.sample_at.tolist(), x.sample_rows.tolist(), strict=True)) == expected
+    assert (packed.drafted is None) == (not any(num for num, _ in decodes))
+    if packed.drafted is not None:
+        found = packed.drafted.views(ints)
+        assert found.lengths.tolist() == [size - 1 for size in groups]
+        assert found.group_of.tolist() == [number for number, size in enumerate(groups) for _ in range(size)]
 
 
 @pytest.mark.parametrize(("sizes", "num_decodes"), [((1, 1, 3), 1), ((1, 1, 3), 3), ((1, 3, 1), 2), ((3, 1), 1), ((2,), 1), ((1,), 0)])
