@@ -187,7 +187,8 @@ class Packer:
         self._padding_row = padding_row
 
     def pack(self, chunks: tuple[Chunk, ...], num_decodes: int, bucket: Shape | None, into: NDArray[np.int32]) -> Packed:
-        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token and its drafts.
+        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token and its drafts;
+        those that sample nothing come last of them.
 
         Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. In a decode bucket each is
         a chunk of its own, so that every program has work; in any other they belong to no chunk, and padding chunks have no tokens.
@@ -306,6 +307,9 @@ def _check_lengths(lens: NDArray[np.int32], num_logits: NDArray[np.int32], num_d
     decodes = lens[:num_decodes]
     if (num_logits[:num_decodes] != decodes)[decodes != 1].any():
         raise InvariantBroken("a decode with drafts wants the logits of all its tokens")
+    samples = num_logits[:num_decodes] > 0
+    if (samples[1:] > samples[:-1]).any():
+        raise InvariantBroken("a chunk of one token that samples nothing stands before one that samples: rows and samples would differ")
 
 
 def _places(owners: NDArray[np.intp]) -> NDArray[np.int32]:

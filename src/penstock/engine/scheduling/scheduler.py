@@ -187,7 +187,7 @@ class Scheduler:
         if self.counts.retractions == num_retractions:
             self._admit(room)
         prefetch_waiting(self._line, self._ledger)
-        chunks = (*self._draft.decodes, *self._draft.prefills)
+        chunks = self._draft.chunks()
         if not chunks:
             return None
         self._grace = max(0, self._grace - (_PROMPT_STEPS if self._draft.prefills else 1))
@@ -195,7 +195,7 @@ class Scheduler:
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
         number = self._steps.add(chunks, self._running.tracks)
         self.waits = Waits(draft.after, draft.loads)
-        return StepPlan(number, chunks, len(draft.decodes), tuple(draft.starts), tuple(draft.after), tuple(draft.loads), draft.num_ahead)
+        return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), tuple(draft.after), tuple(draft.loads), draft.num_ahead)
 
     def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:
         """Tokens that may follow those which the next step computes, for requests that decode."""

@@ -18,6 +18,7 @@ class Draft:
 
     def __init__(self) -> None:
         self.decodes: list[Chunk] = []
+        self.silent: list[Chunk] = []  # one token as well, and nothing is sampled behind it
         self.prefills: list[Chunk] = []
         self.starts: list[Start] = []  # rows that it sets up
         self.num_ahead = 0  # drafts that are made behind it
@@ -61,13 +62,23 @@ class Draft:
             *(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, placed.paged),
             *(num_unsure, next_token, placed.num_left_out, placed.scoring),
         )
-        (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
+        (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
+
+    @property
+    def num_single(self) -> int:
+        """Chunks of one token, drafts aside."""
+        return len(self.decodes) + len(self.silent)
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """As a step has them: those of one token first, and of these first those that sample, so that a row of theirs and its sample have
+        the same number."""
+        return (*self.decodes, *self.silent, *self.prefills)
 
     def drop(self, track: Track) -> None:
         """It leaves before the step is launched. Its row may be set up all the same: whoever gets the row next comes behind."""
         self.loads.pop(track.request.id, None)
-        self.decodes = [chunk for chunk in self.decodes if chunk.request_id != track.request.id]
-        self.prefills = [chunk for chunk in self.prefills if chunk.request_id != track.request.id]
+        for chunks in (self.decodes, self.silent, self.prefills):
+            chunks[:] = [chunk for chunk in chunks if chunk.request_id != track.request.id]
 
 
 class Share(NamedTuple):

@@ -82,6 +82,7 @@ def test_in_any_mixture_each_sample_is_of_its_chunks_last_tokens(
     decodes: list[tuple[int, bool]], prompts: list[tuple[int, int]], captured: bool
 ) -> None:
     """Whoever samples nothing takes no place from others, drafts or not."""
+    decodes.sort(key=lambda one: not (one[0] or one[1]))  # as plans have them
     sizes = [(1 + num, 1 + num if num or samples else 0) for num, samples in decodes] + prompts
     assume(sizes)
     chunks = tuple(chunk(row, row + 1, [5] * num, num_logits=logits) for row, (num, logits) in enumerate(sizes))
@@ -111,6 +112,14 @@ def test_a_step_whose_first_chunks_are_not_its_decodes_is_refused(sizes: tuple[i
     chunks = tuple(chunk(row, 0, [5] * size) for row, size in enumerate(sizes))
     with pytest.raises(InvariantBroken, match=r"have one token|logits of all its tokens"):
         Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, None, np.zeros(200, np.int32))
+
+
+def test_a_step_in_which_one_that_samples_nothing_stands_before_one_that_samples_is_refused() -> None:
+    silent, loud = chunk(1, 4, [3], num_logits=0), chunk(2, 4, [3])
+    packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
+    packer.pack((loud, silent), 2, None, np.zeros(200, np.int32))
+    with pytest.raises(InvariantBroken, match="stands before one that samples"):
+        packer.pack((silent, loud), 2, None, np.zeros(200, np.int32))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -62,14 +62,22 @@ def test_nothing_that_a_request_would_compute_or_wait_for_stays_when_it_leaves(n
         draft.add(track, num_tokens)
     kept = stays.request.id
     draft.drop(leaves)
-    assert [chunk.request_id for chunk in (*draft.decodes, *draft.prefills)] == [kept] == list(draft.loads)
+    assert [chunk.request_id for chunk in draft.chunks()] == [kept] == list(draft.loads)
     assert [start.row for start in draft.starts] == [0, 1], "its row is set up all the same: whoever gets it next comes behind"
+
+
+def test_of_chunks_of_one_token_those_that_sample_come_first() -> None:
+    """So a row of theirs and its sample have the same number, which the device relies on where drafts are verified."""
+    draft = Draft()
+    for row, (num, max_tokens) in enumerate([(5, 4), (1, 0), (1, 4), (1, 0), (4, 0), (1, 4)]):
+        draft.add(track_of(str(row), 5, row=row, num_planned=5 - num, max_tokens=max_tokens), num)
+    assert [chunk.row for chunk in draft.chunks()] == [2, 5, 1, 3, 0, 4] and draft.num_single == 4
 
 
 def test_one_that_has_added_nothing_may_leave() -> None:
     draft, track = Draft(), track_of("r", 5)
     draft.drop(track)
-    assert not (draft.decodes or draft.prefills or draft.loads)
+    assert not (draft.chunks() or draft.loads)
 
 
 @pytest.mark.parametrize(("settled", "waits"), [(True, False), (False, True)])
@@ -102,7 +110,8 @@ def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int
     track = track_of("r", 5, row=3, num_planned=start, num_in_flight=in_flight, max_tokens=max_tokens, adapter=adapter, num_cached=4)
     draft = Draft()
     draft.add(track, num)
-    (chunk,) = draft.decodes if num == 1 else draft.prefills
+    (chunk,) = draft.chunks()
+    assert draft.num_single == (num == 1)
     assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == ("r", 3, start, num, adapter)
     assert list(chunk.tokens) == [0, 1, 2, 3, 4, TOKEN_IN_FLIGHT][start : start + num]
     assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
@@ -124,7 +133,7 @@ def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
     track.request = dataclasses.replace(track.request, sampling=sampling)
     draft = Draft()
     draft.add(track, num)
-    (chunk,) = draft.decodes if num == 1 else draft.prefills
+    (chunk,) = draft.chunks()
     assert chunk.echo == (None if scored is None else Echo(scored, num_top or 0))
 
 
