@@ -72,6 +72,10 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_loop"):  # else it was never made
+            self.close()
+
     def close(self) -> None:
         """What still runs is cancelled. Idempotent."""
         with self._lock:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +134,34 @@ def test_after_its_end_nothing_is_answered_and_closing_again_is_nothing() -> Non
     assert len("".join(stream)) < 500, "a reader that is in the middle comes to an end"
     with pytest.raises(EngineClosed):
         llm.generate("hello", GREEDY)
+
+
+def test_one_that_is_dropped_gives_back_what_it_has() -> None:
+    """A notebook's cell that is run again makes another model in the same process."""
+    llm = LLM("tiny-llama", load_format="dummy", device="cpu", device_kv_blocks=64, show_progress=False)
+    llm.generate("One", SamplingParams(max_tokens=2))
+    thread, engine = llm._loop._thread, weakref.ref(llm._engine)
+    del llm
+    thread.join(30.0)
+    assert not thread.is_alive()
+    del thread
+    gc.collect()  # as the next model does
+    assert engine() is None
+
+
+def test_a_process_that_ends_in_the_middle_of_an_answer_ends_well() -> None:
+    program = """
+import atexit
+from penstock import LLM, SamplingParams
+
+atexit.register(lambda: print(llm._loop._thread.is_alive()))  # behind what is registered later
+llm = LLM("tiny-llama", load_format="dummy", device="cpu", device_kv_blocks=64, show_progress=False)
+stream = llm.stream("One", SamplingParams(max_tokens=900, ignore_eos=True))
+print(isinstance(next(stream), str))
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert (done.returncode, done.stdout) == (0, "True\nFalse\n"), done.stderr
 
 
 def test_importing_the_package_loads_no_torch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import logging
 import sys
@@ -24,7 +26,7 @@ _IDLE_S = 0.5  # an idle loop comes round this often, so that its heartbeat stay
 
 
 def settle_process() -> None:
-    """What exists now lives as long as the process: keep the collector from walking it again, which costs a step tens of milliseconds.
+    """What exists now lives as long as the engine: keep the collector from walking it again, which costs a step tens of milliseconds.
     And threads that launch transfers give the interpreter back to the engine's within a part of a step, not within a whole one."""
     gc.collect()
     gc.freeze()
@@ -50,6 +52,7 @@ class EngineLoop:
         if self._warm.is_set():
             return
         self._progress = progress
+        atexit.register(self._close_at_exit)
         self._thread.start()
         self._warm.wait()
         if not self._is_warm:
@@ -67,9 +70,18 @@ class EngineLoop:
         """Stop admission, let running requests end for `deadline_s`, cancel the rest, join. Idempotent."""
         self._stop_by_s = time.monotonic() + deadline_s
         self._engine.refuse("the server is shutting down")
+        atexit.unregister(self._close_at_exit)
+        if self._thread is threading.current_thread():
+            return  # whoever owned it was collected here; this thread ends when it comes round
         self._thread.join(deadline_s + _CLOSE_S + _MARGIN_S)
         if self._thread.is_alive():
             raise DeadlineExceeded("the engine thread did not end: a step is stuck on the device")
+        gc.unfreeze()  # what it had can be collected
+
+    def _close_at_exit(self) -> None:
+        """Nobody has closed it, and the process ends: the interpreter would stop its thread in the middle of a step."""
+        with contextlib.suppress(DeadlineExceeded):
+            self.close(0.0)
 
     def _run(self) -> None:
         try:

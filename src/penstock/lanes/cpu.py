@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -17,6 +19,8 @@ from penstock.lanes.lane import Op, Replay, Ticket
 from penstock.observe import LaneObserver
 
 log = logging.getLogger(__name__)
+
+_EXIT_S = 5.0  # for what lanes have to do when the process ends
 
 
 class CpuFence:
@@ -121,6 +125,7 @@ class CpuLane:
         self._failure: BaseException | None = None  # why its thread cannot run anything: whatever is submitted fails with it
         self._thread = threading.Thread(target=_work, args=(name, self._queue, around), name=f"lane-{name}", daemon=True)
         self._thread.start()
+        _lanes.add(self)
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     # ---------------------------------------------------------------------------------------------- submitting side
@@ -289,3 +294,16 @@ def _run_all(queue: SimpleQueue[_Item | None], failure: BaseException | None) ->
     while (item := queue.get()) is not None:
         item.ticket.lane.run_item(item, failure)
         del item  # or the lane would live as long as this thread waits
+
+
+_lanes: weakref.WeakSet[CpuLane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """The interpreter stops threads wherever they are, and one that is inside a library of C++ takes the process down with it."""
+    lanes = list(_lanes)
+    by_s = time.monotonic() + _EXIT_S
+    for lane in lanes:
+        with contextlib.suppress(DeadlineExceeded):
+            lane.close(max(0.0, by_s - time.monotonic()))

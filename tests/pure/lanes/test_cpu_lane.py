@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 from lane_rules import Heard, LaneRules, Rig
 
+import penstock
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuFence, CpuLane, CpuTicket, _Item
@@ -177,6 +182,25 @@ class TestCpuLane(LaneRules):
         del idle
         thread.join(10.0)
         assert not thread.is_alive(), "it waits for work that nobody can submit"
+
+    def test_a_process_that_ends_lets_its_lanes_finish(self) -> None:
+        """The interpreter would stop the thread wherever it is, and a library of C++ around it ends the process with an abort."""
+        program = """
+import time, torch
+from penstock.lanes.cpu import CpuLane
+
+def work():
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        torch.add(ones, ones)
+    print("done", flush=True)
+
+ones, lane = torch.ones(4), CpuLane("left open")
+lane.submit(work, label="work")
+"""
+        env = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=env)
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
     def test_an_exception_of_any_kind_leaves_the_thread_alive(self, rig: CpuRig) -> None:
         def leave() -> None:
