@@ -67,6 +67,10 @@ class PinnedBlocks:
     def __contains__(self, id: str) -> bool:
         return id in self._pinning
 
+    def pinned_by(self, manifest: Manifest) -> bool:
+        """Whether this very one pins, and not another of its name."""
+        return self._pinning.get(manifest.id) is manifest
+
     @property
     def num_slots(self) -> int:
         tier = self._cache.cold_tiers.get(self.tier)
@@ -195,14 +199,14 @@ class Snapshots:
         """Of the KV of `tokens`, as far as it is cached. `wait_saved` blocks until what was computed has reached the tiers. All of it is
         there then, or nothing is."""
         manifest = self._manifest(asked, tokens)
-        self._ask(partial(self._reserve, manifest))
         try:
+            self._ask(partial(self._reserve, manifest))
             wait_saved()
             return self._ask(partial(self._commit, manifest))
         except BaseException:
             if self._lane is not None:
                 try:
-                    self._lane.submit(partial(self._drop, manifest.id), label="give up a snapshot")
+                    self._lane.submit(partial(self._give_up, manifest), label="give up a snapshot")
                 except LaneClosed:
                     log.debug("a snapshot was given up after the engine had closed")
             raise
@@ -358,6 +362,11 @@ class Snapshots:
         self._damaged.pop(id, None)
         self._own_pins.unpin(id)
         self._places.remove(id)
+
+    def _give_up(self, manifest: Manifest) -> None:
+        """What its taking has left, which may be nothing; one of the same name that is somebody else's stays."""
+        if self._own_pins.pinned_by(manifest):
+            self._drop(manifest.id)
 
     def _expire(self) -> None:
         now = self._clock()

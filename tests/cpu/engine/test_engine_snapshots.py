@@ -17,7 +17,7 @@ import pytest
 
 from penstock.contract import Adapter, SamplingParams, SnapshotRequest
 from penstock.engine.engine import Engine
-from penstock.errors import EngineClosed, SessionMissing, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken
+from penstock.errors import DeadlineExceeded, EngineClosed, SessionMissing, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken
 from penstock.testing.stores import HandClock
 from support.driving import generate, settle_all, submit
 
@@ -267,3 +267,25 @@ def take(engine: Engine, asked: SnapshotRequest) -> None:
             engine.step()
             concurrent.futures.wait([taking], 0.001)
         taking.result()
+
+
+def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier that does not answer holds the lane. What was asked for meanwhile is done later, when nobody waits for it any more."""
+    engine = make_engine(blocks=64, host_blocks=64)
+    generate(engine, prompts(70))
+    settle_all(engine)
+    registry, gate = engine._snapshots, threading.Event()
+    assert registry._lane is not None
+    registry._lane.submit(lambda: gate.wait(60.0) and None, label="a tier that does not answer")
+    monkeypatch.setattr("penstock.kv.snapshots._ANSWER_S", 0.01)
+    with pytest.raises(DeadlineExceeded):
+        take(engine, request(prompts(70)))
+    monkeypatch.undo()
+    gate.set()
+    assert engine.snapshots.all().snapshots == [] and engine.stats().snapshots.pinned_blocks == 0
+    take(engine, request(prompts(70)))
+    with pytest.raises(SnapshotTaken):
+        take(engine, request(prompts(70)))
+    assert engine.snapshots.find("talk").pinned, "whoever is refused a name takes nothing from whoever has it"
