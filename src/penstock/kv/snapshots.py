@@ -219,10 +219,7 @@ class Snapshots:
 
     def open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
         """What a request of that adapter goes on from. Raises SnapshotRefused where it is not of the same model."""
-        manifest = self._ask(partial(self._find, name, salt))
-        check_scope(manifest, self._cache.scope_of(salt, adapter))
-        self._counts["continued"] += 1
-        return SnapshotContent(manifest.tokens, manifest.messages)
+        return self._ask(partial(self._open, name, salt, adapter))
 
     def delete(self, name: str, salt: str) -> None:
         """Also one that cannot be used."""
@@ -288,14 +285,14 @@ class Snapshots:
                     found.append((manifest, tier.name))
             except (SnapshotRefused, StoreFailed) as error:
                 self._damaged[id] = str(error)
-        for manifest, name in sorted(found, key=lambda one: one[0].created_s):
-            self._known[manifest.id] = manifest, (name,)
+        self._known = {manifest.id: (manifest, (name,)) for manifest, name in sorted(found, key=lambda one: one[0].created_s)}
+        self._expire()  # before any pins: what is over takes no room from what is not
+        for manifest, _ in self._known.values():
             try:
                 self._own_pins.pin(manifest)
             except SnapshotSpace as error:  # the tier is smaller than it was
                 log.warning("snapshot %s no longer pins its blocks: %s", manifest.id, error)
                 self._own_pins.unpin(manifest.id)
-        self._expire()
 
     def _reserve(self, manifest: Manifest) -> None:
         id, pins = manifest.id, self._own_pins
@@ -335,6 +332,12 @@ class Snapshots:
         if manifest is None or manifest.has_expired(self._clock()):
             raise SnapshotMissing(f"there is no snapshot {name!r}, or the cache_salt is not the one that it was taken with")
         return manifest
+
+    def _open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
+        manifest = self._find(name, salt)
+        check_scope(manifest, self._cache.scope_of(salt, adapter))
+        self._counts["continued"] += 1
+        return SnapshotContent(manifest.tokens, manifest.messages)
 
     def _all(self, tenant: bytes) -> SnapshotList:
         found = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant]
