@@ -144,6 +144,14 @@ class ManifestPlaces:
             except StoreFailed as error:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
 
+    def remove_own(self, manifest: Manifest) -> None:
+        """As `remove`, but for what another engine has put into a shared store under the same name since."""
+        for tier, store in self:
+            try:
+                tier.calls.say("remove a snapshot", partial(_remove_same, store, manifest, tier.local))
+            except StoreFailed as error:
+                log.warning("the manifest of snapshot %s stays in the %s tier: %s", manifest.id, tier.name, error)
+
     def local_ids(self) -> Iterator[tuple[ColdTier, ManifestStore, str]]:
         """What an earlier process has left on this machine."""
         for tier, store in self:
@@ -325,6 +333,7 @@ class Snapshots:
         return self._shown(manifest)
 
     def _find(self, name: str, salt: str) -> Manifest:
+        self._expire_due()
         id = snapshot_id(tenant_of(salt), name)
         if id in self._damaged:
             raise SnapshotRefused(f"snapshot {name!r} cannot be used: {self._damaged[id]}")
@@ -340,6 +349,7 @@ class Snapshots:
         return SnapshotContent(manifest.tokens, manifest.messages)
 
     def _all(self, tenant: bytes) -> SnapshotList:
+        self._expire_due()
         found = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant]
         for id in self._places.shared_ids(tenant):
             try:
@@ -356,25 +366,32 @@ class Snapshots:
         id = snapshot_id(tenant_of(salt), name)
         if id not in self._damaged:
             self._find(name, salt)
-        self._drop(id)
-        self._counts["deleted"] += 1
-
-    def _drop(self, id: str) -> None:
-        """Its blocks may go, and its manifest does."""
         self._known.pop(id, None)
         self._damaged.pop(id, None)
         self._own_pins.unpin(id)
         self._places.remove(id)
+        self._counts["deleted"] += 1
+
+    def _let_go(self, manifest: Manifest) -> None:
+        """Its blocks may go, and its manifest does."""
+        self._known.pop(manifest.id, None)
+        self._own_pins.unpin(manifest.id)
+        self._places.remove_own(manifest)
 
     def _give_up(self, manifest: Manifest) -> None:
         """What its taking has left, which may be nothing; one of the same name that is somebody else's stays."""
         if self._own_pins.pinned_by(manifest):
-            self._drop(manifest.id)
+            self._let_go(manifest)
+
+    def _expire_due(self) -> None:
+        """Nobody who asks finds one whose time is over in place of another engine's of the same name."""
+        if self._clock() >= self._due_s:
+            self._expire()
 
     def _expire(self) -> None:
         now = self._clock()
-        for id in [id for id, (manifest, _) in self._known.items() if manifest.has_expired(now)]:
-            self._drop(id)
+        for manifest in [manifest for manifest, _ in self._known.values() if manifest.has_expired(now)]:
+            self._let_go(manifest)
             self._counts["expired"] += 1
         self._due_s = min((one.expires_s for one, _ in self._known.values() if one.expires_s is not None), default=_NEVER)
 
@@ -414,6 +431,8 @@ class Snapshots:
             raise InvalidRequest(f"tokens is {num}, and there are {len(tokens)} to take a snapshot of", "tokens")
         if num < block_tokens:
             raise InvalidRequest(f"a snapshot needs a full block of {block_tokens} tokens, and these are {num}", "tokens")
+        if asked.ttl_s is not None and not 0 < asked.ttl_s < _NEVER:
+            raise InvalidRequest(f"ttl_s must be above 0 and finite, got {asked.ttl_s}", "ttl_s")
         scope, now = self._cache.scope_of(asked.cache_salt, asked.adapter), self._clock()
         prefix = self._cache.prefix_of(tokens[:num], asked.cache_salt, asked.adapter)
         manifest = Manifest(
@@ -433,3 +452,8 @@ class Snapshots:
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
             raise SnapshotSpace(f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is the most")
         return manifest
+
+
+def _remove_same(store: ManifestStore, manifest: Manifest, is_own: bool) -> None:
+    if is_own or store.read_manifest(manifest.id) == pack(manifest):
+        store.remove_manifest(manifest.id)

@@ -16,7 +16,7 @@ from stacked_rig import Stacked
 from storage_rig import BLOCK
 
 from penstock.contract import Adapter, SnapshotRequest
-from penstock.errors import SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken, StoreFailed
+from penstock.errors import InvalidRequest, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken, StoreFailed
 from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.snapshots import Snapshots
@@ -268,6 +268,57 @@ def test_time_that_passed_between_two_lives_counts(
     assert names(here) == [] and not here.on_disk
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"ttl_s": 0.0}, {"ttl_s": -1.0}, {"ttl_s": float("inf")}, {"ttl_s": float("nan")}, *({"num_tokens": n} for n in (-5, 0, 3, 41))],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_pinned(machines: tuple[Machine, Machine], fields: dict[str, Any]) -> None:
+    here, _ = machines
+    with pytest.raises(InvalidRequest) as found:
+        here.take("talk", **fields)
+    assert found.value.param in ("ttl_s", "tokens")
+    assert names(here) == [] and here.num_pinned == 0 and not here.told
+
+
+def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+    there.take("talk", ttl_s=5.0)
+    clock.advance(4.9)
+    with pytest.raises(SnapshotTaken):
+        here.take("talk")
+    clock.advance(0.1)
+    assert names(here) == [] and here.shared, "the other engine has not come round"
+    here.take("talk")
+    there.step()
+    here.restart()
+    assert names(here) == names(there) == ["talk"] and len(here.shared) == 1, "what it lets go is its own"
+    assert there.registry.figures().known == 0 and there.registry.figures().expired == 1
+
+
+def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+
+    def fail() -> None:
+        clock.advance(1.0)
+        there.take("talk")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        here.registry.take(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+    assert names(here) == names(there) == ["talk"] and here.num_pinned == 0
+    here.registry.delete("talk", "")
+    assert not here.shared, "who deletes it by its name deletes it"
+
+
+def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+    there.take("talk", ttl_s=5.0)
+    clock.advance(5.0)
+    here.take("talk", TALK[: 2 * BLOCK])
+    assert there.registry.find("talk", "").num_blocks == 2, "before its engine has come round"
+
+
 def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, Machine]) -> None:
     here, _ = machines
     here.take("talk", TALK[: 3 * BLOCK + 1], num_tokens=2 * BLOCK + 1, messages="[]")
@@ -365,10 +416,10 @@ class Walk:
     def later(self, at: int, which: tuple[str, str]) -> None:
         self.clock.advance(self.rng.choice([1.0, 40.0]))
         for number, machine in enumerate(self.machines):
-            gone = self.known[number].keys() - self.living(self.known[number]).keys()
+            gone = {which: one for which, one in self.known[number].items() if which not in self.living(self.known[number])}
             self.known[number], self.disks[number] = self.living(self.known[number]), self.living(self.disks[number])
             if not self.is_down[number]:
-                self.remote = {which: one for which, one in self.remote.items() if which not in gone}
+                self.remote = {which: one for which, one in self.remote.items() if gone.get(which) != one}
             machine.step()
 
     def down(self, at: int, which: tuple[str, str]) -> None:
