@@ -222,7 +222,8 @@ class Packer:
                 resident[of_chunk] + places,
                 num_logits[of_chunk],
             )
-            lens[:num_decodes] = num_logits[:num_decodes] = 1
+            lens[:num_decodes] = 1
+            num_logits[:num_decodes] = np.minimum(num_logits[:num_decodes], 1)  # one that samples nothing does so beside drafts, too
         shape = bucket or Shape(num_tokens, num, int(num_logits.sum()))
         is_drafted = num_drafts > 0 or any(map(_UNSURE_OF, chunks))
         num_extra = Drafted.num_ints(shape.num_samples, shape.num_samples - num_drafts) if is_drafted else 0
