@@ -201,7 +201,9 @@ class World:
         return Sampled(chunk.request_id, tuple(sampled)) if sampled else None
 
     def finish(self) -> None:
-        while self.scheduler.has_work() or self.launched:
+        for _ in range(3000):
+            if not self.scheduler.has_work() and not self.launched:
+                break
             self.step()
         assert all(one.finish is not None for one in self.said.values())
         assert not self.script.alive, "nothing is kept of what is over"
@@ -218,3 +220,27 @@ def test_with_any_drafts_everybody_gets_what_they_say(seed: int, failing: float,
         getattr(world, world.rng.choices(["submit", "step", "cancel"], [3, 12, 0.5])[0])()
     world.finish()
     assert world.num_drafted > 8 and world.num_full_matches, "drafts, and prompts that are all there"
+
+
+class Kept:
+    """A lease of what was saved of a retracted request."""
+
+    ended = False
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
+    """It was pushed out while the step ran, and its blocks were saved: what they hold was computed from what had not arrived."""
+    world = World(0, False, 64, 1.0, 0.0)
+    world.submit()
+    plan = world.scheduler.plan()
+    assert plan is not None
+    world.scheduler.launched(Passed(plan.number))
+    (track,) = world.scheduler._tracks.values()
+    world.scheduler._retract(track)
+    kept = track.lease = Kept()  # type: ignore[assignment]
+    assert world.scheduler.commit(StepResult(plan.number, (), error=StepFailure("TransferFailed", "no", True))) == []
+    assert kept.ended and track.lease is None and track.computes and track.num_in_flight == 0
+    world.finish()
