@@ -178,6 +178,8 @@ class World:
         assert start >= chunk.start - chunk.num_unsure, "it may start so much earlier, and no more"
         tokens = [one.all[start + at] if token == TOKEN_IN_FLIGHT else token for at, token in enumerate(chunk.tokens)]
         self.num_full_matches += not chunk.writes
+        life = len(one.request.prompt) + max(0, one.request.sampling.max_tokens - 1)
+        assert chunk.kv_len <= life, "no block is drawn that was not promised"
         before = one.all[:start]
         kept, sampled = 0, list[int]()
         for at in range(len(tokens)):
