@@ -67,6 +67,10 @@ class PinnedBlocks:
     def __contains__(self, id: str) -> bool:
         return id in self._pinning
 
+    def pinned_by(self, manifest: Manifest) -> bool:
+        """Whether this very one pins, and not another of its name."""
+        return self._pinning.get(manifest.id) is manifest
+
     @property
     def num_slots(self) -> int:
         tier = self._cache.cold_tiers.get(self.tier)
@@ -140,6 +144,14 @@ class ManifestPlaces:
             except StoreFailed as error:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
 
+    def remove_own(self, manifest: Manifest) -> None:
+        """As `remove`, but for what another engine has put into a shared store under the same name since."""
+        for tier, store in self:
+            try:
+                tier.calls.say("remove a snapshot", partial(_remove_same, store, manifest, tier.local))
+            except StoreFailed as error:
+                log.warning("the manifest of snapshot %s stays in the %s tier: %s", manifest.id, tier.name, error)
+
     def local_ids(self) -> Iterator[tuple[ColdTier, ManifestStore, str]]:
         """What an earlier process has left on this machine."""
         for tier, store in self:
@@ -195,14 +207,14 @@ class Snapshots:
         """Of the KV of `tokens`, as far as it is cached. `wait_saved` blocks until what was computed has reached the tiers. All of it is
         there then, or nothing is."""
         manifest = self._manifest(asked, tokens)
-        self._ask(partial(self._reserve, manifest))
         try:
+            self._ask(partial(self._reserve, manifest))
             wait_saved()
             return self._ask(partial(self._commit, manifest))
         except BaseException:
             if self._lane is not None:
                 try:
-                    self._lane.submit(partial(self._drop, manifest.id), label="give up a snapshot")
+                    self._lane.submit(partial(self._give_up, manifest), label="give up a snapshot")
                 except LaneClosed:
                     log.debug("a snapshot was given up after the engine had closed")
             raise
@@ -215,10 +227,7 @@ class Snapshots:
 
     def open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
         """What a request of that adapter goes on from. Raises SnapshotRefused where it is not of the same model."""
-        manifest = self._ask(partial(self._find, name, salt))
-        check_scope(manifest, self._cache.scope_of(salt, adapter))
-        self._counts["continued"] += 1
-        return SnapshotContent(manifest.tokens, manifest.messages)
+        return self._ask(partial(self._open, name, salt, adapter))
 
     def delete(self, name: str, salt: str) -> None:
         """Also one that cannot be used."""
@@ -284,14 +293,14 @@ class Snapshots:
                     found.append((manifest, tier.name))
             except (SnapshotRefused, StoreFailed) as error:
                 self._damaged[id] = str(error)
-        for manifest, name in sorted(found, key=lambda one: one[0].created_s):
-            self._known[manifest.id] = manifest, (name,)
+        self._known = {manifest.id: (manifest, (name,)) for manifest, name in sorted(found, key=lambda one: one[0].created_s)}
+        self._expire()  # before any pins: what is over takes no room from what is not
+        for manifest, _ in self._known.values():
             try:
                 self._own_pins.pin(manifest)
             except SnapshotSpace as error:  # the tier is smaller than it was
                 log.warning("snapshot %s no longer pins its blocks: %s", manifest.id, error)
                 self._own_pins.unpin(manifest.id)
-        self._expire()
 
     def _reserve(self, manifest: Manifest) -> None:
         id, pins = manifest.id, self._own_pins
@@ -324,6 +333,7 @@ class Snapshots:
         return self._shown(manifest)
 
     def _find(self, name: str, salt: str) -> Manifest:
+        self._expire_due()
         id = snapshot_id(tenant_of(salt), name)
         if id in self._damaged:
             raise SnapshotRefused(f"snapshot {name!r} cannot be used: {self._damaged[id]}")
@@ -332,7 +342,14 @@ class Snapshots:
             raise SnapshotMissing(f"there is no snapshot {name!r}, or the cache_salt is not the one that it was taken with")
         return manifest
 
+    def _open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
+        manifest = self._find(name, salt)
+        check_scope(manifest, self._cache.scope_of(salt, adapter))
+        self._counts["continued"] += 1
+        return SnapshotContent(manifest.tokens, manifest.messages)
+
     def _all(self, tenant: bytes) -> SnapshotList:
+        self._expire_due()
         found = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant]
         for id in self._places.shared_ids(tenant):
             try:
@@ -349,20 +366,32 @@ class Snapshots:
         id = snapshot_id(tenant_of(salt), name)
         if id not in self._damaged:
             self._find(name, salt)
-        self._drop(id)
-        self._counts["deleted"] += 1
-
-    def _drop(self, id: str) -> None:
-        """Its blocks may go, and its manifest does."""
         self._known.pop(id, None)
         self._damaged.pop(id, None)
         self._own_pins.unpin(id)
         self._places.remove(id)
+        self._counts["deleted"] += 1
+
+    def _let_go(self, manifest: Manifest) -> None:
+        """Its blocks may go, and its manifest does."""
+        self._known.pop(manifest.id, None)
+        self._own_pins.unpin(manifest.id)
+        self._places.remove_own(manifest)
+
+    def _give_up(self, manifest: Manifest) -> None:
+        """What its taking has left, which may be nothing; one of the same name that is somebody else's stays."""
+        if self._own_pins.pinned_by(manifest):
+            self._let_go(manifest)
+
+    def _expire_due(self) -> None:
+        """Nobody who asks finds one whose time is over in place of another engine's of the same name."""
+        if self._clock() >= self._due_s:
+            self._expire()
 
     def _expire(self) -> None:
         now = self._clock()
-        for id in [id for id, (manifest, _) in self._known.items() if manifest.has_expired(now)]:
-            self._drop(id)
+        for manifest in [manifest for manifest, _ in self._known.values() if manifest.has_expired(now)]:
+            self._let_go(manifest)
             self._counts["expired"] += 1
         self._due_s = min((one.expires_s for one, _ in self._known.values() if one.expires_s is not None), default=_NEVER)
 
@@ -402,6 +431,8 @@ class Snapshots:
             raise InvalidRequest(f"tokens is {num}, and there are {len(tokens)} to take a snapshot of", "tokens")
         if num < block_tokens:
             raise InvalidRequest(f"a snapshot needs a full block of {block_tokens} tokens, and these are {num}", "tokens")
+        if asked.ttl_s is not None and not 0 < asked.ttl_s < _NEVER:
+            raise InvalidRequest(f"ttl_s must be above 0 and finite, got {asked.ttl_s}", "ttl_s")
         scope, now = self._cache.scope_of(asked.cache_salt, asked.adapter), self._clock()
         prefix = self._cache.prefix_of(tokens[:num], asked.cache_salt, asked.adapter)
         manifest = Manifest(
@@ -421,3 +452,8 @@ class Snapshots:
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
             raise SnapshotSpace(f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is the most")
         return manifest
+
+
+def _remove_same(store: ManifestStore, manifest: Manifest, is_own: bool) -> None:
+    if is_own or store.read_manifest(manifest.id) == pack(manifest):
+        store.remove_manifest(manifest.id)

@@ -17,9 +17,11 @@ import pytest
 
 from penstock.contract import Adapter, SamplingParams, SnapshotRequest
 from penstock.engine.engine import Engine
-from penstock.errors import EngineClosed, SessionMissing, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken
+from penstock.errors import DeadlineExceeded, EngineClosed, SessionMissing, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken
+from penstock.models.registry import BUILT_IN
 from penstock.testing.stores import HandClock
-from support.driving import generate, settle_all, submit
+from support.adapters import write_random_adapter
+from support.driving import generate, run_all, settle_all, submit
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -267,3 +269,59 @@ def take(engine: Engine, asked: SnapshotRequest) -> None:
             engine.step()
             concurrent.futures.wait([taking], 0.001)
         taking.result()
+
+
+def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier that does not answer holds the lane. What was asked for meanwhile is done later, when nobody waits for it any more."""
+    engine = make_engine(blocks=64, host_blocks=64)
+    generate(engine, prompts(70))
+    settle_all(engine)
+    registry, gate = engine._snapshots, threading.Event()
+    assert registry._lane is not None
+    registry._lane.submit(lambda: gate.wait(60.0) and None, label="a tier that does not answer")
+    monkeypatch.setattr("penstock.kv.snapshots._ANSWER_S", 0.01)
+    with pytest.raises(DeadlineExceeded):
+        take(engine, request(prompts(70)))
+    monkeypatch.undo()
+    gate.set()
+    assert engine.snapshots.all().snapshots == [] and engine.stats().snapshots.pinned_blocks == 0
+    take(engine, request(prompts(70)))
+    with pytest.raises(SnapshotTaken):
+        take(engine, request(prompts(70)))
+    assert engine.snapshots.find("talk").pinned, "whoever is refused a name takes nothing from whoever has it"
+
+
+@pytest.mark.parametrize("whose", ["salt", "adapter", "both"])
+def test_blocks_that_only_the_device_has_are_saved_under_whose_they_are(
+    make_engine: Make, prompts: Prompts, tmp_path: Path, whose: str
+) -> None:
+    """A session's, with all that its keys depend on."""
+    engine = make_engine(blocks=64, host_blocks=16)
+    directory = write_random_adapter(tmp_path / "a", BUILT_IN["tiny-qwen3"], 1)
+    adapter = None if whose == "salt" else engine.adapters.load("a", directory).adapter
+    salt = "" if whose == "adapter" else "mine"
+    fill(engine, prompts, 12)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    engine.submit(prompts(70), params, lambda event: None, session="agent", cache_salt=salt, adapter=adapter)
+    run_all(engine)
+    settle_all(engine)
+    keys = engine.cache.prefix_of(prompts(70), salt, adapter).keys  # type: ignore[union-attr]
+    assert engine.cache.loads.host.num_leading(keys) == 0
+    with running(engine):
+        taken = engine.snapshots.take(SnapshotRequest("talk", session="agent", cache_salt=salt, num_tokens=70))
+    assert (taken.kept_tokens, taken.adapter) == (64, "" if adapter is None else "a")
+    assert engine.cache.loads.host.num_leading(keys) == 4
+
+
+def test_whoever_asks_for_a_session_is_told_when_the_engine_ends(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.snapshots._TURN_S", 10.0)
+    engine = make_engine(blocks=64, host_blocks=64)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(engine.snapshots.take, SnapshotRequest("talk", session="agent"))
+        while not len(engine._inbox):
+            concurrent.futures.wait([asking], 0.001)
+        engine._inbox.end("it has failed")
+        with pytest.raises(EngineClosed, match="it has failed"):
+            asking.result(60.0)

@@ -138,6 +138,29 @@ def test_many_requests_share_steps(seed: int, ahead: bool, make_engine: Make, pr
 
 
 @PLANS
+@pytest.mark.parametrize("options", [{}, {**SAMPLED, "presence_penalty": 0.7}], ids=["greedy", "sampled"])
+def test_beside_chunks_of_one_token_that_sample_nothing_everybody_gets_their_own_token(
+    options: dict[str, Any], ahead: bool, make_engine: Make, prompts: Prompts
+) -> None:
+    """A prompt that is only scored may end with a chunk of one token. It looks like a decode, and has no place among the samples."""
+    plain = make_engine()
+    engine, script = scripted(make_engine, ahead)
+    right = generate(plain, prompts(20, seed=1), max_tokens=60, **options)
+    pairs = [(answered(engine, script, prompts(20, seed=1), right, max_tokens=60, **options), right)]
+    for n in range(6):
+        theirs = generate(plain, prompts(10, seed=100 + n), max_tokens=5, **options)
+        submit(engine, prompts(65, seed=50 + n), max_tokens=0)
+        engine.step()
+        pairs.append((answered(engine, script, prompts(10, seed=100 + n), theirs, max_tokens=5, **options), theirs))
+        for _ in range(3):
+            engine.step()
+    run_all(engine)
+    engine.check()
+    for found, expected in pairs:
+        assert_same(found, expected)
+
+
+@PLANS
 def test_under_retraction_it_is_the_same(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
     """Memory is promised several times over, so that requests lose theirs in the middle of a draft and go on from what was saved."""
     plain = make_engine(blocks=512)

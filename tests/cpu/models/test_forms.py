@@ -224,6 +224,14 @@ def test_a_file_in_4_bits_is_taken_as_it_is_and_the_rest_of_it_is_in_8(tmp_path:
     assert model.embedding.packed is None and model.output.packed.dtype == torch.int8  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("part", "held"), [("v_proj", "qkv"), ("q_proj", "qkv"), ("up_proj", "gate_up"), ("gate_proj", "gate_up")])
+def test_a_matrix_of_which_some_parts_are_in_4_bits_is_in_8(tmp_path: Path, part: str, held: str) -> None:
+    """Files that mix encodings have the values of attention, and others, in more bits than the rest."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=lambda n: "Q8_0" if part in n else of_4_bits("Q4_1")(n))
+    for layer in opened(path, "int4").layers:  # type: ignore[attr-defined]
+        assert {name for name in ("qkv", "out", "gate_up", "down") if not getattr(layer, name).is_in_4_bits} == {held}
+
+
 def test_rows_that_the_model_puts_into_another_order_stay_in_8_bits(tmp_path: Path) -> None:
     config = dataclasses.replace(TINY_LLAMA, architecture="phi3", rotary_dim=TINY_LLAMA.head_dim // 2)
     model = opened(write_tiny_gguf(tmp_path / "tiny.gguf", config, encoding_of=of_4_bits("Q4_0")), "int4")

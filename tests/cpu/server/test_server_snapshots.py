@@ -113,6 +113,17 @@ def test_a_session_is_taken_with_what_it_has_generated(server: Tiered) -> None:
     assert ids.status_code == 200 and len(tokens) == 30 and len(continued) == 6
 
 
+def test_all_that_is_asked_for_holds_for_a_session_as_for_a_prompt(server: Tiered) -> None:
+    ask(server, PROMPT, session_id="agent", cache_salt="mine")
+    asked = {"name": "talk", "tokens": 40, "ttl_s": 100, "cache_salt": "mine"}
+    cards = []
+    for of in ({"session_id": "agent"}, {"prompt": PROMPT}):
+        cards.append(take(server, **asked, **of))
+        assert server.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
+    assert [(one["id"], one["tokens"], one["blocks"], one["cached_tokens"]) for one in cards] == [("talk", 40, 2, 32)] * 2
+    assert all(99 <= one["expires_at"] - one["created"] <= 101 for one in cards)
+
+
 def test_a_boundary_may_be_chosen_and_what_is_behind_the_last_block_is_computed(server: Tiered) -> None:
     ask(server, PROMPT)
     card = take(server, prompt=PROMPT, tokens=40)

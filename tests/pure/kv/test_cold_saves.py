@@ -617,6 +617,55 @@ def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() ->
     rig.end()
 
 
+@pytest.mark.parametrize("first", ["ssd", "remote"])
+def test_a_reset_of_two_stores_is_over_with_the_later_one(first: str) -> None:
+    rig = Stacked("ssd", "remote")
+    rig.remembered(4, tiers=("host", "ssd", "remote"))
+    resetting = rig.cache.reset(["ssd", "remote"])
+    (last,) = {"ssd", "remote"} - {first}
+    rig.run(f"write {first}")
+    assert not resetting.settled and rig.store_has(rig.keys(4), first) == [False] * 4 and rig.store_has(rig.keys(4), last) == [True] * 4
+    rig.run(f"write {last}")
+    assert resetting.settled and resetting.error is None and rig.store_has(rig.keys(4), last) == [False] * 4
+    rig.end()
+
+
+@pytest.mark.parametrize("failing", ["ssd", "remote"])
+def test_of_two_stores_either_may_fail_to_be_reset_and_it_is_told(failing: str) -> None:
+    rig = Stacked("ssd", "remote")
+    rig.remembered(4, tiers=("host", "ssd", "remote"))
+    rig.stores[failing].die()
+    resetting = rig.cache.reset(["ssd", "remote"])
+    rig.flow()
+    assert resetting.settled and isinstance(resetting.error, StoreFailed)
+    rig.stores[failing].raises = None
+    rig.clock.advance(100.0)
+    rig.end()
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_what_could_not_be_written_is_no_longer_on_its_way(admission: AdmissionName) -> None:
+    """Whatever became of a write, its blocks are written when somebody asks for it next."""
+    rig = in_host_only(admission)
+    store, keys = rig.stores["ssd"], rig.keys(4)
+    store.fails.update(keys[1:3])
+    assert rig.persisted().error is not None
+    assert not rig.saves._writing and rig.host.slots.pinned == 0
+    store.fails.clear()
+    assert rig.persisted().error is None and rig.store_has(keys) == [True] * 4 and not rig.saves._dirty
+    rig.end()
+
+
+def test_what_a_full_queue_refuses_is_not_kept_from_leaving() -> None:
+    rig = Stacked(num_host=32, num_device=32)
+    tables = [rig.ran(4, name) for name in "abcdef"]  # more than the queue takes while nothing is written
+    rig.run("launch save", "save")
+    assert rig.host.slots.pinned <= 8, "the queue's eight blocks, and no others"
+    rig.flow()
+    assert rig.host.slots.pinned == 0
+    rig.end(*tables)
+
+
 def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
     rig = Stacked()
     rig.lane("write ssd").close()

@@ -444,6 +444,25 @@ def test_what_is_forgotten_does_not_come_back_by_itself(tier: str, num_read: int
     rig.end()
 
 
+@pytest.mark.parametrize("later", ["ended again", "another reset", "a load"])
+def test_what_a_reset_has_forgotten_is_not_published_whoever_ends_it_later(later: str) -> None:
+    rig, tables = from_ssd(), []
+    fetch = fetching(rig)
+    rig.cache.reset(["host"])
+    if later == "ended again":
+        rig.loads.end_fetches()
+    elif later == "another reset":
+        rig.cache.reset(["ssd"])
+    else:
+        tables.append(rig.load(2)[0])
+    rig.read(0, 1)
+    assert fetch.num_came == 0 and rig.host_has(rig.keys(EIGHT))[2:] == [False] * (EIGHT - 2)
+    assert later == "a load" or not any(rig.host_has(rig.keys(EIGHT)))
+    rig.flow()
+    assert fetch.settled and fetch.num_came == 0 and rig.host.slots.reserved == 0
+    rig.end(*tables)
+
+
 def test_a_reset_of_the_device_leaves_it_alone() -> None:
     rig = from_ssd()
     fetch = fetching(rig)

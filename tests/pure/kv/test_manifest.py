@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import struct
 from typing import Any
 
@@ -96,6 +97,56 @@ def test_facts_that_cannot_be_read_are_refused(facts: bytes) -> None:
     head = format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(facts), 0, 0, 0, format_.checksum(body))
     with pytest.raises(SnapshotRefused, match="facts cannot be read"):
         unpack(head + body)
+
+
+def with_facts(**changed: Any) -> bytes:
+    """A manifest that is whole, and says otherwise. A fact that is `...` is left out."""
+    packed = pack(made())
+    _, _, *lengths, _ = format_._HEAD.unpack_from(packed)
+    body = packed[format_._HEAD.size :]
+    facts = {**json.loads(body[: lengths[0]]), **changed}
+    text = json.dumps({name: fact for name, fact in facts.items() if fact is not ...}).encode()
+    body = text + body[lengths[0] :]
+    return format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(text), *lengths[1:], format_.checksum(body)) + body
+
+
+FACTS = ("name", "tenant", "space", "scope", "made_with", "block_tokens", "created_s", "expires_s", "adapter")
+WRONG: list[dict[str, Any]] = [
+    *({name: ...} for name in FACTS),
+    *({name: value} for name in ("tenant", "space", "scope") for value in ("", "00", "zz", 7, None, "00" * 64)),
+    *({"block_tokens": value} for value in (0, -16, None, "x", [], float("inf"), float("nan"), 10**400)),
+    *({"created_s": value} for value in (None, "x", [], 10**400, float("nan"), float("inf"))),
+    *({"expires_s": value} for value in ("x", [], 10**400, float("nan"), float("inf"))),
+    *({"made_with": value} for value in (None, [], "x", 7)),
+]
+
+
+@pytest.mark.parametrize("changed", WRONG, ids=[f"{name}={str(value)[:9]}" for one in WRONG for name, value in one.items()])
+def test_whatever_a_fact_is_instead_it_is_refused(changed: dict[str, Any]) -> None:
+    """Its checksum is right: whoever wrote it was another program, or meant no good. Nothing but a refusal comes of it."""
+    assert unpack(with_facts()) == made()
+    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
+        unpack(with_facts(**changed))
+
+
+def test_facts_without_an_end_are_refused() -> None:
+    facts = b"[" * 200_000
+    head = format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(facts), 0, 0, 0, format_.checksum(facts))
+    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
+        unpack(head + facts)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_part_of_a_token_is_refused(cut: int) -> None:
+    whole = made()
+    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
+        unpack(pack(dataclasses.replace(whole, tokens=whole.tokens[:-cut])))
+
+
+@pytest.mark.parametrize("keys", [b"", made().keys[:-1], made().keys[:-16], made().keys + bytes(16), made().keys[16:]])
+def test_more_or_fewer_keys_than_its_tokens_have_are_refused(keys: bytes) -> None:
+    with pytest.raises(SnapshotRefused, match="keys are not those of its tokens"):
+        unpack(pack(dataclasses.replace(made(), keys=keys)))
 
 
 def test_a_refusal_names_what_differs() -> None:

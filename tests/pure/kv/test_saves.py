@@ -38,6 +38,97 @@ def test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed() ->
     rig.close()
 
 
+# ------------------------------------------------------------------------------------------------- for somebody who names them
+
+
+# Holds invariant 1.
+def test_blocks_that_are_saved_by_their_keys_are_read_behind_all_that_was_launched() -> None:
+    """A step that has been planned may still write what is known to be computed: the books are ahead of the device."""
+    rig = Rig()
+    hold = rig.computed(KEYS[:2])
+    rig.saves.save(KEYS[:2], rig.step())
+    assert rig.lane("launch save").step()
+    assert not rig.lane("save").step(), "the copy waits on its lane"
+    rig.land()
+    assert rig.in_host(KEYS[:2]) == KEYS[:2]
+    hold.end()
+    rig.close()
+
+
+def test_blocks_that_are_saved_by_their_keys_are_read_behind_whoever_used_them_last() -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2])
+    hold.end(rig.step())
+    rig.saves.save(KEYS[:2], None)
+    assert rig.lane("launch save").step()
+    assert not rig.lane("save").step()
+    rig.land()
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and -1 not in rig.pool.find_each(KEYS[:2]), "the device has them still"
+    rig.close()
+
+
+def offered(save: Transfer) -> list[bytes]:
+    assert isinstance(save, Save)
+    return sorted(key for offer in save.offers for key in offer.keys)
+
+
+def test_of_blocks_that_are_named_those_are_saved_that_only_the_device_has() -> None:
+    rig = Rig(num_device=10)
+    rig.save(KEYS[:2], "before").end()
+    on_its_way, alone = rig.computed(KEYS[2:4], "on its way"), rig.computed(KEYS[4:6], "alone")
+    rig.saves.offer(on_its_way, 0, KEYS[2:4], None)
+    rig.saves.save(KEYS[:9], None)
+    assert next(offered(save) for save in rig.saves.mover.in_flight()) == KEYS[2:4], "what was offered goes first"
+    rig.land()
+    assert rig.saves.counts.bytes["device", "host"] == 6 * LAYOUT.block_bytes, "each once, and none that nobody has"
+    assert rig.in_host(KEYS[:9]) == [*KEYS[:6], None, None, None]
+    assert rig.pool.find_each(KEYS[4:6]) == list(alone.slots), "they stay on the device"
+    assert rig.pool.counts.pinned == rig.host.slots.pinned == 0
+    rig.saves.save(KEYS[:9], None)
+    assert not rig.saves.mover.in_flight()
+    on_its_way.end()
+    alone.end()
+    rig.close()
+
+
+def test_many_that_are_named_go_in_several_transfers_and_a_refusal_gives_all_pins_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "_MOVE_BLOCKS", 3)
+    rig = Rig()
+    hold = rig.computed(KEYS[:7])
+    rig.saves.save(KEYS[:7], None)
+    assert [len(offered(save)) for save in rig.saves.mover.in_flight()] == [3, 3, 1]
+    rig.land()
+    assert rig.in_host(KEYS[:7]) == KEYS[:7]
+    hold.end()
+    other = rig.hold(1)
+    other.end()
+    again = Rig()
+    hold = again.computed(KEYS[:4])
+    again.lane("launch save").close()
+    with pytest.raises(LaneClosed):
+        again.saves.save(KEYS[:4], None)
+    assert again.pool.counts.pinned == 0
+    hold.end()
+    rig.close()
+
+
+def test_nothing_that_is_named_is_saved_while_a_save_is_overdue_or_where_there_is_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.saves.mover), "is_late", lambda _: True)
+        rig.saves.save(KEYS[:2], None)
+    assert not rig.saves.mover.in_flight() and rig.pool.counts.pinned == 0
+    hold.end()
+    rig.close()
+    bare = Rig(num_host=0)
+    hold = bare.computed(KEYS[:2])
+    bare.saves.save(KEYS[:2], None)
+    assert not bare.saves.mover.in_flight()
+    hold.end()
+    bare.close()
+
+
 # Holds invariant 1: the copy waits for the fence of the step.
 def test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them() -> None:
     rig = Rig()

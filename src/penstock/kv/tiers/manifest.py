@@ -10,6 +10,7 @@ tier has lost can be computed again. Its KV ends with a block, the unit of ident
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,6 +28,7 @@ TENANT_BYTES = 16
 _MAGIC = b"penstkSN"
 _HEAD = struct.Struct("<8sIIQQQ16s")  # magic, format, bytes of facts, keys, tokens and messages, checksum of all behind the head
 _TOKEN_BYTES = 4
+_MOST_BLOCK_TOKENS = 1 << 20
 _SHOWN = 12  # characters of a digest in a message
 
 
@@ -149,7 +151,7 @@ def unpack(data: bytes) -> Manifest:
     facts, keys, tokens, messages = (body[end - length : end] for end, length in zip(ends, lengths, strict=True))
     try:
         made = _made(json.loads(facts), keys, tokens, messages.decode("utf-8", "surrogatepass"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotRefused(f"the manifest's facts cannot be read: {type(error).__name__}") from None
     ids = np.frombuffer(tokens, "<u4")
     if b"".join(prefix_keys(ids, made.block_tokens, made.scope)) != keys:
@@ -173,7 +175,9 @@ def _made(facts: dict[str, Any], keys: bytes, tokens: bytes, messages: str) -> M
         adapter=str(facts["adapter"]),
         messages=messages,
     )
-    sizes = len(made.tenant), len(made.space), len(made.scope), len(tokens) % _TOKEN_BYTES, made.block_tokens > 0
+    sizes = len(made.tenant), len(made.space), len(made.scope), len(tokens) % _TOKEN_BYTES, 0 < made.block_tokens <= _MOST_BLOCK_TOKENS
     if sizes != (TENANT_BYTES, SCOPE_BYTES, SCOPE_BYTES, 0, True):
         raise ValueError("a part of it has another size")
+    if not all(map(math.isfinite, (made.created_s, made.expires_s or 0.0))):
+        raise ValueError("a time of it is none")
     return made

@@ -7,11 +7,11 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import Chunk
-from penstock.engine.execution.batch import Packer, Shape
+from penstock.engine.execution.batch import Packed, Packer, Shape, StepInputs, _pack_nexts
 from penstock.errors import InvariantBroken
 
 BLOCK, PADDING_SLOT, PADDING_ROW = 4, 99, 7
@@ -68,43 +68,6 @@ def test_each_token_of_a_decode_with_drafts_is_a_row(bucket: Shape | None) -> No
     found = packed.drafted.views(ints)
     assert found.unsure.tolist() == [1, 1, 1, 0, 0, 0][:num] and found.group_of.tolist() == [0, 0, 0, 1, 2, 3][:num]
     assert found.starts.tolist() == [0, 3, 4, 5][: num - 2] and found.lengths.tolist() == [2, 0, 0, 0][: num - 2]
-
-
-DECODES = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=4)  # drafts; whether one without any samples
-PROMPTS = st.lists(st.tuples(st.integers(2, 6), st.integers(0, 1)), max_size=3)  # tokens, logits
-
-
-@example([(2, True), (0, False), (0, True)], [(3, 1), (4, 0)], False)
-@example([(2, True), (0, False), (0, True)], [], True)
-@given(DECODES, PROMPTS, st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_in_any_mixture_each_sample_is_of_its_chunks_last_tokens(
-    decodes: list[tuple[int, bool]], prompts: list[tuple[int, int]], captured: bool
-) -> None:
-    """Whoever samples nothing takes no place from others, drafts or not."""
-    decodes.sort(key=lambda one: not (one[0] or one[1]))  # as plans have them
-    sizes = [(1 + num, 1 + num if num or samples else 0) for num, samples in decodes] + prompts
-    assume(sizes)
-    chunks = tuple(chunk(row, row + 1, [5] * num, num_logits=logits) for row, (num, logits) in enumerate(sizes))
-    captured = captured and bool(decodes) and not prompts
-    num_rows = sum(num for num, _ in sizes)
-    bucket = Shape(num_rows + 2, num_rows + 2, num_rows + 2) if captured else None
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, len(decodes), bucket, np.full(400, -7, np.int32))
-    ints = torch.from_numpy(packed.ints)
-    x = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
-    expected, groups, at = [], [], 0
-    for row, (num, logits) in enumerate(sizes):
-        wanted = max(logits, captured)
-        expected += [(at + num - wanted + i, row if logits else PADDING_ROW) for i in range(wanted)]
-        groups += [wanted] * bool(wanted)
-        at += num
-    expected, groups = expected + [(at + i, PADDING_ROW) for i in range(2 * captured)], groups + [1] * 2 * captured
-    assert list(zip(x.sample_at.tolist(), x.sample_rows.tolist(), strict=True)) == expected
-    assert (packed.drafted is None) == (not any(num for num, _ in decodes))
-    if packed.drafted is not None:
-        found = packed.drafted.views(ints)
-        assert found.lengths.tolist() == [size - 1 for size in groups]
-        assert found.group_of.tolist() == [number for number, size in enumerate(groups) for _ in range(size)]
 
 
 @pytest.mark.parametrize(("sizes", "num_decodes"), [((1, 1, 3), 1), ((1, 1, 3), 3), ((1, 3, 1), 2), ((3, 1), 1), ((2,), 1), ((1,), 0)])
@@ -168,3 +131,146 @@ def test_a_table_that_is_not_as_long_as_its_sequence_is_refused(slots: list[int]
     packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
     with pytest.raises(InvariantBroken, match="not exactly as long"):
         packer.pack((chunk(1, 5, [1], slots=slots),), 1, None, np.zeros(200, np.int32))
+
+
+# ----------------------------------------------------------------------------------------------------- against a plain reading of a plan
+
+
+class Reading:
+    """What each row of a step has to see, worked out one token at a time."""
+
+    def __init__(self, chunks: tuple[Chunk, ...], num_decodes: int) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.write_at: list[int] = []
+        self.rows: list[tuple[int, int, list[int], int]] = []  # first token, end, table, row of its request
+        self.samples: list[tuple[int, int]] = []  # token, row of its request; of each row its own
+        self.sampled: list[list[int]] = []  # by row: the tokens that are sampled
+        self.may_write: set[int] = set()
+        for number, one in enumerate(chunks):
+            first = len(self.tokens)
+            for at, token in enumerate(one.tokens):
+                position = one.start + at
+                slot = int(one.slots[position // BLOCK - one.num_elsewhere])
+                self.tokens.append(token)
+                self.positions.append(position)
+                self.write_at.append(slot * BLOCK + position % BLOCK if one.writes else PADDING_SLOT * BLOCK)
+                self.may_write.add(self.write_at[-1] // BLOCK)
+            before = range(max(0, one.start - one.num_unsure), one.start)
+            self.may_write |= {int(one.slots[position // BLOCK - one.num_elsewhere]) for position in before}
+            wanted = list(range(len(self.tokens) - one.num_logits, len(self.tokens)))
+            ends = range(first + 1, len(self.tokens) + 1) if number < num_decodes else [len(self.tokens)]
+            for end in ends:
+                begin = end - 1 if number < num_decodes else first
+                table = one.slots[: -(-(one.start + end - first) // BLOCK) - one.num_elsewhere].tolist()
+                self.rows.append((begin, end, table, one.row))
+                self.sampled.append([token for token in wanted if begin <= token < end])
+
+
+def random_plan(rng: np.random.Generator) -> tuple[tuple[Chunk, ...], int]:
+    """Decodes with drafts and without, prompts, sequences whose first blocks are elsewhere, and some that write nothing."""
+    num_decodes, num_prompts = int(rng.integers(0, 5)), int(rng.integers(0, 3))
+    num_prompts += num_decodes + num_prompts == 0
+    made = []
+    for row in range(num_decodes + num_prompts):
+        is_decode = row < num_decodes
+        num_tokens = 1 if is_decode else int(rng.integers(2, 9))
+        if is_decode and rng.random() < 0.5:
+            num_tokens += int(rng.integers(1, 5))
+        writes = bool(rng.random() < 0.8) or num_tokens > 1
+        num_logits = num_tokens if is_decode and num_tokens > 1 else int(rng.integers(0, 2))
+        elsewhere = int(rng.integers(1, 4)) if rng.random() < 0.3 and (num_tokens == 1 or not is_decode) else 0
+        start = int(rng.integers(0, 12)) + elsewhere * BLOCK
+        num_unsure = int(rng.integers(0, 4)) if is_decode and not elsewhere else 0
+        num_slots = -(-(start + num_tokens) // BLOCK) - elsewhere
+        slots = rng.permutation(9)[:num_slots].astype(np.int32) + 10 * row
+        num_paged = int(rng.integers(0, elsewhere + 1))
+        one = Chunk(f"r{row}", row, start, tuple(rng.integers(0, 50, num_tokens).tolist()), slots, writes, num_logits)
+        paged = np.arange(num_paged, dtype=np.int32) + 50 + 10 * row if num_paged else None
+        made.append(one._replace(paged=paged, num_left_out=elsewhere - num_paged, num_unsure=min(num_unsure, start)))
+    made[:num_decodes] = sorted(made[:num_decodes], key=lambda one: one.num_logits == 0)  # as plans have them
+    return tuple(made), num_decodes
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_plan_is_packed_as_it_reads(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chunks, num_decodes = random_plan(rng)
+    reading = Reading(chunks, num_decodes)
+    num_tokens, num_rows = len(reading.tokens), len(reading.rows)
+    bucket = None
+    if seed % 2 and num_rows:
+        is_decode = num_decodes == len(chunks)
+        num_padded = num_rows + int(rng.integers(0, 4))
+        bucket = Shape(num_padded if is_decode else max(num_tokens + int(rng.integers(0, 4)), num_padded + 1), num_padded, num_padded)
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, bucket, np.full(600, -7, np.int32))
+    ints = torch.from_numpy(packed.ints)
+    x = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    assert x.tokens.tolist()[:num_tokens] == reading.tokens and x.positions.tolist()[:num_tokens] == reading.positions
+    assert x.write_at.tolist()[:num_tokens] == reading.write_at
+    assert set(x.write_at.tolist()[num_tokens:]) <= {PADDING_SLOT * BLOCK}, "padding is written where nobody reads"
+    for number, (first, end, table, row) in enumerate(reading.rows):
+        assert (int(x.q_starts[number]), int(x.q_starts[number + 1])) == (first, end)
+        kv_len, table_at = int(x.kv_lens[number]), int(x.table_starts[number])
+        assert x.tables.tolist()[table_at : table_at + -(-kv_len // BLOCK)] == table
+        assert kv_len % BLOCK == (reading.positions[end - 1] + 1) % BLOCK and int(x.rows[number]) == row
+    check_samples(packed, x, reading, bucket is not None)
+    assert set(packed.read_slots.tolist()) == {slot for one in chunks for slot in one.slots.tolist()}
+    assert set(packed.write_slots.tolist()) == reading.may_write, "what it may write is declared, and nothing else"
+    check_paged(packed, x, chunks)
+    check_drafted(packed, ints, chunks, bucket is not None)
+
+
+def check_samples(packed: Packed, x: StepInputs, reading: Reading, is_bucket: bool) -> None:
+    found = list(zip(x.sample_at.tolist(), x.sample_rows.tolist(), strict=True))
+    if not is_bucket:
+        assert found == [(token, row[3]) for row, tokens in zip(reading.rows, reading.sampled, strict=True) for token in tokens]
+        return
+    for number, (row, tokens) in enumerate(zip(reading.rows, reading.sampled, strict=True)):
+        assert found[number] == (row[1] - 1, row[3] if tokens else PADDING_ROW), "every row is sampled once"
+    assert {row for _, row in found[len(reading.rows) :]} <= {PADDING_ROW}
+
+
+def check_paged(packed: Packed, x: StepInputs, chunks: tuple[Chunk, ...]) -> None:
+    first, expected = 0, []
+    for one in chunks:
+        if one.num_paged:
+            expected.append(((first, first + one.num_tokens), one.paged.tolist()))  # type: ignore[union-attr]
+        first += one.num_tokens
+    assert [(one.rows, one.slots.tolist()) for one in packed.paged] == expected
+    for one in packed.paged:
+        assert x.tables.tolist()[one.table_at : one.table_at + len(one.slots)] == one.slots.tolist()
+
+
+def check_drafted(packed: Packed, ints: torch.Tensor, chunks: tuple[Chunk, ...], is_bucket: bool) -> None:
+    if not any(one.num_unsure for one in chunks) and not any(one.num_logits > 1 for one in chunks):
+        assert packed.drafted is None
+        return
+    assert packed.drafted is not None
+    assert packed.drafted.num_unsure == max(one.num_unsure for one in chunks)
+    found, at, groups = packed.drafted.views(ints), 0, []
+    for one in chunks:
+        size = max(one.num_logits, is_bucket)
+        if size:
+            assert found.unsure.tolist()[at : at + size] == [int(one.num_unsure > 0)] * size
+            assert found.group_of.tolist()[at : at + size] == [len(groups)] * size
+            groups.append((at, size - 1))
+            at += size
+    assert list(zip(found.starts.tolist(), found.lengths.tolist(), strict=True))[: len(groups)] == groups
+    assert found.unsure.tolist()[at:] == [0] * (len(found.unsure) - at) and not any(found.lengths.tolist()[len(groups) :])
+
+
+@pytest.mark.parametrize("is_bucket", [False, True], ids=["eager", "captured"])
+def test_the_token_behind_each_is_known_or_the_number_of_its_sample(is_bucket: bool) -> None:
+    """In a captured step every row has a sample, also those that did not ask for one."""
+    chunks = (
+        chunk(1, 5, [3, 4], num_logits=2),
+        chunk(2, 0, [8], num_logits=0)._replace(next_token=41),
+        chunk(3, 0, [7]),
+        chunk(4, 2, [4, 5, 6], num_logits=0)._replace(next_token=42),
+        chunk(5, 0, [20, 21]),
+    )
+    into = np.full(12, -7, np.int32)
+    _pack_nexts(chunks, 3, is_bucket, into)
+    third, fifth = (3, 5) if is_bucket else (2, 3)
+    assert into.tolist() == [-1, -2, 41, -1 - third, 5, 6, 42, 21, -1 - fifth, 0, 0, 0]

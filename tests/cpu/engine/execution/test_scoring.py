@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.contract import Scoring
-from penstock.engine.execution.scoring import KeyBounds, KeySizes, Recency, _parts, _sum_up
+from penstock.contract import Chunk, Scoring
+from penstock.engine.execution.batch import PagedChunk
+from penstock.engine.execution.paging import Piece
+from penstock.engine.execution.scoring import ContextKeys, KeyBounds, KeySizes, Recency, _parts, _sum_up
+from penstock.errors import InvariantBroken
+from penstock.lanes.cpu import CpuLane
 
 SIZES = KeySizes(num_layers=2, num_parts=5, num_kv_heads=2, head_dim=8)
 SCORING = Scoring(part_blocks=4, most_parts=5, first=0, slots=np.empty(0, np.int32), paged=False, num_parts=5)
@@ -74,3 +83,159 @@ def test_recency_looks_at_nothing() -> None:
     for layer in range(2):
         recency.add_scores(layer, torch.randn(4, 8), scores)
     assert scores.tolist() == [1, 2, 3, 4, 5]
+
+
+# ---------------------------------------------------------------------------------------------------------------- over a request's steps
+
+LAYERS, TOKENS, HEADS, WIDTH, PART, MOST = 2, 4, 2, 8, 4, 10  # a part has 4 blocks of 4 tokens
+NUM_BLOCKS = PART * MOST
+
+
+class Scored:
+    """One request and its blocks. Block `n` is in slot `n` of an arena, or in host memory."""
+
+    def __init__(self, known: ContextKeys, id: str, row: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.known, self.id, self.row = known, id, row
+        self.blocks = torch.randn(LAYERS, NUM_BLOCKS, TOKENS, HEADS, WIDTH, generator=generator)
+        self.q = torch.randn(LAYERS, 2 * HEADS, WIDTH, generator=generator)  # of its last token
+        self.summed: set[int] = set()
+
+    def chunk(self, scoring: Scoring | None, paged: list[int], num_tokens: int) -> Chunk:
+        return Chunk(self.id, self.row, 0, (1,) * num_tokens, np.empty(0, np.int32), True, 1, paged=np.array(paged), scoring=scoring)
+
+    def bounds(self) -> torch.Tensor:
+        found = self.known._known[self.id]
+        assert isinstance(found, KeyBounds)
+        return found._bounds
+
+    def check(self) -> None:
+        for part in range(MOST):
+            blocks = sorted(self.summed & set(range(PART * part, PART * part + PART)))
+            low, high = self.bounds()[:, part].unbind(2)
+            if not blocks:
+                assert torch.isinf(low).all() and torch.isinf(high).all(), "nothing of it has come"
+                continue
+            keys = self.blocks[:, blocks].flatten(1, 2)
+            assert torch.equal(low, keys.amin(1)) and torch.equal(high, keys.amax(1)), f"part {part}"
+
+    def expected_scores(self, num_parts: int) -> torch.Tensor:
+        scores = torch.zeros(num_parts)
+        for layer in range(LAYERS):
+            self.known._known[self.id].add_scores(layer, self.q[layer], scores)
+        return scores
+
+
+class Stepped:
+    """Steps of some requests, as the executor makes them: pieces in between, layers one after the other."""
+
+    def __init__(self, lane: CpuLane) -> None:
+        self.arena = torch.zeros(2 * NUM_BLOCKS, LAYERS, 2, TOKENS, HEADS, WIDTH)
+        uploads = SimpleNamespace(send=lambda slots: torch.tensor(slots, dtype=torch.int32))
+        attention: Any = SimpleNamespace(arena=self.arena, lse_nats=0.5)
+        self.known = ContextKeys("qk", attention, lane, uploads)  # type: ignore[arg-type]
+        self.out: dict[str, torch.Tensor] = {}
+
+    def place(self, request: Scored, at: int) -> None:
+        """Its blocks are on the device from slot `at` on."""
+        self.arena[at : at + NUM_BLOCKS, :, 0] = request.blocks.transpose(0, 1)
+
+    def run(self, *shares: tuple[Scored, Scoring | None, list[int], int], resident: float = 1.0) -> None:
+        """By request: what is asked for, its blocks that stream in, and its tokens in the step."""
+        chunks, paged, first, table_at = [], list[PagedChunk](), 0, 40
+        for request, scoring, blocks, num_tokens in shares:
+            chunks.append(request.chunk(scoring, blocks, num_tokens))
+            if blocks:
+                paged.append(PagedChunk((first, first + num_tokens), np.array(blocks, np.int32), table_at))
+                table_at += len(blocks)
+            first += num_tokens
+        step = self.known.for_step(chunks, SimpleNamespace(paged=tuple(paged)), self._room)  # type: ignore[arg-type]
+        assert (step is None) == all(scoring is None for _, scoring, _, _ in shares)
+        if step is None:
+            return
+        for layer in range(LAYERS):
+            q = torch.full((first, 2 * HEADS, WIDTH), 100.0)
+            end = 0
+            for request, _, _, num_tokens in shares:
+                end += num_tokens
+                q[end - 1] = request.q[layer]
+            lse = torch.zeros(first, 2 * HEADS)
+            step.note_resident(lse)
+            for (request, *_), one in zip([share for share in shares if share[2]], paged, strict=True):
+                for at in range(0, len(one.slots), 3):
+                    slots = one.slots[at : at + 3]
+                    buffer = torch.stack([request.blocks[layer, slots].flatten(0, 1)] * 2)
+                    op = step.piece(layer, Piece(one.rows, slots, one.table_at + at), lambda buffer=buffer: buffer)  # type: ignore[misc]
+                    if op is not None:
+                        op()
+            lse += resident  # what streams in is added to the same tensor
+            step.add_layer(layer, q, lse)
+        step.finish()
+
+    def _room(self, id: str, scoring: Scoring) -> torch.Tensor:
+        self.out[id] = torch.zeros(scoring.num_parts + 1, dtype=torch.int32)
+        return self.out[id]
+
+    def scores(self, request: Scored) -> torch.Tensor:
+        return self.out[request.id].view(torch.float32)
+
+
+@pytest.fixture
+def lane() -> Iterator[CpuLane]:
+    made = CpuLane("compute")
+    yield made
+    made.close(10.0)
+
+
+def scoring_of(first: int, end: int, at: int = 0, paged: bool = False, num_parts: int = 0, recall: bool = False) -> Scoring:
+    return Scoring(PART, MOST, first, np.arange(at + first, at + end, dtype=np.int32), paged, num_parts, recall)
+
+
+@pytest.mark.parametrize("num_paged", [0, 1, 4, 9, 13, 22])
+def test_from_its_prompt_to_its_answer_sums_are_those_of_its_blocks(num_paged: int, lane: CpuLane) -> None:
+    """Beside another one, and one that asks for nothing; a step that reads all to see what was left out adds nothing to them."""
+    steps = Stepped(lane)
+    one, other = Scored(steps.known, "one", 3, 1), Scored(steps.known, "other", 0, 2)
+    nobody = Scored(steps.known, "nobody", 1, 3)
+    steps.place(one, 0)
+    steps.place(other, NUM_BLOCKS)
+    exact = scoring_of(num_paged, 22, paged=num_paged > 0, num_parts=5)
+    steps.run((nobody, None, [0, 1], 2), (other, scoring_of(0, 6, at=NUM_BLOCKS), [], 1), (one, exact, list(range(num_paged)), 7))
+    one.summed, other.summed = set(range(22)), set(range(6))
+    for request in (one, other):
+        request.check()
+    assert (
+        torch.allclose(steps.scores(one)[:-1], one.expected_scores(5)) and "other" not in steps.out and "nobody" not in steps.known._known
+    )
+    left_out = [block for block in range(20) if block not in (4, 5, 6, 7)]
+    for first, end in ((22, 23), (23, 23), (23, 30)):
+        recall = scoring_of(first, end, num_parts=end // PART, recall=True)
+        steps.run((one, recall, left_out, 1), (other, None, [], 1), resident=2.0)
+        one.summed |= set(range(first, end))
+        one.check()
+        assert torch.allclose(steps.scores(one)[:-1], one.expected_scores(end // PART))
+        assert float(steps.scores(one)[-1]) == pytest.approx(np.exp(-2.0 * 0.5)), "of each layer alike, what was there before the pieces"
+    steps.run((one, scoring_of(30, 30, num_parts=7), [], 1))
+    assert float(steps.scores(one)[-1]) == 0.0, "nobody asked"
+
+
+def test_what_has_left_is_forgotten_behind_the_steps_that_use_it(lane: CpuLane) -> None:
+    """A step that was launched for it would make it anew, and its next life would begin with half of what it was."""
+    steps = Stepped(lane)
+    one, other = Scored(steps.known, "one", 3, 1), Scored(steps.known, "other", 0, 2)
+    gate = threading.Event()
+    lane.submit(lambda: gate.wait(60.0) and None, label="a step that runs")
+    runs = [functools.partial(steps.run, (request, scoring_of(0, 8), [], 1)) for request in (one, other)]
+    launched = [lane.submit(run, label="launched") for run in runs]
+    steps.known.forget(["one", "gone before"])
+    gate.set()
+    lane.record().wait_passed(60.0)
+    assert [ticket.error() for ticket in launched] == [None, None]
+    assert set(steps.known._known) == {"other"}
+
+
+def test_more_blocks_than_its_life_has_are_no_part_of_it(lane: CpuLane) -> None:
+    steps = Stepped(lane)
+    one = Scored(steps.known, "one", 3, 1)
+    with pytest.raises(InvariantBroken, match="41 blocks are summed up for a request of 10 parts"):
+        steps.run((one, scoring_of(NUM_BLOCKS - 1, NUM_BLOCKS + 1), [], 1))

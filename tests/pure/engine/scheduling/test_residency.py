@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.contract import FetchedBlocks, Scoring
+from penstock.config import KvConfig
+from penstock.contract import FetchedBlocks, Residency, Scoring
 from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
-from penstock.engine.scheduling.residency import FIRST_TAU, Division, ResidentSet
+from penstock.engine.scheduling.residency import DECAY, FIRST_TAU, Division, ResidencyChoice, ResidentSet
 from penstock.errors import ConfigError, InvalidRequest
 
 
@@ -210,6 +211,153 @@ def test_now_and_then_all_that_is_left_out_is_read() -> None:
             read.append(start)
     assert len(read) == 2
     assert resident.place(FakeTable(9000 // 16 + 1, 380), 9000, 9001, True, False).paged is None
+
+
+class ChoiceWalk:
+    """A resident set in random turns, beside a model of it: what was scored, what has landed, and what is on its way."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.division = Division.of(120, 16)
+        self.pins = ((700, 800),) if seed % 2 else ()
+        self.resident = ResidentSet(self.division, self.pins, 16 * 400, 16 * 900)
+        self.table = FakeTable(400, 300)
+        self.scores: np.ndarray = np.zeros(0, np.float32)
+        self.landed: dict[int, FakeFetched] = {}
+        self.coming: dict[int, FakeFetched] = {}
+        self.position = 16 * 400
+        self.resident.place(self.table, self.position - 1, self.position, True, True)
+        self.num_summed, self.is_scored = 400, True
+
+    def order(self) -> list[int]:
+        """All parts, the most wanted first: pinned ones, then by score, the later of two equal ones first."""
+        first = [0, *([10, 11, 12] if self.pins else [])]
+        rest = [part for part in range(len(self.scores))[::-1] if part not in first]
+        return [*first, *sorted(rest, key=lambda part: -self.scores[part])]
+
+    def score(self) -> None:
+        if not self.is_scored:
+            return
+        self.is_scored = False
+        new = np.where(self.rng.random(self.num_summed // 4) < 0.2, self.rng.random(self.num_summed // 4), 0).astype(np.float32)
+        before = np.zeros_like(new)
+        before[: len(self.scores)] = self.scores * np.float32(DECAY)
+        self.scores = np.maximum(before, new)
+        self.resident.take_scores(new)
+
+    def fetch(self) -> None:
+        wanted = self.resident.wanted(self.table)
+        here = {*self.landed, *self.coming}
+        room = self.division.chosen + self.division.moving - len(here)
+        target = [part for part in self.order() if part < self.table.num_paged // 4][: self.division.chosen]
+        assert wanted == [part for part in target if part not in here][: max(0, room)]
+        for part in wanted[: self.rng.integers(0, 4)]:
+            self.coming[part] = FakeFetched(part)
+            self.resident.coming(part, self.coming[part])
+
+    def land(self) -> None:
+        failed = []
+        for part in [part for part in self.coming if self.rng.random() < 0.5]:
+            one = self.coming.pop(part)
+            one.settled, one.failed = True, bool(self.rng.random() < 0.2)
+            (failed.append(one) if one.failed else self.landed.__setitem__(part, one))
+        assert {id(one) for one in self.resident.take_landed()} == {id(one) for one in failed}
+        surplus = self.resident.take_surplus()
+        assert len(surplus) == max(0, len(self.landed) - self.division.chosen)
+        # Of those that are far from being wanted, any may go.
+        rank = {part: min(at, 2 * self.division.num_parts) for at, part in enumerate(self.order())}
+        gone = [part for part, one in self.landed.items() if any(one is other for other in surplus)]
+        for part in gone:
+            del self.landed[part]
+        assert len(gone) == len(surplus) and min(map(rank.__getitem__, gone), default=99) >= max(
+            map(rank.__getitem__, self.landed), default=0
+        )
+
+    def decode(self) -> None:
+        for _ in range(self.rng.integers(1, 40)):
+            self.table.num_slots = self.position // 16 + 1
+            may_score, may_read = bool(self.rng.random() < 0.7), bool(self.rng.random() < 0.9)
+            placed = self.resident.place(self.table, self.position, self.position + 1, may_score, may_read)
+            own = [slot for part in sorted(self.landed) for slot in self.landed[part].slots.tolist()]
+            assert placed.slots.tolist() == own + self.table.slots(self.position + 1).tolist()
+            left = set(range(1000, 1000 + self.table.num_paged)) - {1000 + 4 * part + at for part in self.landed for at in range(4)}
+            if placed.paged is None:
+                assert placed.num_left_out == len(left)
+            else:
+                assert placed.num_left_out == 0 and set(placed.paged.tolist()) == left, "all of it is read, once"
+            if placed.scoring is not None:
+                first = placed.scoring.first
+                assert first == self.num_summed and placed.scoring.slots.tolist() == list(range(first, self.position // 16))
+                self.num_summed = self.position // 16
+                self.is_scored |= placed.scoring.num_parts > 0
+            self.position += 1
+
+    def make_way(self) -> None:
+        most = int(self.rng.integers(20, 130))
+        num_short, num_wanted = int(self.rng.integers(-20, 20)), 4 * len(self.resident.wanted(self.table))
+        num = self.resident.num_making_way(self.table, num_short, most)
+        num_ready = self.num_summed // 4 * 4 - self.table.num_paged
+        assert num >= min(num_short, num_ready), "the step has room"
+        num_spare = most + num_short - 4 * self.division.window
+        assert num >= min(num_short + num_wanted, num_spare, num_ready), "and so have parts that are wanted, where the window is large"
+        assert num < max(num_short, min(num_short + num_wanted, num_spare), 0) + 4
+        assert num >= 0 and self.table.num_paged + num <= self.num_summed
+        assert not num or (self.table.num_paged + num) % 4 == 0, "whole parts"
+        if self.num_summed - self.table.num_paged - num > 30:
+            self.table.num_paged += num
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_any_order_of_turns_what_is_attended_to_is_what_has_landed_and_what_goes_is_wanted_least(seed: int) -> None:
+    walk = ChoiceWalk(seed)
+    recalls = 0
+    for _ in range(150):
+        getattr(walk, walk.rng.choice(["score", "fetch", "fetch", "land", "decode", "make_way"]))()
+        recalls += walk.resident._num_scorings > 4
+    assert recalls and walk.resident._num_scorings > 4 and len(walk.landed) > 4
+
+
+# ------------------------------------------------------------------------------------------------------------- what may be asked for
+
+SERVERS = KvConfig(residency="scored", pin_spans=((0, 200), (640, 700)))
+
+
+def choice(kv: KvConfig = SERVERS, deep_blocks: int = 100, resident_blocks: int = 120) -> ResidencyChoice:
+    return ResidencyChoice.of(deep_blocks, resident_blocks, kv)
+
+
+def test_a_request_says_otherwise_than_the_server() -> None:
+    given, exact, deep = choice(), choice(KvConfig()), 16 * 100 + 1
+    assert given.for_request(None, None, deep) == given.for_request("scored", None, deep) == Residency(SERVERS.pin_spans)
+    assert given.for_request(None, (), deep) == given.for_request("scored", [], deep) == Residency(()), "it wants none pinned"
+    assert given.for_request(None, [(5, 9)], deep) == Residency(((5, 9),))
+    assert given.for_request("exact", None, deep) is None
+    assert exact.for_request(None, None, deep) is None and exact.for_request("scored", None, deep) == Residency(())
+    for which, asked in ((given, "exact"), (exact, None)):
+        with pytest.raises(InvalidRequest, match="are for requests with kv_residency scored"):
+            which.for_request(asked, (), deep)  # type: ignore[arg-type]
+
+
+def test_only_what_does_not_fit_is_scored() -> None:
+    given = choice()
+    assert given.for_request("scored", None, 16 * 100) is None and given.for_request("scored", None, 16 * 100 + 1) is not None
+    assert choice(deep_blocks=0).for_request("scored", [(0, 5)], 10**6) is None, "everything fits"
+    for num_tokens in (1, 10**6):
+        with pytest.raises(InvalidRequest, match="pairs of a first token"):
+            given.for_request("scored", [(9, 9)], num_tokens)
+
+
+def test_what_cannot_be_is_refused_at_the_start_where_it_is_the_default_and_by_request_where_not() -> None:
+    with pytest.raises(ConfigError, match="raise --kv-resident-tokens"):
+        choice(KvConfig(residency="scored"), resident_blocks=20)
+    with pytest.raises(ConfigError, match=r"kv_pin_spans take .* one has to be free"):
+        choice(KvConfig(residency="scored", pin_spans=((0, 64 * 25),)))
+    without = choice(KvConfig(), resident_blocks=20)
+    assert without.for_request(None, None, 10**6) is None and without.for_request("scored", None, 1600) is None
+    with pytest.raises(InvalidRequest, match=r"not possible here: .* raise --kv-resident-tokens"):
+        without.for_request("scored", None, 1601)
+    with pytest.raises(InvalidRequest, match="take 25 parts of 64 tokens, the first included, and 18 can be pinned: one has to be free"):
+        choice().for_request("scored", [(64, 64 * 25)], 10**6)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ how often

@@ -1,0 +1,248 @@
+"""Plans with drafts over a real cache, beside a device that knows what every request says: whatever is proposed, kept, stopped, retracted
+or cancelled, each row reads the KV of its own tokens, a block gets the key of what lies in it, and everybody gets their own tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Request, Sampled, SamplingParams, StepFailure, StepPlan, StepResult
+from penstock.engine.scheduling.budget import Budget
+from penstock.engine.scheduling.drafts import Decoding
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.track import Track
+from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.cache import KvCache
+
+BLOCK, STOP = 4, 999
+SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
+
+
+@dataclass
+class Passed:
+    """A fence of the compute lane, which has run all that was put on it."""
+
+    number: int
+    lane: str = "compute"
+
+    def passed(self) -> bool:
+        return True
+
+    def wait_passed(self, timeout_s: float | None = None) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass
+class Said:
+    """A request, what it says, and what its listener got."""
+
+    request: Request
+    answer: list[int]
+    got: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def all(self) -> list[int]:
+        return [*self.request.prompt, *self.answer]
+
+    @property
+    def expected(self) -> list[int]:
+        most = self.answer[: self.request.sampling.max_tokens]
+        return most[: most.index(STOP)] if STOP in most else most
+
+
+class Script:
+    """Implements `Drafter`: what the request will say, with mistakes."""
+
+    def __init__(self, world: World, ahead: bool) -> None:
+        self.needs_results, self.num_ahead = not ahead, 0
+        self.world, self.alive = world, dict[str, int]()
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        return [self._drafts(one) for one in requests]
+
+    def _drafts(self, one: Decoding) -> tuple[int, ...]:
+        rng, track = self.world.rng, one.track
+        assert one.most > 0
+        self.alive[track.request.id] = 0
+        num = rng.randrange(min(one.most, 5) + 1)
+        right = self.world.said[track.request.id].all[track.num_expected : track.num_expected + num]
+        return tuple(token if rng.random() < 0.8 else rng.randrange(500) for token in right)
+
+    def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
+        assert 0 <= num_kept <= num_drafts and num_drafts > 0 and track.request.id in self.alive
+
+    def ended(self, track: Track) -> None:
+        self.alive.pop(track.request.id, None)
+
+
+class World:
+    def __init__(self, seed: int, ahead: bool, num_blocks: int, overcommit: float, failing: float) -> None:
+        self.rng = random.Random(seed)
+        self.cache = KvCache(BlockPool(num_blocks, "device"), SCOPE)
+        self.said: dict[str, Said] = {}
+        self.script = Script(self, ahead)
+        self.scheduler = Scheduler(self.cache, Budget(max_batch=4, prefill_chunk=8, overcommit=overcommit), [STOP], drafter=self.script)
+        self.kv: dict[int, tuple[int, ...]] = {}  # by place: all tokens up to the one whose KV is there
+        self.launched: list[tuple[StepPlan, StepResult]] = []  # whose results were not taken in
+        self.failing = failing  # how often a step fails, or lacks KV
+        self.rejected: dict[str, int] = {}  # by request: drafts of its last step
+        self.num_drafted = self.num_full_matches = 0
+        self._watch_seals()
+
+    def _watch_seals(self) -> None:
+        seal = self.cache.seal
+
+        def watched(table, tokens, num_computed, fence):  # type: ignore[no-untyped-def]
+            assert num_computed <= len(tokens), "a key needs all tokens of its block"
+            for place in range(num_computed // BLOCK * BLOCK):
+                slot = int(table.slots(num_computed)[place // BLOCK])
+                assert self.kv[slot * BLOCK + place % BLOCK] == tuple(tokens[: place + 1]), "a key is that of what lies there"
+            for plan, _ in self.launched:
+                for chunk in plan.chunks:
+                    if chunk.request_id == table.owner and chunk.writes and len(chunk.tokens) == chunk.num_logits > 0:
+                        assert num_computed // BLOCK * BLOCK <= chunk.start - chunk.num_unsure, "a step may still write there"
+            seal(table, tokens, num_computed, fence)
+
+        self.cache.seal = watched  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------------------------------------------------------ what happens
+
+    def submit(self) -> None:
+        prompt = [self.rng.randrange(100) for _ in range(self.rng.randrange(1, 20))]
+        if self.said and self.rng.random() < 0.5:  # some of what another one has said, or all
+            other = self.rng.choice(list(self.said.values())).all
+            prompt = other[: self.rng.randrange(1, min(len(other), 24) + 1)]
+            prompt = prompt[: len(prompt) // BLOCK * BLOCK or len(prompt)] if self.rng.random() < 0.6 else prompt
+        prompt = [token for token in prompt if token != STOP] or [1]
+        max_tokens = self.rng.choice([0, 1, 2, 7, 15, 24])
+        key = hash(tuple(prompt)) & 0xFFFF
+        answer = [(key * 31 + n * n * 7 + n) % 90 for n in range(40)]
+        if self.rng.random() < 0.5:
+            answer[self.rng.randrange(24)] = STOP
+        id = f"r{len(self.said)}"
+        request = Request(id, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0), self.cache.prefix_of(prompt))
+        self.said[id] = Said(request, answer)
+        self.scheduler.add(request)
+
+    def cancel(self) -> None:
+        open_ = [id for id, one in self.said.items() if one.finish is None]
+        if open_:
+            self.hear([self.scheduler.cancel(self.rng.choice(open_))])
+
+    def step(self) -> None:
+        while self.launched and (len(self.launched) > 1 or self.scheduler.needs_result):
+            self.commit()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            result = self.run(plan)
+            self.launched.append((plan, result))
+            self.scheduler.launched(Passed(plan.number))
+        elif self.launched:
+            self.commit()
+        self.scheduler.check()
+
+    def commit(self) -> None:
+        _, result = self.launched.pop(0)
+        if self.rng.random() < self.failing:
+            what = self.rng.choice([StepFailure("TransferFailed", "no", True), StepFailure("RuntimeError", "no")])
+            result = StepResult(result.number, (), error=what)
+        self.hear(self.scheduler.commit(result))
+
+    def hear(self, events: Sequence[object]) -> None:
+        for event in events:
+            if event is None:
+                continue
+            one = self.said[event.request_id]  # type: ignore[attr-defined]
+            assert one.finish is None, "a listener hears nothing behind its last event"
+            one.got += event.tokens  # type: ignore[attr-defined]
+            one.finish = event.finish  # type: ignore[attr-defined]
+            is_cut = one.finish in (None, FinishReason.CANCELLED, FinishReason.ERROR)
+            assert one.got == one.expected[: len(one.got)] and (is_cut or one.got == one.expected)
+
+    # ------------------------------------------------------------------------------------------------------------- the device
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for at, chunk in enumerate(plan.chunks):
+            assert (at < plan.num_decodes) == (len(chunk.tokens) == 1 or chunk.num_logits > 1)
+        sampled = [found for chunk in plan.chunks if (found := self._run(chunk)) is not None]
+        return StepResult(plan.number, tuple(sampled))
+
+    def _run(self, chunk: Chunk) -> Sampled | None:
+        one = self.said[chunk.request_id]
+        start = chunk.start - (self.rejected.get(chunk.request_id, 0) if chunk.num_unsure else 0)
+        assert start >= chunk.start - chunk.num_unsure, "it may start so much earlier, and no more"
+        tokens = [one.all[start + at] if token == TOKEN_IN_FLIGHT else token for at, token in enumerate(chunk.tokens)]
+        self.num_full_matches += not chunk.writes
+        life = len(one.request.prompt) + max(0, one.request.sampling.max_tokens - 1)
+        assert chunk.kv_len <= life, "no block is drawn that was not promised"
+        before = one.all[:start]
+        kept, sampled = 0, list[int]()
+        for at in range(len(tokens)):
+            for place in range(start + at):
+                found = self.kv.get(int(chunk.slots[place // BLOCK]) * BLOCK + place % BLOCK)
+                assert found == tuple([*before, *tokens][: place + 1]), f"{chunk.request_id} reads {found} at {place}"
+            where = start + at
+            if chunk.writes:
+                self.kv[int(chunk.slots[where // BLOCK]) * BLOCK + where % BLOCK] = tuple([*before, *tokens][: where + 1])
+            else:
+                assert self.kv[int(chunk.slots[where // BLOCK]) * BLOCK + where % BLOCK] == tuple([*before, *tokens][: where + 1])
+        first = len(tokens) - chunk.num_logits
+        for at in range(first, len(tokens)):
+            sampled.append(one.all[start + at + 1])
+            if at + 1 < len(tokens) and tokens[at + 1] != sampled[-1]:
+                break
+            kept += at + 1 < len(tokens)
+        num_drafts = max(0, chunk.num_logits - 1)
+        self.num_drafted += num_drafts
+        self.rejected[chunk.request_id] = num_drafts - kept
+        return Sampled(chunk.request_id, tuple(sampled)) if sampled else None
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not self.scheduler.has_work() and not self.launched:
+                break
+            self.step()
+        assert all(one.finish is not None for one in self.said.values())
+        assert not self.script.alive, "nothing is kept of what is over"
+        self.cache.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["reads first", "plans ahead"])
+@pytest.mark.parametrize("room", [(64, 1.0), (20, 1.0), (20, 2.5)], ids=["wide", "narrow", "overcommitted"])
+@pytest.mark.parametrize("failing", [0.0, 0.1], ids=["sound", "failing"])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_any_drafts_everybody_gets_what_they_say(seed: int, failing: float, room: tuple[int, float], ahead: bool) -> None:
+    world = World(seed, ahead, *room, failing)
+    for _ in range(150):
+        getattr(world, world.rng.choices(["submit", "step", "cancel"], [3, 12, 0.5])[0])()
+    world.finish()
+    assert world.num_drafted > 8 and world.num_full_matches, "drafts, and prompts that are all there"
+
+
+class Kept:
+    """A lease of what was saved of a retracted request."""
+
+    ended = False
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
+    """It was pushed out while the step ran, and its blocks were saved: what they hold was computed from what had not arrived."""
+    world = World(0, False, 64, 1.0, 0.0)
+    world.submit()
+    plan = world.scheduler.plan()
+    assert plan is not None
+    world.scheduler.launched(Passed(plan.number))
+    (track,) = world.scheduler._tracks.values()
+    world.scheduler._retract(track)
+    kept = track.lease = Kept()  # type: ignore[assignment]
+    assert world.scheduler.commit(StepResult(plan.number, (), error=StepFailure("TransferFailed", "no", True))) == []
+    assert kept.ended and track.lease is None and track.computes and track.num_in_flight == 0
+    world.finish()

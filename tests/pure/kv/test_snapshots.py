@@ -1,0 +1,464 @@
+"""Snapshots of two engines over a shared store, without engines: whose names there are, what they pin, where their manifests lie, whatever
+is taken, deleted, expired, restarted or down, in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from stacked_rig import Stacked
+from storage_rig import BLOCK
+
+from penstock.contract import Adapter, SnapshotRequest
+from penstock.errors import InvalidRequest, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken, StoreFailed
+from penstock.kv import snapshots as module
+from penstock.kv.blocks.key import tenant_of
+from penstock.kv.snapshots import Snapshots
+from penstock.kv.tiers.manifest import snapshot_id, unpack
+from penstock.testing.stores import HandClock, MemoryStore
+
+NUM_HOST = 24  # of which snapshots may pin a half
+TALK = np.arange(100, 100 + 10 * BLOCK, dtype=np.uint32)
+
+
+class Machine:
+    """An engine's storage, and what it knows of snapshots. Its disk outlives a restart; the shared store is not its own."""
+
+    def __init__(self, clock: HandClock, shared: dict[str, bytes]) -> None:
+        self.clock, self.shared = clock, shared
+        self.on_disk: dict[str, bytes] = {}
+        self.told: list[tuple[str, str, float | None]] = []  # tier, id, and how long its manifest is of use
+        self.failing: set[str] = set()  # tiers that take no manifest
+        self.start()
+
+    def start(self) -> None:
+        self.rig = Stacked("ssd", "remote", num_host=NUM_HOST)
+        for name, kept in (("ssd", self.on_disk), ("remote", self.shared)):
+            store = self.rig.stores[name]
+            store.kept_manifests = kept
+            self._watch(store)
+            for salt in ("", "b"):
+                for talk in (TALK, TALK + 50):
+                    store.blocks.update(dict.fromkeys(self.keys(talk, salt), bytearray()))
+        self.registry = Snapshots(self.rig.cache, clock=self.clock)
+        self.registry._ask(lambda: None)  # what was on disk is known
+
+    def _watch(self, store: MemoryStore) -> None:
+        inner = store.write_manifest
+
+        def write(id: str, data: bytes, expires_in_s: float | None) -> bool:
+            if store.name in self.failing:
+                raise StoreFailed("no")
+            self.told.append((store.name, id, expires_in_s))
+            return inner(id, data, expires_in_s)
+
+        store.write_manifest = write  # type: ignore[method-assign]
+
+    def keys(self, tokens: np.ndarray, salt: str = "") -> set[bytes]:
+        prefix = self.rig.cache.prefix_of(tokens, salt)
+        return set() if prefix is None else set(prefix.keys)
+
+    def take(self, name: str, tokens: np.ndarray = TALK, salt: str = "", **fields: Any) -> Any:
+        return self.registry.take(SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None)
+
+    def heal(self) -> None:
+        """Its stores answer, and it looks."""
+        for name, tier in self.rig.tiers.items():
+            self.rig.stores[name].raises = None
+            self.rig.clock.advance(10_000.0)
+            if tier.calls.breaker.try_probe():
+                tier.calls.probe()
+
+    def step(self) -> None:
+        """A turn of the engine, and what it has others do."""
+        self.registry.step()
+        self.registry._ask(lambda: None)
+
+    @property
+    def num_pinned(self) -> int:
+        return self.registry.figures().pinned_blocks
+
+    def restart(self) -> None:
+        self.close()
+        self.start()
+
+    def close(self) -> None:
+        self.registry.close(30.0)
+        assert self.num_pinned == 0 and not self.rig.host.slots.pinned
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def machines(clock: HandClock) -> Iterator[tuple[Machine, Machine]]:
+    shared: dict[str, bytes] = {}
+    both = Machine(clock, shared), Machine(clock, shared)
+    yield both
+    for machine in both:
+        machine.close()
+
+
+def names(machine: Machine, salt: str = "") -> list[str]:
+    return [one.name for one in machine.registry.all(salt).snapshots]
+
+
+# ------------------------------------------------------------------------------------------------------------------ one at a time
+
+
+def test_one_that_is_also_in_a_shared_store_is_listed_once_and_by_age(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+    here.take("first")
+    clock.advance(1.0)
+    there.take("second")
+    clock.advance(1.0)
+    here.take("third")
+    assert names(here) == names(there) == ["first", "second", "third"]
+    assert [one.pinned for one in here.registry.all("").snapshots] == [True, False, True]
+    assert {one.tiers for one in here.registry.all("").snapshots} == {("ssd", "remote"), ("remote",)}
+    assert names(here, "b") == []
+
+
+@pytest.mark.parametrize("ttl_s", [None, 50.0])
+def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
+    machines: tuple[Machine, Machine], clock: HandClock, ttl_s: float | None
+) -> None:
+    here, _ = machines
+    id = snapshot_id(tenant_of(""), "talk")
+    here.take("talk", ttl_s=ttl_s)
+    assert here.told == [("ssd", id, ttl_s), ("remote", id, ttl_s)]
+    assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
+
+
+def test_each_is_let_go_when_its_own_time_is_over(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    """Whichever was taken before or after it, and at the very moment."""
+    here, _ = machines
+    for name, ttl_s, tokens in (("b", 50.0, TALK[: 2 * BLOCK]), ("c", None, TALK[: 3 * BLOCK]), ("a", 20.0, TALK[: 4 * BLOCK])):
+        here.take(name, tokens, ttl_s=ttl_s)
+    here.take("d", TALK[: 5 * BLOCK], ttl_s=80.0)
+    for seconds, left in ((19.9, "abcd"), (0.1, "bcd"), (29.9, "bcd"), (0.2, "cd"), (30.0, "c"), (1e9, "c")):
+        clock.advance(seconds)
+        here.step()
+        assert {unpack(data).name for data in here.on_disk.values()} == set(left)
+        assert here.registry.figures().known == len(left)
+    assert here.num_pinned == 3 and here.registry.figures().expired == 3
+
+
+def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]) -> None:
+    """Also while it is being saved, and nobody else knows of it."""
+    here, _ = machines
+    seen: list[type] = []
+
+    def again() -> None:
+        with pytest.raises(SnapshotTaken) as found:
+            here.take("talk", TALK[: 2 * BLOCK])
+        seen.append(found.type)
+        with pytest.raises(SnapshotMissing):
+            here.registry.find("talk", "")
+
+    here.registry.take(SnapshotRequest("talk", prompt=b"-"), TALK, again)
+    assert seen == [SnapshotTaken] and here.registry.find("talk", "").num_blocks == 10 and here.num_pinned == 10
+
+
+class Stop(BaseException):
+    """No ordinary error: somebody has pressed Ctrl-C."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), StoreFailed("no"), Stop()], ids=lambda error: type(error).__name__)
+def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_manifest(
+    machines: tuple[Machine, Machine], error: BaseException
+) -> None:
+    here, there = machines
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        here.registry.take(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+    assert names(here) == names(there) == [] and here.num_pinned == 0 and not here.on_disk and not here.shared
+    here.take("talk")
+    assert here.registry.figures().taken == 1
+
+
+def test_one_store_that_takes_a_manifest_is_enough(machines: tuple[Machine, Machine]) -> None:
+    here, _ = machines
+    for name, failing in (("one", {"remote"}), ("two", {"ssd"}), ("three", {"ssd", "remote"})):
+        here.failing = failing
+        if name == "three":
+            with pytest.raises(StoreFailed):
+                here.take(name)
+        else:
+            assert {*here.take(name).tiers, *failing} == {"ssd", "remote"}
+        here.heal()
+    assert names(here) == ["one", "two"] and here.num_pinned == 10
+    here.restart()
+    assert here.registry.figures().known == 1 and names(here) == ["one", "two"]
+
+
+def test_what_is_pinned_is_counted_once_and_up_to_the_very_bound(machines: tuple[Machine, Machine]) -> None:
+    here, _ = machines
+    here.take("ten")
+    here.take("five", TALK[: 5 * BLOCK])
+    other = TALK + 50
+    with pytest.raises(SnapshotSpace, match="would pin 3 more blocks: 10 of the 24 in the host tier are pinned, and 12 may be"):
+        here.take("three", other[: 3 * BLOCK])
+    here.take("two", other[: 2 * BLOCK])
+    assert here.num_pinned == 12 and here.registry.figures().refused == 1
+    here.registry.delete("ten", "")
+    assert here.num_pinned == 7, "the five that another one has stay"
+    here.registry.delete("five", "")
+    here.registry.delete("two", "")
+    assert here.num_pinned == 0
+
+
+def test_their_number_is_bounded(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _ = machines
+    monkeypatch.setattr(module, "MAX_SNAPSHOTS", 2)
+    here.take("a")
+    here.take("b")
+    with pytest.raises(SnapshotSpace, match="2 snapshots already"):
+        here.take("c")
+    here.registry.delete("a", "")
+    here.take("c")
+    assert here.registry.figures().refused == 1
+
+
+def test_a_damaged_one_keeps_its_name_until_it_is_deleted(machines: tuple[Machine, Machine]) -> None:
+    here, there = machines
+    here.take("talk")
+    id = snapshot_id(tenant_of(""), "talk")
+    here.on_disk[id] = here.on_disk[id][:-1]
+    del here.shared[id]
+    here.restart()
+    assert here.registry.figures().damaged == 1 and here.num_pinned == 0
+    for refused in (lambda: here.registry.find("talk", ""), lambda: here.registry.open("talk", "", None)):
+        with pytest.raises(SnapshotRefused, match="truncated"):
+            refused()
+    with pytest.raises(SnapshotTaken):
+        here.take("talk")
+    here.registry.delete("talk", "")
+    assert not here.on_disk and here.registry.figures().damaged == 0
+    here.take("talk")
+    there.take("other")
+
+
+def test_time_that_passed_between_two_lives_counts(
+    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has expired meanwhile takes no room from what has not."""
+    here, _ = machines
+    here.take("short", ttl_s=10.0)
+    clock.advance(1.0)
+    here.take("long", (TALK + 50)[: 2 * BLOCK], ttl_s=100.0)
+    here.shared.clear()
+    clock.advance(20.0)
+    monkeypatch.setattr(module, "PINNED_SHARE", 10 / NUM_HOST)
+    here.restart()
+    assert names(here) == ["long"] and here.registry.find("long", "").pinned and here.num_pinned == 2
+    clock.advance(80.0)
+    here.step()
+    assert names(here) == [] and not here.on_disk
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"ttl_s": 0.0}, {"ttl_s": -1.0}, {"ttl_s": float("inf")}, {"ttl_s": float("nan")}, *({"num_tokens": n} for n in (-5, 0, 3, 41))],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_pinned(machines: tuple[Machine, Machine], fields: dict[str, Any]) -> None:
+    here, _ = machines
+    with pytest.raises(InvalidRequest) as found:
+        here.take("talk", **fields)
+    assert found.value.param in ("ttl_s", "tokens")
+    assert names(here) == [] and here.num_pinned == 0 and not here.told
+
+
+def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+    there.take("talk", ttl_s=5.0)
+    clock.advance(4.9)
+    with pytest.raises(SnapshotTaken):
+        here.take("talk")
+    clock.advance(0.1)
+    assert names(here) == [] and here.shared, "the other engine has not come round"
+    here.take("talk")
+    there.step()
+    here.restart()
+    assert names(here) == names(there) == ["talk"] and len(here.shared) == 1, "what it lets go is its own"
+    assert there.registry.figures().known == 0 and there.registry.figures().expired == 1
+
+
+def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+
+    def fail() -> None:
+        clock.advance(1.0)
+        there.take("talk")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        here.registry.take(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+    assert names(here) == names(there) == ["talk"] and here.num_pinned == 0
+    here.registry.delete("talk", "")
+    assert not here.shared, "who deletes it by its name deletes it"
+
+
+def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+    there.take("talk", ttl_s=5.0)
+    clock.advance(5.0)
+    here.take("talk", TALK[: 2 * BLOCK])
+    assert there.registry.find("talk", "").num_blocks == 2, "before its engine has come round"
+
+
+def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, Machine]) -> None:
+    here, _ = machines
+    here.take("talk", TALK[: 3 * BLOCK + 1], num_tokens=2 * BLOCK + 1, messages="[]")
+    content = here.registry.open("talk", "", None)
+    assert np.frombuffer(content.tokens, np.uint32).tolist() == TALK[: 2 * BLOCK + 1].tolist() and content.messages == "[]"
+    with pytest.raises(SnapshotRefused, match="adapter"):
+        here.registry.open("talk", "", Adapter("a", "abc"))
+    with pytest.raises(SnapshotMissing):
+        here.registry.open("talk", "b", None)
+    assert here.registry.figures().continued == 1 and here.num_pinned == 2
+
+
+class OfOneThread(Counter[str]):
+    """Notes who changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def __setitem__(self, key: str, value: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        super().__setitem__(key, value)
+
+
+def test_the_books_are_kept_by_the_lane_alone(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    """They have no lock: two threads that count at once would lose one."""
+    here, _ = machines
+    books = here.registry._counts = OfOneThread()
+    here.take("talk", ttl_s=5.0)
+    here.registry.open("talk", "", None)
+    with pytest.raises(SnapshotSpace):
+        here.take("large", TALK + 50)
+    clock.advance(6.0)
+    here.step()
+    here.take("talk")
+    here.registry.delete("talk", "")
+    assert dict(books) == {"taken": 2, "continued": 1, "refused": 1, "expired": 1, "deleted": 1}
+    assert len(books.threads) == 1 and threading.current_thread().name not in books.threads
+
+
+# ------------------------------------------------------------------------------------------------------------------- in any order
+
+
+class Walk:
+    """Two machines, beside a model: which snapshots each knows, what the shared store has, and whether it answers."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.clock = random.Random(seed), HandClock()
+        self.shared: dict[str, bytes] = {}
+        self.machines = [Machine(self.clock, self.shared) for _ in range(2)]
+        # by name and salt: tokens, and when it expires
+        self.known: list[dict[tuple[str, str], tuple[int, int, float | None]]] = [{}, {}]
+        self.disks: list[dict[tuple[str, str], tuple[int, int, float | None]]] = [{}, {}]
+        self.remote: dict[tuple[str, str], tuple[int, int, float | None]] = {}
+        self.is_down = [False, False]
+
+    def living(self, some: dict[Any, tuple[int, int, float | None]]) -> dict[Any, tuple[int, int, float | None]]:
+        return {which: one for which, one in some.items() if one[2] is None or self.clock() < one[2]}
+
+    def tokens(self, one: tuple[int, int, float | None]) -> np.ndarray:
+        return (TALK + one[0])[: one[1]]
+
+    def pinned(self, at: int) -> set[bytes]:
+        machine = self.machines[at]
+        return set[bytes]().union(*(machine.keys(self.tokens(one), salt) for (_, salt), one in self.known[at].items()))
+
+    def take(self, at: int, which: tuple[str, str]) -> None:
+        ttl_s = self.rng.choice([None, 30.0, 300.0])
+        one = (self.rng.choice([0, 50]), self.rng.randrange(BLOCK, 8 * BLOCK), None if ttl_s is None else self.clock() + ttl_s)
+        self.known[at] = self.living(self.known[at])
+        self.disks[at] = self.living(self.disks[at])
+        is_taken = which in self.known[at] or (not self.is_down[at] and which in self.living(self.remote))
+        fits = len(self.pinned(at) | self.machines[at].keys(self.tokens(one), which[1])) <= NUM_HOST // 2
+        expected = SnapshotTaken if is_taken else None if fits else SnapshotSpace
+        with contextlib.nullcontext() if expected is None else pytest.raises(expected):
+            self.machines[at].take(which[0], self.tokens(one), which[1], ttl_s=ttl_s)
+            self.known[at][which] = self.disks[at][which] = one
+            if not self.is_down[at]:
+                self.remote[which] = one
+
+    def delete(self, at: int, which: tuple[str, str]) -> None:
+        found = self.known[at].get(which)
+        is_known = found is not None and which in self.living(self.known[at])
+        is_shared = found is None and which in self.living(self.remote)
+        error = None if is_known or (is_shared and not self.is_down[at]) else SnapshotMissing
+        if found is None and self.is_down[at]:
+            error = StoreFailed
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            self.machines[at].registry.delete(*which)
+            self.known[at].pop(which, None)
+            self.disks[at].pop(which, None)
+            if not self.is_down[at]:
+                self.remote.pop(which, None)
+
+    def later(self, at: int, which: tuple[str, str]) -> None:
+        self.clock.advance(self.rng.choice([1.0, 40.0]))
+        for number, machine in enumerate(self.machines):
+            gone = {which: one for which, one in self.known[number].items() if which not in self.living(self.known[number])}
+            self.known[number], self.disks[number] = self.living(self.known[number]), self.living(self.disks[number])
+            if not self.is_down[number]:
+                self.remote = {which: one for which, one in self.remote.items() if gone.get(which) != one}
+            machine.step()
+
+    def down(self, at: int, which: tuple[str, str]) -> None:
+        self.is_down[at] = True
+        self.machines[at].rig.stores["remote"].die()
+
+    def up(self, at: int, which: tuple[str, str]) -> None:
+        self.is_down[at] = False
+        self.machines[at].heal()
+
+    def restart(self, at: int, which: tuple[str, str]) -> None:
+        self.machines[at].restart()
+        self.known[at] = dict(self.disks[at])
+        self.is_down[at] = False
+
+    def check(self) -> None:
+        for at, machine in enumerate(self.machines):
+            figures = machine.registry.figures()
+            assert figures.known == len(self.known[at]) and figures.damaged == 0
+            assert figures.pinned_blocks == len(self.pinned(at)) <= NUM_HOST // 2
+            assert len(machine.on_disk) == len(self.disks[at]) and len(self.shared) == len(self.remote)
+            if self.is_down[at]:
+                continue
+            for salt in ("", "b"):
+                expected = {**self.living(self.remote), **self.living(self.known[at])}
+                found = machine.registry.all(salt).snapshots
+                assert sorted(one.name for one in found) == sorted(name for name, of in expected if of == salt)
+                for one in found:
+                    there = expected[one.name, salt]
+                    assert (one.num_tokens, one.expires_s, one.pinned) == (there[1], there[2], (one.name, salt) in self.known[at])
+                    assert one.kept_tokens == there[1] // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_any_order_names_pins_and_manifests_are_those_of_the_model(seed: int) -> None:
+    walk = Walk(seed)
+    for _ in range(60):
+        what = walk.rng.choice(["take", "take", "take", "take", "delete", "delete", "later", "down", "up", "up", "restart"])
+        getattr(walk, what)(walk.rng.randrange(2), (f"s{walk.rng.randrange(4)}", walk.rng.choice(["", "b"])))
+        walk.check()
+    for machine in walk.machines:
+        machine.close()
