@@ -35,6 +35,7 @@ class Speculation:
         self._requests: dict[str, _Request] = {}
         self._trials: dict[int, Trial] = {}  # by the number of requests that decode, rounded up
         self._trial = Trial()
+        self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
         self.force: Callable[[int], int] | None = None  # for tests: drafts of a request, whatever they cost
 
     @property
@@ -43,7 +44,8 @@ class Speculation:
 
     @property
     def num_ahead(self) -> int:
-        return self._max_drafts if self._on_device and (self._trial.is_on or self.force is not None) else 0
+        is_on = self._on_device and (self._trial.is_on or self.force is not None)
+        return self._max_drafts if is_on and not self.has_failed() else 0
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         self._trial = self._trials.setdefault(len(requests).bit_length(), Trial())

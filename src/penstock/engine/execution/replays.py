@@ -120,7 +120,7 @@ class Replays:
 
     def _capture(self, bucket: Shape) -> Captured:
         """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
-        host = np.empty(bucket.fixed_ints + 1 + bucket.num_tokens, np.int32)
+        host = np.empty(bucket.fixed_ints + self._packer.num_padding + bucket.num_tokens, np.int32)
         packed = self._packer.pack((), 0, bucket, host)
         num_decodes, max_kv_len = bucket.num_chunks if bucket.is_decode else 0, DEEP_TOKENS + 1 if bucket.deep else 0
         flow = Flow(packed.shape.views(self.inputs, num_decodes, max_q_len=0, max_kv_len=max_kv_len))

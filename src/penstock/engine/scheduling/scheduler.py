@@ -183,7 +183,7 @@ class Scheduler:
             if num_tokens > 0 and self._draw(track, num_tokens + len(guesses)):
                 if num_left > 1:  # what decodes takes no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
-                self._draft.add(track, num_tokens, guesses)
+                self._draft.add(track, num_tokens, guesses, self._draw_room(track, num_tokens + len(guesses)))
         if self.counts.retractions == num_retractions:
             self._admit(room)
         prefetch_waiting(self._line, self._ledger)
@@ -355,7 +355,7 @@ class Scheduler:
         if not self._draw(track, num_tokens):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
         room.spend(track.num_planned, num_tokens, track.num_left)
-        self._draft.add(track, num_tokens)
+        self._draft.add(track, num_tokens, room=self._draw_room(track, num_tokens))
 
     def _rank(self, track: Track, match: Match) -> bool:
         """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""
@@ -403,6 +403,19 @@ class Scheduler:
             if victim is track:
                 return False
         return True
+
+    def _draw_room(self, track: Track, num_tokens: int) -> int:
+        """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was promised, which it may draw;
+        where promises exceed memory nobody leaves for a draft, and those without slots are not verified either."""
+        end = track.num_planned + num_tokens
+        most = min(self._draft.num_ahead, track.lifetime_tokens - end)
+        if most <= 0 or end < track.num_expected or track.is_deep or track.request.sampling.grammar is not None:
+            return 0
+        size, table = self._ledger.block_tokens, track.held_table()
+        wanted = blocks_for(end + most, size) - table.num_slots
+        if wanted > 0 and (self._budget.overcommit > 1.0 or not self._running.try_draw(track, wanted)):
+            return table.num_slots * size - end
+        return most
 
     def _retract(self, track: Track, saves: bool = True) -> None:
         shares = self._steps.shares_of(track)

@@ -29,8 +29,9 @@ class Draft:
     def set_up(self, track: Track) -> None:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
 
-    def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
-        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots for all."""
+    def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = (), room: int = 0) -> None:
+        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots for all, and for `room` tokens
+        that are drafted behind the step."""
         start, end = track.num_planned, track.num_planned + num_tokens
         table, request = track.held_table(), track.request
         sampling = request.sampling
@@ -56,10 +57,10 @@ class Draft:
             placed = track.resident.place(table, start, end, may_score=not self.scores, may_read=self.reads_host)
             self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
         else:
-            placed = Placed(table.slots(end), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
+            placed = Placed(table.slots(end + room), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
         chunk = Chunk(
             *(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, placed.paged),
-            *(num_unsure, next_token, placed.num_left_out, placed.scoring),
+            *(num_unsure, next_token, placed.num_left_out, placed.scoring, room),
         )
         (self.decodes if num_tokens == 1 else self.prefills).append(chunk)
 
