@@ -18,6 +18,7 @@ from penstock.engine.execution.ahead import Guesser, HeadGuesser, ModelGuesser, 
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.batch import Shape
+from penstock.engine.execution.draws import RowDraws
 from penstock.engine.execution.executor import Executor, StepLimits
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
@@ -134,7 +135,8 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         executor.draft_attention = _attention(draft_arena(arena.tensor, model.config, own), own, draft.model.rope)
         guesser = ModelGuesser(draft, executor.draft_attention)
     if guesser is not None and speculation is not None:
-        executor.ahead = passes = Passes(guesser, executor.pending, limits.block_tokens)
+        draws = RowDraws(limits.max_batch + 1, dims.vocab, executor.uploads, _noise(device))
+        executor.ahead = passes = Passes(guesser, draws, executor.pending, limits.block_tokens)
         speculation.has_failed = lambda: passes.failed
     if limits.max_paged and storage.host_arena is not None:
         lanes.append(make_lane("page", device, sanitizer))

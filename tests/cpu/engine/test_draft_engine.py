@@ -162,6 +162,36 @@ def test_of_a_draft_that_is_the_target_all_is_kept(drafts: int, make: Any, promp
         engine.check()
 
 
+DRAWN: tuple[dict[str, Any], ...] = (
+    SAMPLED,
+    {"temperature": 1.3, "seed": -(2**62) - 5},
+    {**SAMPLED, "top_k": 20},
+    {**SAMPLED, "top_p": 0.8},
+    {**SAMPLED, "min_p": 0.05},
+    {**SAMPLED, "top_k": 100, "top_p": 0.9, "min_p": 0.01},
+)
+
+
+@pytest.mark.parametrize("options", DRAWN, ids=lambda options: ",".join(options))
+def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(options: dict[str, Any], make: Any, prompts: Prompts) -> None:
+    """Both draw with the same noise: that of the request's seed, of the place and of the token."""
+    plain, engine = make(None), make(TARGET)
+    for length in (1, 15, 100):
+        found = generate(engine, prompts(length, seed=length), max_tokens=60, **options)
+        assert_same(found, generate(plain, prompts(length, seed=length), max_tokens=60, **options))
+        assert_all_kept(found)
+
+
+def test_greedy_and_drawn_requests_share_steps_and_rows(make: Any, prompts: Prompts) -> None:
+    """A row that somebody who samples has left is a greedy request's as any other."""
+    engine = make(TARGET, max_batch=3)
+    options = (*DRAWN, {}, {}, {})
+    found = [submit(engine, prompts(10 + n, seed=n), max_tokens=20 + 3 * n, **options[n]) for n in (0, 6, 2, 7, 3, 8, 5, 1, 4)]
+    run_all(engine)
+    for one in found:
+        assert_all_kept(one)
+
+
 def test_many_requests_at_once_keep_all(make: Any, prompts: Prompts) -> None:
     """Beside prompts that are computed in chunks."""
     engine = make(TARGET, max_batch=5, prefill_chunk=32)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import StepInputs
+from penstock.engine.execution.draws import Choice, RowDraws
 from penstock.engine.execution.forward import BoundKv, Flow
 from penstock.speculation.draft import DraftModel
 from penstock.speculation.mtp import MtpHead
@@ -36,6 +37,7 @@ class Guesser(Protocol):
     """Makes guesses from a step and from drafts, and keeps its own KV."""
 
     max_position: int
+    target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: they are the same
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         """KV of the step's tokens alone."""
@@ -45,8 +47,6 @@ class Guesser(Protocol):
 
     def further(self, guess: _Guess, place: StepInputs) -> _Guess:
         """One token further: `place` has the drafts."""
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor: ...
 
 
 class _HeadKv:
@@ -69,6 +69,7 @@ class HeadGuesser:
     def __init__(self, head: MtpHead, attention: Attention) -> None:
         self._head, self._attention = head, attention
         self.max_position = head.dims.max_position
+        self.target_ids = None if head.vocab is None else head.vocab.target_ids
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), torch.empty(0, dtype=torch.int64, device=nexts.device))
@@ -82,9 +83,6 @@ class HeadGuesser:
         made = self._head.step(guess.hidden, place.tokens, self._kv(place))
         return _Guess(made.logits, place, made.hidden)
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return self._head.target_ids(draft_ids)
-
     def _kv(self, inputs: StepInputs) -> _HeadKv:
         return _HeadKv(self._attention, inputs)
 
@@ -96,6 +94,7 @@ class ModelGuesser:
         """`attention` is over the model's own part of the arena."""
         self._draft, self._attention = draft, attention
         self.max_position = draft.model.config.max_position
+        self.target_ids: Tensor | None = None
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         self._run(flow.bound_inputs(), _NO_TOKENS)
@@ -116,9 +115,6 @@ class ModelGuesser:
         assert logits is not None
         return _Guess(logits, place)
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
-
     def _run(self, inputs: StepInputs, at: slice) -> Tensor | None:
         return self._draft.step(inputs.tokens, BoundKv(self._attention, inputs), at)
 
@@ -126,32 +122,36 @@ class ModelGuesser:
 class Passes:
     """Leaves drafts in `pending` [rows, 1 + most], behind each request's last token."""
 
-    def __init__(self, guesser: Guesser, pending: Tensor, block_tokens: int) -> None:
+    def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
+        self.draws = draws
         self._guesser = guesser
         self._pending = pending
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
         self.failed = False  # nothing is proposed any more
 
-    def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int) -> None:
+    def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: Choice) -> None:
         """As `run`. Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from then on."""
         if self.failed:
             return
         try:
-            self.run(flow, nexts, lasts, rows, num_drafts)
+            self.run(flow, nexts, lasts, rows, num_drafts, choice)
         except Exception:
             self.failed = True
             log.exception("drafting failed: requests go on without drafts until the next start")
 
-    def run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int) -> None:
+    def run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: Choice = Choice.LIKELIEST) -> None:
         """`nexts` [T] are the tokens behind those of the step, as far as they are known by now; `lasts` int64 [G] the places in the step of
         the last token that each request has kept, and `rows` [G] whose they are."""
         if num_drafts == 0 or len(lasts) == 0:  # a prompt is under way, or drafts are not worth it
             self._guesser.fill(flow, nexts)
             return
-        guess = self._guesser.first(flow, nexts, lasts, _last_rows(flow.bound_inputs(), lasts, rows), self)
+        place = _last_rows(flow.bound_inputs(), lasts, rows)
+        guess = self._guesser.first(flow, nexts, lasts, place, self)
+        ids = self._guesser.target_ids
         for number in range(1, num_drafts + 1):
-            drafts = self._guesser.target_ids(guess.logits.argmax(dim=-1)).to(torch.int32)
+            chosen = self.draws.choose(guess.logits, ids, rows, place.positions + number, choice)
+            drafts = (chosen if ids is None else ids[chosen]).to(torch.int32)
             self._pending[:, number].index_copy_(0, rows.long(), drafts)
             if number < num_drafts:
                 guess = self._guesser.further(guess, self.moved(guess.place, drafts))

@@ -17,6 +17,7 @@ from penstock.engine.execution.ahead import Passes
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import Drafted, Packed, Packer, Shape, StepInputs
+from penstock.engine.execution.draws import Choice
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
@@ -121,7 +122,7 @@ class Executor:
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
-        self._uploads = uploads
+        self.uploads = uploads
         self._lane = lane
         self.limits = limits
         self._device = device
@@ -146,13 +147,14 @@ class Executor:
             progress("capturing steps", done, len(buckets))
             self._replays.get(bucket)
             if bucket.samples_all and self.ahead is not None:
-                for num_drafts in (0, self.limits.max_request_drafts):
-                    self._captured_ahead(bucket, num_drafts)
+                self._captured_ahead(bucket, 0, Choice.LIKELIEST)
+                for choice in Choice:
+                    self._captured_ahead(bucket, self.limits.num_ahead, choice)
         progress("capturing steps", len(buckets), len(buckets))
 
     def keep_scores(self, scorer: ScorerName) -> None:
         """Requests may attend to a part of their context."""
-        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self._uploads)
+        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self.uploads)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
@@ -200,9 +202,11 @@ class Executor:
         for start in plan.starts:
             self._rows.start(start)
             self.masks.start(start)
+            access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
             if needs_state(start.sampling):
-                access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
+            if (ahead := self.ahead) is not None:
+                chain.submit(lambda start=start, ahead=ahead: ahead.draws.start(start), "draws", [access])  # type: ignore[misc]
         arriving = Arriving(loads)
         lora = lora_runs(plan.chunks, self._weights_of)
         is_paged = any(chunk.num_paged for chunk in plan.chunks)
@@ -229,7 +233,9 @@ class Executor:
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
             if self.ahead is not None and not self.ahead.failed:
-                self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, plan.num_ahead)
+                choice = Choice.FILTERED if sample_plan.filters else Choice.DRAWN
+                drafting = plan.num_ahead, choice if sample_plan.random else Choice.LIKELIEST
+                self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
             fence = self._lane.record()
             self._results.used_until(fence)
             self.masks.used_until(fence)
@@ -390,7 +396,7 @@ class Executor:
         allowed = None
         if masks is not None:
             words = move(torch.empty(len(masks.host), dtype=torch.int32, device=self._device), masks.host)
-            allowed = Allowed(self._uploads.send(masks.at), words.view(len(masks.at), -1))
+            allowed = Allowed(self.uploads.send(masks.at), words.view(len(masks.at), -1))
         output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params, allowed, drafting)
         move(outputs.sampled, output.packed())
         outputs.made = output
@@ -404,14 +410,14 @@ class Executor:
         outputs: Outputs,
         ints: Callable[[], Tensor],
         bucket: Shape | None,
-        num_drafts: int,
+        drafting: tuple[int, Choice],
     ) -> None:
         """The pass over the step's tokens, which fills the KV of what proposes, and those that make drafts."""
         ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
         assert ahead is not None and packed.ahead_slots is not None
         captured = None
         if bucket is not None and bucket.samples_all and self._device.type == "cuda":
-            captured = self._captured_ahead(bucket, num_drafts)
+            captured = self._captured_ahead(bucket, *drafting)
 
         def run() -> None:
             inputs, made = flow.bound_inputs(), outputs.made
@@ -426,7 +432,7 @@ class Executor:
                 given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]
                 sampled = nexts[(-1 - given).clamp(min=0).long()] if len(nexts) else given
                 nexts, lasts = torch.where(given < 0, sampled, given), inputs.sample_at[lasts].long()
-            ahead.try_run(flow, nexts, lasts, rows, num_drafts)
+            ahead.try_run(flow, nexts, lasts, rows, *drafting)
 
         def fill() -> None:
             from penstock.engine.execution import triton_drafts
@@ -441,14 +447,15 @@ class Executor:
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
         written = Access(self.limits.arena, packed.ahead_slots, layers, Mode.WRITE)
         accesses = [*self._accesses(packed, layers), written, *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)]
+        accesses += [] if drafting[1] is Choice.LIKELIEST else [Access(_SAMPLER, rows, _ROW_STATE, Mode.READ)]
         chain.submit(run if captured is None else fill, "draft", accesses)
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
-    def _captured_ahead(self, bucket: Shape, num_drafts: int) -> CapturedPass:
-        ahead = self.ahead
+    def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: Choice) -> CapturedPass:
+        ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else Choice.LIKELIEST)
         assert ahead is not None
-        return self._replays.get_pass(bucket, num_drafts, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, num_drafts))
+        return self._replays.get_pass(bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting))
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
@@ -470,7 +477,7 @@ class Executor:
             assert flow.hidden is not None and flow.residual is not None
             rows = slice(at, at + len(targets))
             logits = self._forward.model.head(flow.hidden[..., rows, :], flow.residual[rows])
-            move(room, token_logprobs(logits, self._uploads.send(targets), num_top).packed())
+            move(room, token_logprobs(logits, self.uploads.send(targets), num_top).packed())
 
         return run
 

@@ -19,7 +19,8 @@ from penstock.lanes.lane import Lane
 from penstock.speculation.accept import Drafts, Target, accept, counts_before
 
 _MASK32 = 0xFFFFFFFF
-_LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
+LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
+LEAST_TEMPERATURE = 1e-5  # a lower one is none
 
 Noise = Callable[[Tensor, int], Tensor]
 Kept = Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -226,10 +227,10 @@ class Sampler:
         if plan.biases:
             # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are added.
             logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
-        random = temperature >= 1e-5
+        random = temperature >= LEAST_TEMPERATURE
         scores = logits / torch.where(random, temperature, 1.0)
         # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be NaN, and win.
-        noise = self._noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=_LEAST_NOISE)
+        noise = self._noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=LEAST_NOISE)
         noise = torch.where(random, noise, 0.0)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if not plan.filters:
