@@ -69,7 +69,7 @@ class Overlaps:
                     self.shares[place] += float(torch.minimum(p, q).sum())
                     self.nums[place] += 1
 
-        ahead.draws.choose, executor._sample = note, compare  # type: ignore[method-assign]
+        ahead.draws.choose, executor._sample = note, compare  # type: ignore[method-assign,assignment]
 
 
 def made(model: str, proposer: str, num_drafts: int) -> Engine:
@@ -117,7 +117,7 @@ def measured(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
         assert ahead is not None
         if choice is not None:
             draw = ahead.draws.choose
-            ahead.draws.choose = lambda *given, draw=draw: draw(*given[:4], Choice.LIKELIEST)  # type: ignore[method-assign,misc]
+            ahead.draws.choose = lambda *given, draw=draw: draw(*given[:4], Choice.LIKELIEST)  # type: ignore[method-assign]
         overlaps = Overlaps(engine, temperature, args.drafts)
         answers.append(answered(engine, temperature, args.tokens))
         stats = engine.stats()

@@ -100,7 +100,7 @@ class Speculation:
         if request.proposer is None:
             return ()
         try:
-            return request.proposer.propose(track.tokens, most + num_unknown).tokens[num_unknown:]
+            return request.proposer.propose(track.tokens, most + num_unknown)[num_unknown:]
         except Exception:  # nobody needs a proposal
             log.exception("nothing more is proposed for request %s", track.request.id)
             request.proposer = None
