@@ -141,9 +141,7 @@ def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[i
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "drawn"])
-def test_drafts_of_a_pruned_vocabulary_are_the_targets_tokens(
-    options: dict[str, Any], tmp_path: Path, device: str, prompts: Prompts
-) -> None:
+def test_drafts_of_a_pruned_vocabulary_are_the_targets(options: dict[str, Any], tmp_path: Path, device: str, prompts: Prompts) -> None:
     config = tiny_config(device=device)
     plain = build(config)
     vocab = DraftVocab(torch.arange(7, 512, 5).flip(0), 512, "here")
