@@ -631,6 +631,8 @@ class StepPlan:
     after: tuple[FenceId, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
     loads: tuple[str, ...] = ()  # requests whose KV is still on its way into slots of this step: each layer waits for its share of it
     num_ahead: int = 0  # drafts that the device makes for each request behind what it samples, for the next step
+    is_followed: bool = True  # what makes drafts passes over its tokens, where there is such a thing
+    missed: tuple[Chunk, ...] = ()  # tokens of earlier steps that were not passed over: this comes first
 
     @property
     def num_tokens(self) -> int:

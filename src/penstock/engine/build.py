@@ -408,7 +408,8 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
     sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
     costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes))
-    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=config.speculation.kind != "ngram")
+    kind = config.speculation.kind
+    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=kind != "ngram", from_tokens=kind == "draft")
 
 
 def _kept(device: torch.device) -> Kept:

@@ -4,7 +4,7 @@ That holds only where its KV is complete wherever a request goes on from: comput
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from penstock.contract import FinishReason
 from penstock.engine.build import build, layout_for
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import ModelGuesser
+from penstock.engine.scheduling.drafts import Decoding
 from penstock.errors import ConfigError
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import draft_arena, num_draft_layers
+from penstock.speculation.drafter import Speculation
 from penstock.testing.sanitized import check_silent
 from support.adapters import write_random_adapter
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
@@ -240,6 +242,96 @@ def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Promp
         sources.append(found.source.ssd)
         engine.close(timeout_s=20.0)
     assert sources[0] == 0 and sources[1] >= 80 and sources[2] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- while nothing is drafted
+
+
+class Switched(Speculation):
+    """Drafts while `is_on`, and never else."""
+
+    is_on = False
+
+    @property
+    def num_ahead(self) -> int:
+        return self._max_drafts if self.is_on else 0
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        return super().propose(requests, num_others) if self.is_on else [()] * len(requests)
+
+
+def switched(engine: Engine) -> Switched:
+    speculation = engine._parts.speculation
+    assert speculation is not None
+    speculation.__class__ = Switched
+    assert isinstance(speculation, Switched)
+    return speculation
+
+
+def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every pass of the draft model."""
+    run, sizes = ModelGuesser._run, []
+
+    def count(self: ModelGuesser, inputs: Any, at: slice) -> Any:
+        sizes.append(len(inputs.tokens))
+        return run(self, inputs, at)
+
+    monkeypatch.setattr(ModelGuesser, "_run", count)
+    return sizes
+
+
+@pytest.mark.parametrize("num_off", [1, 2, 15, 16, 17, 40])
+def test_what_was_missed_while_nothing_was_drafted_is_caught_up_with(
+    num_off: int, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass for a block of tokens, not one for each step; when drafts begin all of them are right."""
+    engine, sizes = make(TARGET), counted_passes(monkeypatch)
+    speculation = switched(engine)
+    found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=100) for n in range(3)]
+    while len(found[0].tokens) < num_off:
+        engine.step()
+    assert len(sizes) <= 4 + num_off // 10, "a prompt's step, and one in a block of steps"
+    speculation.is_on = True
+    run_all(engine)
+    engine.check()
+    for one in found:
+        num, kept = drafted(one)
+        assert num == kept > 0.5 * (100 - num_off)
+
+
+def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(make: Any, prompts: Prompts) -> None:
+    """A key promises what is in its block: no block gets one before the draft model has passed over it."""
+    engine = make(TARGET, host_blocks=128)
+    speculation = switched(engine)
+    first = generate(engine, prompts(30), max_tokens=60)
+    speculation.is_on = True
+    history = [*prompts(30), *first.tokens, 5]
+    again = generate(engine, history, max_tokens=40)
+    assert again.source is not None and again.source.device >= 48
+    assert_all_kept(again)
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    run_all(engine)
+    third = generate(engine, history, max_tokens=40)
+    assert third.source is not None and third.source.host >= 48
+    assert_all_kept(third)
+
+
+def test_a_request_that_was_retracted_while_nothing_was_drafted_goes_on_with_right_drafts(make: Any, prompts: Prompts) -> None:
+    sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
+    plain, engine = make(None, **sizes), make(TARGET, **sizes)
+    speculation = switched(engine)
+    right = [generate(plain, prompts(10 + 11 * n, seed=n), max_tokens=70) for n in range(6)]
+    found = [submit(engine, prompts(10 + 11 * n, seed=n), max_tokens=70) for n in range(6)]
+    while engine.stats().retractions < 2 and engine.has_work():
+        engine.step()
+    speculation.is_on = True
+    run_all(engine)
+    engine.check()
+    for one, wanted in zip(found, right, strict=True):
+        assert_same(one, wanted)
+        assert drafted(one)[0] == drafted(one)[1]
+    assert engine.stats().retractions >= 2 and engine._parts.scheduler.counts.drafted_tokens > 50
 
 
 # ---------------------------------------------------------------------------------------------------------------------- faults

@@ -32,6 +32,7 @@ class Script:
     def __init__(self, ahead: bool, right_share: float = 0.7, most: int = 8, seed: int = 0) -> None:
         self.needs_results = not ahead
         self.num_ahead = 0
+        self.may_lag = False
         self.answers: dict[str, Sequence[int]] = {}
         self.seen: list[tuple[int, int]] = []  # drafts, and those kept
         self.ended_ids: list[str] = []

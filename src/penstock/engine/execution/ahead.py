@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -130,12 +131,19 @@ class Passes:
         self._last_position = guesser.max_position - 1
         self.failed = False  # nothing is proposed any more
 
+    def try_fill(self, inputs: StepInputs) -> None:
+        """The pass over tokens of earlier steps; only where drafts are made from tokens alone."""
+        self._attempt(lambda: self._guesser.fill(Flow(inputs), inputs.tokens))
+
     def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: Choice) -> None:
-        """As `run`. Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from then on."""
+        self._attempt(lambda: self.run(flow, nexts, lasts, rows, num_drafts, choice))
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from then on."""
         if self.failed:
             return
         try:
-            self.run(flow, nexts, lasts, rows, num_drafts, choice)
+            work()
         except Exception:
             self.failed = True
             log.exception("drafting failed: requests go on without drafts until the next start")

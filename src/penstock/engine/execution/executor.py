@@ -232,7 +232,8 @@ class Executor:
                 outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
-            if self.ahead is not None and not self.ahead.failed:
+            if self.ahead is not None and plan.is_followed and not self.ahead.failed:
+                self._submit_missed(chain, arriving, plan.missed)
                 choice = Choice.FILTERED if sample_plan.filters else Choice.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else Choice.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
@@ -451,6 +452,22 @@ class Executor:
         chain.submit(run if captured is None else fill, "draft", accesses)
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
+
+    def _submit_missed(self, chain: _Chain, arriving: Arriving, missed: tuple[Chunk, ...]) -> None:
+        """The pass over tokens of earlier steps that went without one."""
+        ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
+        if ahead is None or not missed:
+            return
+        size = sum(4 * len(chunk.tokens) + 8 + len(chunk.slots) + 2 * self._packer.num_padding for chunk in missed)
+        num_single = sum(len(chunk.tokens) == 1 for chunk in missed)
+        packed = self._packer.pack(missed, num_single, None, np.empty(size, np.int32))
+
+        def run() -> None:
+            ints = self.uploads.send(packed.ints).to(torch.int32)
+            ahead.try_fill(packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans))
+
+        self._wait_for(arriving, chain, layers[1])
+        chain.submit(run, "missed", self._accesses(packed, layers))
 
     def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: Choice) -> CapturedPass:
         ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else Choice.LIKELIEST)

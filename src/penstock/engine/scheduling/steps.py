@@ -71,6 +71,17 @@ class Draft:
         self.prefills = [chunk for chunk in self.prefills if chunk.request_id != track.request.id]
 
 
+def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Tokens before those of `chunks` that what makes drafts has not passed over, of single tokens first. All of them are known: the one
+    that may be in flight is in its chunk."""
+    found = []
+    for track, chunk in zip(tracks, chunks, strict=True):
+        if track.num_followed < chunk.start:
+            tokens = tuple(track.tokens[track.num_followed : chunk.start])
+            found.append(Chunk(chunk.request_id, chunk.row, track.num_followed, tokens, track.held_table().slots(chunk.start), True, 0))
+    return tuple(sorted(found, key=lambda chunk: len(chunk.tokens) > 1))
+
+
 class Share(NamedTuple):
     """What a launched step does for one request, and in which of its lives."""
 
@@ -100,10 +111,12 @@ class Steps:
         self._num_steps = 0
         self._unread: deque[Step] = deque()
 
-    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track]) -> int:
-        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request."""
+    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track], missed: Sequence[Chunk] = ()) -> int:
+        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request. `missed`: what it passes over
+        besides."""
+        firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
-        self._unread.append(Step(self._num_steps, tuple(_share(tracks[chunk.request_id], chunk) for chunk in chunks)))
+        self._unread.append(Step(self._num_steps, tuple(_share(tracks[chunk.request_id], chunk, firsts) for chunk in chunks)))
         return self._num_steps
 
     def launched(self, fence: Fence) -> None:
@@ -150,8 +163,9 @@ class Steps:
             self._unread[index] = step._replace(shares=tuple(share for share in step.shares if share.track not in gone))
 
 
-def _share(track: Track, chunk: Chunk) -> Share:
-    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits, chunk.start - chunk.num_unsure)
+def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:
+    first = missed.get(chunk.request_id, chunk.start - chunk.num_unsure)
+    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits, first)
 
 
 def _echo(request: Request, start: int, end: int) -> Echo | None:
