@@ -280,6 +280,17 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+def assert_follows(engine: Engine, found: Collected) -> None:
+    """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may look."""
+    engine._parts.lanes[0].drain()
+    track = engine._parts.scheduler._tracks[found.request_id]
+    num, layers = min(track.num_committed, track.num_followed), BUILT_IN[TARGET].num_layers
+    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64"))]
+    rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
+    assert num > 20
+    torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_off", [1, 2, 15, 16, 17, 40])
 def test_what_was_missed_while_nothing_was_drafted_is_caught_up_with(
     num_off: int, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
@@ -292,11 +303,42 @@ def test_what_was_missed_while_nothing_was_drafted_is_caught_up_with(
         engine.step()
     assert len(sizes) <= 4 + num_off // 10, "a prompt's step, and one in a block of steps"
     speculation.is_on = True
+    while len(found[0].tokens) < 60:
+        engine.step()
+    for one in found:
+        assert_follows(engine, one)
     run_all(engine)
     engine.check()
     for one in found:
         num, kept = drafted(one)
         assert num == kept > 0.5 * (100 - num_off)
+
+
+@pytest.mark.parametrize("num_off", [1, 3, 7])
+def test_rejected_drafts_before_nothing_was_drafted_leave_nothing_behind(num_off: int, make: Any, prompts: Prompts) -> None:
+    """What the draft model has passed over ends where the request does, not where its drafts would have."""
+    engine = make(TARGET)
+    speculation, ahead = switched(engine), engine._parts.executor.ahead
+    assert ahead is not None
+    choose = ahead.draws.choose
+    ahead.draws.choose = lambda *given: (choose(*given) + 1) % 512  # type: ignore[method-assign]
+    speculation.is_on = True
+    found = submit(engine, prompts(20), max_tokens=90)
+    while len(found.tokens) < 13:
+        engine.step()
+    num, kept = drafted(found)
+    assert num > 20 and kept < 3
+    speculation.is_on = False
+    ahead.draws.choose = choose  # type: ignore[method-assign]
+    while len(found.tokens) < 15 + num_off:
+        engine.step()
+    before, speculation.is_on = len(found.events), True
+    while len(found.tokens) < 60:
+        engine.step()
+    assert_follows(engine, found)
+    run_all(engine)
+    later = Collected(events=found.events[before:])
+    assert drafted(later)[0] == drafted(later)[1] > 40
 
 
 def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(make: Any, prompts: Prompts) -> None:
