@@ -17,7 +17,7 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource, Specula
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution.draws import Choice
+from penstock.engine.execution.draws import DrawKind
 
 ASKED = (
     "Why is the sky blue?",
@@ -47,7 +47,7 @@ class Overlaps:
         choose, sample = ahead.draws.choose, executor._sample
         vocab = executor._forward.model.config.vocab
 
-        def note(logits: Any, ids: Any, rows: Any, positions: Any, choice: Choice) -> Any:
+        def note(logits: Any, ids: Any, rows: Any, positions: Any, choice: DrawKind) -> Any:
             for row, position, scores in zip(rows.tolist(), positions.tolist(), logits.float() / temperature, strict=True):
                 q = scores.softmax(dim=-1)
                 proposals[row, position] = q if ids is None else torch.zeros(vocab).index_copy(0, ids, q)
@@ -111,13 +111,13 @@ def rates(nums: list[int], kept: list[float]) -> list[float]:
 def measured(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
     found: dict[str, Any] = {"temperature": temperature}
     answers = []
-    for name, choice in (("likeliest", Choice.LIKELIEST), ("drawn", None)):
+    for name, choice in (("likeliest", DrawKind.LIKELIEST), ("drawn", None)):
         engine = made(args.model, args.speculate, args.drafts)
         ahead = engine._parts.executor.ahead
         assert ahead is not None
         if choice is not None:
             draw = ahead.draws.choose
-            ahead.draws.choose = lambda *given, draw=draw: draw(*given[:4], Choice.LIKELIEST)  # type: ignore[method-assign]
+            ahead.draws.choose = lambda *given, draw=draw: draw(*given[:4], DrawKind.LIKELIEST)  # type: ignore[method-assign]
         overlaps = Overlaps(engine, temperature, args.drafts)
         answers.append(answered(engine, temperature, args.tokens))
         stats = engine.stats()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.execution.draws import Choice, RowDraws
+from penstock.engine.execution.draws import DrawKind, RowDraws
 from penstock.engine.execution.sampler import gumbel_noise
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import ModelError
@@ -55,8 +55,8 @@ def test_the_target_over_a_part_of_its_vocabulary_is_kept_exactly_where_it_choos
     rows, positions = torch.arange(num), torch.arange(num, dtype=torch.int32) % 50
     logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.5).expand(num, -1)
     part = DraftVocab(torch.tensor([9, 1, 3, 4, 6, 11]), vocab, "here").target_ids
-    choice = draws.choose(logits, None, rows, positions, Choice.DRAWN)
-    drafts = part[draws.choose(logits[:, part], part, rows, positions, Choice.DRAWN)]
+    choice = draws.choose(logits, None, rows, positions, DrawKind.DRAWN)
+    drafts = part[draws.choose(logits[:, part], part, rows, positions, DrawKind.DRAWN)]
     inside = torch.isin(choice, part)
     assert torch.equal(drafts[inside], choice[inside]) and not torch.isin(choice[~inside], part).any()
     coverage = float((logits[0] / 0.9).softmax(-1)[part].sum())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import StepInputs
-from penstock.engine.execution.draws import Choice, RowDraws
+from penstock.engine.execution.draws import DrawKind, RowDraws
 from penstock.engine.execution.forward import BoundKv, Flow
 from penstock.speculation.draft import DraftModel
 from penstock.speculation.mtp import MtpHead
@@ -135,7 +135,7 @@ class Passes:
         """The pass over tokens of earlier steps; only where drafts are made from tokens alone."""
         self._attempt(lambda: self._guesser.fill(Flow(inputs), inputs.tokens))
 
-    def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: Choice) -> None:
+    def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind) -> None:
         self._attempt(lambda: self.run(flow, nexts, lasts, rows, num_drafts, choice))
 
     def _attempt(self, work: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class Passes:
             self.failed = True
             log.exception("drafting failed: requests go on without drafts until the next start")
 
-    def run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: Choice = Choice.LIKELIEST) -> None:
+    def run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind = DrawKind.LIKELIEST) -> None:
         """`nexts` [T] are the tokens behind those of the step, as far as they are known by now; `lasts` int64 [G] the places in the step of
         the last token that each request has kept, and `rows` [G] whose they are."""
         if num_drafts == 0 or len(lasts) == 0:  # a prompt is under way, or drafts are not worth it

@@ -21,7 +21,7 @@ _CANDIDATES = 256  # likeliest tokens among which top-k and top-p cut; a cut fur
 _STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class Choice(enum.IntEnum):
+class DrawKind(enum.IntEnum):
     """What choosing the drafts of a step takes."""
 
     LIKELIEST = 0  # no request of it is sampled
@@ -49,10 +49,10 @@ class RowDraws:
         self._top_k[start.row] = words[3]
         self._seeds[start.row] = (words[4] & 0xFFFFFFFF) | (words[5] << 32)
 
-    def choose(self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
+    def choose(self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind) -> Tensor:
         """int64 [G]: which column of `logits` [G, draft vocab] is the draft of each request. `target_ids` [draft vocab] are their tokens,
         None: the columns are; `positions` int32 [G] those of the tokens before the drafts."""
-        if choice is Choice.LIKELIEST:
+        if choice is DrawKind.LIKELIEST:
             return logits.argmax(dim=-1)
         temperature, top_p, min_p = self._floats[:, rows.long(), None]
         is_random = temperature >= LEAST_TEMPERATURE
@@ -61,7 +61,7 @@ class RowDraws:
         if target_ids is not None:
             noise = noise.index_select(1, target_ids)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
-        if choice is Choice.FILTERED:
+        if choice is DrawKind.FILTERED:
             floor = torch.maximum(floor, _cut(scores, floor, self._top_k[rows.long(), None], top_p))
         return torch.where(scores >= floor, scores + torch.where(is_random, noise, 0.0), -torch.inf).argmax(dim=-1)
 

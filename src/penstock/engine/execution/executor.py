@@ -17,7 +17,7 @@ from penstock.engine.execution.ahead import Passes
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import Drafted, Packed, Packer, Shape, StepInputs
-from penstock.engine.execution.draws import Choice
+from penstock.engine.execution.draws import DrawKind
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
@@ -147,8 +147,8 @@ class Executor:
             progress("capturing steps", done, len(buckets))
             self._replays.get(bucket)
             if bucket.samples_all and self.ahead is not None:
-                self._captured_ahead(bucket, 0, Choice.LIKELIEST)
-                for choice in Choice:
+                self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
+                for choice in DrawKind:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
         progress("capturing steps", len(buckets), len(buckets))
 
@@ -234,8 +234,8 @@ class Executor:
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
             if self.ahead is not None and plan.is_followed and not self.ahead.failed:
                 self._submit_missed(chain, arriving, plan.missed)
-                choice = Choice.FILTERED if sample_plan.filters else Choice.DRAWN
-                drafting = plan.num_ahead, choice if sample_plan.random else Choice.LIKELIEST
+                choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
+                drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
             fence = self._lane.record()
             self._results.used_until(fence)
@@ -411,7 +411,7 @@ class Executor:
         outputs: Outputs,
         ints: Callable[[], Tensor],
         bucket: Shape | None,
-        drafting: tuple[int, Choice],
+        drafting: tuple[int, DrawKind],
     ) -> None:
         """The pass over the step's tokens, which fills the KV of what proposes, and those that make drafts."""
         ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
@@ -448,7 +448,7 @@ class Executor:
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
         written = Access(self.limits.arena, packed.ahead_slots, layers, Mode.WRITE)
         accesses = [*self._accesses(packed, layers), written, *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)]
-        accesses += [] if drafting[1] is Choice.LIKELIEST else [Access(_SAMPLER, rows, _ROW_STATE, Mode.READ)]
+        accesses += [] if drafting[1] is DrawKind.LIKELIEST else [Access(_SAMPLER, rows, _ROW_STATE, Mode.READ)]
         chain.submit(run if captured is None else fill, "draft", accesses)
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
@@ -469,8 +469,8 @@ class Executor:
         self._wait_for(arriving, chain, layers[1])
         chain.submit(run, "missed", self._accesses(packed, layers))
 
-    def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: Choice) -> CapturedPass:
-        ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else Choice.LIKELIEST)
+    def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: DrawKind) -> CapturedPass:
+        ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)
         assert ahead is not None
         return self._replays.get_pass(bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting))
 

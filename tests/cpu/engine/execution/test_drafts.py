@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.contract import Request, SamplingParams, Start
-from penstock.engine.execution.draws import Choice, RowDraws, draw_keys
+from penstock.engine.execution.draws import DrawKind, RowDraws, draw_keys
 from penstock.engine.execution.rows import NUM_FLOATS, Rows
 from penstock.engine.execution.rows import draw_keys as host_keys
 from penstock.engine.execution.sampler import Sampler, counts_before, gumbel_noise, kept_tokens
@@ -72,7 +72,7 @@ def test_a_draft_is_drawn_as_the_sampler_draws(option: str, vocab: int) -> None:
         draws.start(start)
         params = None if plan.params is None else torch.from_numpy(plan.params)
         found.append(sampler.sample(logits, at, plan, params).tokens)
-        for choice in (Choice.DRAWN, Choice.FILTERED)[plan.filters :]:
+        for choice in (DrawKind.DRAWN, DrawKind.FILTERED)[plan.filters :]:
             found.append(draws.choose(logits, None, at, torch.arange(num, dtype=torch.int32), choice).to(torch.int32))
 
     lane.submit(both, label="both").wait_done(30)
