@@ -84,6 +84,17 @@ def assert_all_kept(found: Collected) -> None:
     assert num == kept > 0.4 * len(found.tokens)
 
 
+def assert_follows(engine: Engine, found: Collected) -> None:
+    """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may look."""
+    engine._parts.lanes[0].drain()
+    track = engine._parts.scheduler._tracks[found.request_id]
+    num, layers = min(track.num_committed, track.num_followed), BUILT_IN[TARGET].num_layers
+    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64"))]
+    rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
+    assert num > 20
+    torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------- never changes an answer
 
 
@@ -203,6 +214,28 @@ def test_many_requests_at_once_keep_all(make: Any, prompts: Prompts) -> None:
         assert_all_kept(one)
 
 
+def test_its_kv_is_the_targets_own_whatever_steps_are_made_of(make: Any, prompts: Prompts) -> None:
+    """Chunks of prompts alone, beside decodes, decodes with drafts: it has passed over every token."""
+    engine = make(TARGET, prefill_chunk=32)
+    found = [submit(engine, prompts(length, seed=length), max_tokens=60) for length in (100, 150, 7)]
+    for num in (1, 20, 50):
+        while len(found[1].tokens) < num:
+            engine.step()
+        for one in found:
+            if one.finish is None:
+                assert_follows(engine, one)
+    run_all(engine)
+
+
+def test_requests_that_come_to_the_end_of_a_block_together_do_not_share_what_lies_behind_it(make: Any, prompts: Prompts) -> None:
+    """Each has slots of its own there."""
+    engine = make(TARGET, 8)
+    found = [submit(engine, prompts(24, seed=n), max_tokens=64, temperature=1.5, seed=n) for n in range(6)]
+    run_all(engine)
+    for one in found:
+        assert_all_kept(one)
+
+
 @pytest.mark.parametrize("block_tokens", [8, 32])
 def test_blocks_of_any_size_hold_it(block_tokens: int, make: Any, prompts: Prompts) -> None:
     engine = make(TARGET, 16, block_tokens=block_tokens)
@@ -283,17 +316,6 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(ModelGuesser, "_run", count)
     return sizes
-
-
-def assert_follows(engine: Engine, found: Collected) -> None:
-    """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may look."""
-    engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler._tracks[found.request_id]
-    num, layers = min(track.num_committed, track.num_followed), BUILT_IN[TARGET].num_layers
-    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64"))]
-    rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
-    assert num > 20
-    torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_off", [1, 2, 15, 16, 17, 40])
