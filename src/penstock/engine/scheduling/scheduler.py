@@ -377,7 +377,7 @@ class Scheduler:
         if not self._draw(track, num_tokens):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
         room.spend(track.num_planned, num_tokens, track.num_left)
-        self._draft.add(track, num_tokens, room=self._draw_room(track, num_tokens))
+        self._draft.add(track, num_tokens, (), self._draw_room(track, num_tokens))
 
     def _rank(self, track: Track, match: Match) -> bool:
         """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""
