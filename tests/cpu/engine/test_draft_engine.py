@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import LLM, SamplingParams
 from penstock.config import Config, SpeculationConfig
 from penstock.contract import FinishReason
 from penstock.engine.build import build, layout_for
@@ -149,6 +150,24 @@ def test_it_ends_where_plain_decoding_ends(num_tokens: int, make: Any, prompts: 
     stopped = generate(engine, prompts(21), max_tokens=40, stop_token_ids=frozenset({stop}))
     assert stopped.tokens == right.tokens[: right.tokens.index(stop)] and stopped.finish is FinishReason.STOP
     engine.check()
+
+
+def test_stop_strings_and_several_answers_to_one_prompt_are_the_same() -> None:
+    """Texts end where a stop string begins, though the drafts that it is in were kept."""
+    answers = []
+    for speculate in (None, f"draft:{OTHER}"):
+        options = {"load_format": "dummy", "device": "cpu", "device_kv_blocks": 256, "kv_offload": False, "show_progress": False}
+        with LLM(OTHER, **options, **({} if speculate is None else {"speculate": speculate})) as llm:
+            if (speculation := llm._engine._parts.speculation) is not None:
+                speculation.force = lambda most: most
+            sampled = [SamplingParams(max_tokens=40, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(3)]
+            texts = [llm.generate("hello", one).text for one in sampled]
+            middle = texts[0][len(texts[0]) // 2 :][:3]
+            stopped = llm.generate("hello", replace(sampled[0], stop=(middle,)))
+            answers.append([*texts, middle, stopped.text, stopped.finish])
+            assert stopped.finish == "stop" and stopped.text == texts[0][: texts[0].index(middle)]
+            assert speculate is None or sum(llm._engine.stats().accepted) > 50
+    assert answers[0] == answers[1] and len(set(answers[0][:3])) == 3
 
 
 def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(make: Any, prompts: Prompts) -> None:
