@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from cpu.engine.test_tiers import forget, overlap_from, until
 from penstock import LLM, SamplingParams
 from penstock.config import Config, SpeculationConfig
-from penstock.contract import FinishReason
+from penstock.contract import Fence, FinishReason
 from penstock.engine.build import build, layout_for
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import ModelGuesser
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.errors import ConfigError
+from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.transfer.mover import Group
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import draft_arena, num_draft_layers
@@ -27,6 +30,7 @@ from penstock.speculation.drafter import Speculation
 from penstock.testing.sanitized import check_silent
 from support.adapters import write_random_adapter
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.gates import gates
 
 Prompts = Callable[..., list[int]]
 TARGET, OTHER = "tiny-qwen3", "tiny-llama"
@@ -422,6 +426,39 @@ def test_a_request_that_was_retracted_while_nothing_was_drafted_goes_on_with_rig
         assert_same(one, wanted)
         assert drafted(one)[0] == drafted(one)[1]
     assert engine.stats().retractions >= 2 and engine._parts.scheduler.counts.drafted_tokens > 50
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["drafting", "later"])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(
+    captured: bool, is_on: bool, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the end of the step at the latest: whoever passes over its tokens later has nothing to wait for. The sanitizer sees it."""
+    engine = make(TARGET, host_blocks=64)
+    speculation = switched(engine)
+    speculation.is_on = is_on
+    overlap_from(engine, 1 << 30 if captured else 0)
+    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
+    cold = generate(engine, prompts(80), max_tokens=4)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    load.let(len(each) - 1 if captured else 0)
+    lane = engine._parts.lanes[0]
+    wait, waited = lane.wait, list[Fence]()
+    monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
+    returning = submit(engine, prompts(80), max_tokens=30)
+    until(engine, lambda: engine._running is not None)
+    running, waited_for = engine._running, list(waited)
+    load.let()
+    speculation.is_on = True
+    run_all(engine)
+    assert running is not None and returning.tokens[:4] == cold.tokens
+    copies = [copy for one in running.loads if isinstance(one, BlockLoad) for copy in one.copies]
+    parts = [arrival.fence for copy in copies for arrival in copy.arrivals or ()]
+    assert len(parts) == len(each) and all(fence in waited_for for fence in parts)
+    assert_all_kept(returning)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- faults

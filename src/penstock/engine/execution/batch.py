@@ -204,7 +204,7 @@ class Packer:
         elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
         resident = starts - elsewhere * self.block_tokens  # tokens before each chunk that its table has
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
-        own_lens = -(-(resident + lens) // self.block_tokens)
+        own_lens, next_blocks = -(-(resident + lens) // self.block_tokens), (resident + lens) // self.block_tokens
         room = np.fromiter(map(_ROOM_OF, chunks), np.int32, num)
         is_whole = table_lens == -(-(resident + lens + room) // self.block_tokens)
         if not is_whole.all() or (resident < 0).any() or (room > self._num_ahead).any():
@@ -274,9 +274,9 @@ class Packer:
         most = int(lens.max(initial=0)), int(kv_lens.max())
         read_slots = tables[self.num_padding : num_tables]
         ahead_slots = read_slots[:0]
-        if self._num_ahead and chunks:  # what drafts may be written to begins in the last block of each, or behind it
+        if self._num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
             read_slots = np.concatenate([c.slots[:own] for c, own in zip(chunks, own_lens, strict=True)])
-            ahead_slots = np.concatenate([c.slots[own - 1 :] for c, own in zip(chunks, own_lens, strict=True)])
+            ahead_slots = np.concatenate([c.slots[first:] for c, first in zip(chunks, next_blocks, strict=True)])
         return Packed(shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots)
 
     def _tables(self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:

@@ -237,6 +237,7 @@ class Executor:
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
+            self._wait_for(arriving, chain, self.limits.num_layers)  # a later step reads what this one has left out
             fence = self._lane.record()
             self._results.used_until(fence)
             self.masks.used_until(fence)

@@ -122,7 +122,8 @@ class Track:
         self.end_ahead()
         self.num_resident = match.num_blocks * block_tokens
         self.num_cached = num_all if self.lease is None or self.is_deep else min(num_all, max(self.lease.num_tokens, self.num_resident))
-        self.num_sealed = self.num_planned = self.num_committed = self.num_followed = min(self.num_cached, len(self.tokens) - 1)
+        self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
+        self.num_followed = self.num_cached  # also where the last token is computed again: its KV is shared, and complete
         runs: Sequence[tuple[str, int]] = () if self.lease is None else self.lease.runs_from(match.num_blocks)
         if self.is_deep:
             runs = (("host", match.num_paged),)
@@ -146,7 +147,8 @@ class Track:
         """Of its load no more than `num_landed` blocks arrived, and the copies are over: slots behind them are computed like any others."""
         self.load, self.computes = None, True
         self.num_cached = self.num_resident + num_landed * block_tokens
-        self.num_sealed = self.num_planned = self.num_committed = self.num_followed = min(self.num_cached, len(self.tokens) - 1)
+        self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
+        self.num_followed = self.num_cached  # also where the last token is computed again: its KV is shared, and complete
         self.note_sources()
 
     def start_over(self) -> None:
