@@ -290,6 +290,7 @@ def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Promp
         engine = make(draft, host_blocks=128, ssd_dir=str(tmp_path / "ssd"))
         found = generate(engine, prompts(90), max_tokens=30)
         assert draft == other or drafted(found)[0] == drafted(found)[1] > 15
+        settle_all(engine)
         persisting = engine.cache.persist()
         while persisting is not None and not persisting.settled:
             engine.step()
