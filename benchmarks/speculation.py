@@ -2,6 +2,8 @@
 
 python benchmarks/speculation.py --batches 1,4 --json speculation.json
 python benchmarks/speculation.py --device cuda --model PATH.gguf --batches 1,8,32
+python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf --model PATH.gguf
+python benchmarks/speculation.py --shown bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.bench.report import draw_bars, save_picture
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
@@ -164,6 +167,21 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Tokens per second against plain decoding: a group of bars for each kind of prompts and number of requests."""
+    rates = {(one["kind"], one["batch"], one["proposer"]): one["tokens_per_s"] for one in rows}
+    groups = list(dict.fromkeys((one["kind"], one["batch"]) for one in rows))
+    proposers = list(dict.fromkeys(one["proposer"] for one in rows if one["proposer"] != "plain"))
+
+    def ratios(proposer: str) -> list[float | None]:
+        return [rates[*group, proposer] / rates[*group, "plain"] if (*group, proposer) in rates else None for group in groups]
+
+    names = [f"{kind}, {batch} request{'s' if batch > 1 else ''}" for kind, batch in groups]
+    draw_bars(axes, names, {proposer: ratios(proposer) for proposer in proposers}, "%.2f")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("tokens per second, against plain decoding")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -177,10 +195,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device-kv-gib", type=float, default=1.0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw them into this file")
+    parser.add_argument("--shown", type=Path, help="measure nothing: draw what this file has")
     args = parser.parse_args()
-    rows = measure(args)
+    where = args.device
+    if args.shown is not None:
+        stored = json.loads(args.shown.read_text())
+        rows, where = stored["rows"], f"{stored['settings']['model']} on {stored['machine']}"
+    else:
+        rows = measure(args)
     if args.json is not None:
-        args.json.write_text(json.dumps({"settings": {**vars(args), "json": None}, "rows": rows}, indent=1) + "\n")
+        settings = {**vars(args), "json": None, "plot": None, "shown": None}
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    if args.plot is not None:
+        save_picture(args.plot, f"Speculative decoding: {where}", lambda axes: draw(axes, rows))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ _HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
 _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
-PROPOSERS = {"ngram": 8, "mtp": 4}  # of drafts, and how many of one request a step verifies at most
+PROPOSERS = {"ngram": 8, "mtp": 4, "draft": 4}  # of drafts, and how many of one request a step verifies at most
 MAX_DRAFTS = 16
 
 
@@ -183,8 +183,8 @@ class EngineConfig:
 class SpeculationConfig:
     """Whether steps verify tokens that something cheaper has proposed. Changes how fast answers come, never the answers."""
 
-    proposer: str | None = None  # "ngram", "mtp", "mtp:PATH"; None: every step decodes one token of a request
-    max_drafts: int | None = None  # of one request in one step; None: 8 for ngram, 4 for mtp
+    proposer: str | None = None  # "ngram", "mtp", "mtp:PATH", "draft:PATH"; None: every step decodes one token of a request
+    max_drafts: int | None = None  # of one request in one step; None: 8 for ngram, 4 for others
 
     def __post_init__(self) -> None:
         if self.proposer is None:
@@ -192,7 +192,8 @@ class SpeculationConfig:
             return
         kind, _, path = self.proposer.partition(":")
         known = kind in PROPOSERS and (kind != "ngram" or self.proposer == kind) and (path or ":" not in self.proposer)
-        _need(bool(known), f"--speculate must be ngram, mtp or mtp:PATH, got {self.proposer!r}")
+        _need(bool(known), f"--speculate must be ngram, mtp, mtp:PATH or draft:PATH, got {self.proposer!r}")
+        _need(kind != "draft" or bool(path), "--speculate draft needs a model: draft:PATH")
         within = self.max_drafts is None or 1 <= self.max_drafts <= MAX_DRAFTS
         _need(within, f"--speculate-tokens must be between 1 and {MAX_DRAFTS}, got {self.max_drafts}")
 
@@ -202,7 +203,7 @@ class SpeculationConfig:
 
     @property
     def path(self) -> str | None:
-        """Of a head; None: the one that comes with the embedded model."""
+        """Of a head, or of a smaller model; None: the head that comes with the embedded model."""
         return None if self.proposer is None else self.proposer.partition(":")[2] or None
 
     @property

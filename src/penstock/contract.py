@@ -555,7 +555,8 @@ class Chunk(NamedTuple):
     row: int  # fixed while the request runs; device state of the request lives under it
     start: int
     tokens: tuple[int, ...]  # len(tokens) == num_tokens; of a decode: the request's last token, or TOKEN_IN_FLIGHT, and drafts behind it
-    slots: NDArray[np.int32]  # of its first ceil((start + num_tokens) / block_tokens) blocks, without `num_elsewhere`, in token order
+    # Of its first ceil((start + num_tokens + room) / block_tokens) blocks, without `num_elsewhere`, in token order.
+    slots: NDArray[np.int32]
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
     num_logits: int  # of its last tokens so many have their logits computed, and a token sampled from each; of a decode all
     adapter: Adapter | None = None  # whose weights it is computed with; looked up by its digest where the step is launched
@@ -565,6 +566,7 @@ class Chunk(NamedTuple):
     next_token: int = 0  # the prompt's behind its last one, where it samples none
     num_left_out: int = 0  # blocks before its own that are neither in `slots` nor in `paged`: its tokens do not attend to them
     scoring: Scoring | None = None
+    room: int = 0  # places behind its tokens that it has slots for: of drafts that are made behind the step
 
     @property
     def num_tokens(self) -> int:
@@ -629,6 +631,8 @@ class StepPlan:
     after: tuple[FenceId, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
     loads: tuple[str, ...] = ()  # requests whose KV is still on its way into slots of this step: each layer waits for its share of it
     num_ahead: int = 0  # drafts that the device makes for each request behind what it samples, for the next step
+    is_followed: bool = True  # what makes drafts passes over its tokens, where there is such a thing
+    missed: tuple[Chunk, ...] = ()  # tokens of earlier steps that were not passed over: this comes first
 
     @property
     def num_tokens(self) -> int:

@@ -86,13 +86,13 @@ def _speculation_flags(group: Any) -> None:
         "--speculate",
         metavar="PROPOSER",
         help="verify several proposed tokens in one step: ngram looks for what followed the same tokens before, mtp[:PATH] has a head "
-        "that was trained for the model (unset: one token at a time)",
+        "that was trained for the model, draft:PATH a smaller model with the same tokens (unset: one token at a time)",
     )
     group.add_argument(
         "--speculate-tokens",
         type=int,
         metavar="N",
-        help="proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp)",
+        help="proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp and draft)",
     )
 
 

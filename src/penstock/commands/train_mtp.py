@@ -35,6 +35,8 @@ from penstock.speculation.training import (
     Training,
     TrainingConfig,
     batches,
+    by_clock,
+    by_steps,
     measured_acceptance,
     token_counts,
     train,
@@ -46,7 +48,6 @@ MEASURING = 0.06  # and for measuring at the end
 _MIN_TRAIN_VOCAB = 16384  # tokens that a head is trained over at least: smaller draft vocabularies are cut from it
 _MEASURED_VOCABS = (4096, 8192, 16384)
 _SAVE_S = 60.0
-_SPEED_STEPS = (4, 16)  # between these the speed is measured, from which the number of steps follows
 _TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)
 _WAIT_S = 60.0  # for any request to end
 _CUDA_KV_GIB = 16.0  # of the engine that writes
@@ -83,17 +84,20 @@ def train_mtp(config: Config, task: TrainTask) -> int:
         head = Trainable(target, _training_vocab(counts, task.draft_vocab), task.training.seed)
         learned = batches(corpus.training, target, task.training, bar)
         _print(f"{sum(map(_length, corpus.training)):,} tokens of {len(corpus.training):,} texts to learn from; {_since(started_s)}")
-        training = Training(head, learned, task.training, task.steps or 1000)
         file = work / "state.pt"
-        if file.is_file():
-            training.restore(torch.load(file, map_location=target.device, weights_only=True))
+        state = torch.load(file, map_location=target.device, weights_only=True) if file.is_file() else {"share": 0.0}
+        end_s = started_s + 60 * task.minutes * (1 - MEASURING)
+        done = by_clock(end_s - time.monotonic(), state["share"]) if task.steps is None else by_steps(task.steps)
+        training = Training(head, learned, task.training, done)
+        if "step" in state:
+            training.restore(state)
             _print(f"going on behind step {training.step}")
 
         def keep() -> None:
             _save(file, training.state())
             _write(task, training, counts, {})
 
-        _run(training, task, started_s + 60 * task.minutes * (1 - MEASURING), keep, bar)
+        _run(training, keep, bar)
         measured = _measured(head, batches(corpus.held_out, target, task.training, bar), counts, task.draft_vocab)
     _report(measured, counts, token_counts(corpus.held_out, target.config.vocab), head)
     _write(task, training, counts, {name: [round(rate, 4) for rate in found.rates] for name, found in measured.items()})
@@ -130,26 +134,23 @@ def _write(task: TrainTask, training: Training, counts: torch.Tensor, acceptance
     write_head(task.out, head.stored(), _draft_vocab(counts, task.draft_vocab), head.target, task.training.depth, notes)
 
 
-def _run(training: Training, task: TrainTask, end_s: float, keep: Callable[[], None], progress: Progress) -> None:
+def _run(training: Training, keep: Callable[[], None], progress: Progress) -> None:
     """`keep` is called now and then: a run that is ended leaves a head, and can be continued."""
-    first, began_s, saved_s = training.step, 0.0, time.monotonic()
+    first, began_s = training.step, time.monotonic()
+    saved_s = began_s
 
     def each(training: Training) -> bool:
-        nonlocal began_s, saved_s
-        now_s, done = time.monotonic(), training.step - first
-        if done == _SPEED_STEPS[0]:
-            began_s = now_s
-        if done == _SPEED_STEPS[1] and task.steps is None:
-            speed_s = (now_s - began_s) / (_SPEED_STEPS[1] - _SPEED_STEPS[0])
-            training.num_steps = training.step + max(1, int((end_s - now_s) / speed_s * 0.98))
-            _print(f"{training.num_steps} steps of {1000 * speed_s:.0f} ms")
+        nonlocal saved_s
+        now_s = time.monotonic()
         if now_s - saved_s > _SAVE_S:
             keep()
             saved_s = now_s
-        return task.steps is None and now_s > end_s
+        return False
 
     losses = train(training, progress, each)
     keep()
+    num = training.step - first
+    _print(f"{num} steps of {1000 * (time.monotonic() - began_s) / num:.0f} ms")
     shown = [sum(losses[i : i + 20]) / len(losses[i : i + 20]) for i in range(0, len(losses), max(20, len(losses) // 8))]
     _print("loss: " + "  ".join(f"{loss:.3f}" for loss in shown))
 

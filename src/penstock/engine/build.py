@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from penstock.config import FEWEST_RESIDENT, GIB, Config
+from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine, EngineParts
-from penstock.engine.execution.ahead import HeadPasses
+from penstock.engine.execution.ahead import Guesser, HeadGuesser, ModelGuesser, Passes
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.batch import Shape
+from penstock.engine.execution.draws import RowDraws
 from penstock.engine.execution.executor import Executor, StepLimits
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
@@ -38,10 +40,11 @@ from penstock.lanes.make import make_lane
 from penstock.models.adapters import read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import inspect_model, load_model
+from penstock.models.loader import LoadedModel, inspect_model, inspect_source, load_model
 from penstock.models.model import LayerOps, Model, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import Speculation
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import MtpHead, read_head, shipped_head
@@ -88,11 +91,14 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     model = loaded.model
     adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
     dims = model.config
-    head = _head(config, model)
-    layout = layout_for(config, dims, device)
+    head, draft = _head(config, model), _draft(config, loaded, device, dtype, progress)
+    layout = layout_for(config, dims, device, None if draft is None else draft.model.config)
     num_blocks = _num_blocks(config, layout, model)
+    if draft is not None:  # where nobody asks for more, sequences are no longer than its positions
+        dims = replace(dims, context=min(dims.default_len, draft.model.config.max_position))
     _max_model_len(config, dims, num_blocks)  # raises before memory is taken for what could not be used
-    storage = open_cache(config, layout, _scope(model, layout, head), device, num_blocks, sanitizer)
+    proposer = head or draft
+    storage = open_cache(config, layout, _scope(model, layout, b"" if proposer is None else proposer.digest), device, num_blocks, sanitizer)
     cache, arena = storage.cache, storage.arena
     max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable)
     budget = _budget(config, device, max_model_len)
@@ -112,9 +118,10 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         max_parts=0 if residency.division is None else blocks_for(max_model_len, residency.division.part_tokens),
         max_drafts=min(_MAX_STEP_DRAFTS, config.speculation.drafts * budget.max_batch),
         max_request_drafts=config.speculation.drafts,
-        has_head=head is not None,
+        num_ahead=0 if proposer is None else config.speculation.drafts,
+        num_layers=layout.num_layers,
     )
-    attention = _attention(arena, model)
+    attention = _attention(*_target_part(arena, model, draft), model.rope)
     lane = make_lane("compute", device, sanitizer)
     lanes = [lane]
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
@@ -122,8 +129,15 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     speculation = _speculation(config, limits, device)
     executor = _executor(model, attention, lane, limits, buckets, adapters, grammars)
     executor.guard = storage.guard
-    if head is not None:
-        executor.ahead = HeadPasses(head, attention, executor.pending, limits.padding_slot)
+    guesser: Guesser | None = None if head is None else HeadGuesser(head, attention)
+    if draft is not None:
+        own = draft.model.config
+        executor.draft_attention = _attention(draft_arena(arena.tensor, model.config, own), own, draft.model.rope)
+        guesser = ModelGuesser(draft, executor.draft_attention)
+    if guesser is not None and speculation is not None:
+        draws = RowDraws(limits.max_batch + 1, dims.vocab, executor.uploads, _noise(device))
+        executor.ahead = passes = Passes(guesser, draws, executor.pending, limits.block_tokens)
+        speculation.has_failed = lambda: passes.failed
     if limits.max_paged and storage.host_arena is not None:
         lanes.append(make_lane("page", device, sanitizer))
         piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
@@ -160,10 +174,14 @@ def check_ahead(config: Config) -> None:
         return
     device = device_for(config)
     facts = inspect_model(config.source.model, config.engine.max_model_len)
-    needed = facts.num_parameters * _dtype(config, device).itemsize
+    num_parameters, names = facts.num_parameters, facts.name
+    if config.speculation.kind == "draft":
+        draft = inspect_source(_draft_source(config), config.engine.max_model_len)
+        num_parameters, names = num_parameters + draft.num_parameters, f"{facts.name} and of its draft model {draft.name}"
+    needed = num_parameters * _dtype(config, device).itemsize
     free = free_bytes(device)
     if needed > free:
-        size = f"the weights of {facts.name} take {needed / GIB:.1f} GiB"
+        size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
     layout = layout_for(config, facts.config, device)
     kv, given = config.kv, config.kv.device_blocks
@@ -200,7 +218,7 @@ def _executor(
         uploads,
         _noise(model.device),
         _kept(model.device),
-        limits.max_request_drafts if limits.has_head else 0,
+        limits.num_ahead,
     )
     return Executor(Forward(model, attention, sampler.pending), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
 
@@ -213,10 +231,17 @@ def device_for(config: Config) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def layout_for(config: Config, dims: ModelConfig, device: torch.device) -> BlockLayout:
+def layout_for(config: Config, dims: ModelConfig, device: torch.device, draft: ModelConfig | None = None) -> BlockLayout:
+    """`draft`: the dimensions of a draft model, where they are known already."""
     dtype = str(_dtype(config, device)).removeprefix("torch.")
     num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # a head has one of its own
+    if config.speculation.kind == "draft":
+        num_layers += num_draft_layers(dims, draft or inspect_source(_draft_source(config)).config)
     return BlockLayout(num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
+
+
+def _draft_source(config: Config) -> ModelSource:
+    return replace(config.source, model=config.speculation.path or "")
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -327,8 +352,18 @@ def _head(config: Config, model: Model) -> MtpHead | None:
     return head
 
 
-def _scope(model: Model, layout: BlockLayout, head: MtpHead | None = None) -> Scope:
-    digest = model.digest if head is None else hashlib.blake2b(model.digest + head.digest, digest_size=len(model.digest)).digest()
+def _draft(config: Config, loaded: LoadedModel, device: torch.device, dtype: torch.dtype, progress: Progress) -> DraftModel | None:
+    """A smaller model that proposes, checked before memory is taken."""
+    if config.speculation.kind != "draft":
+        return None
+    draft = load_model(_draft_source(config), device, dtype, _layer_ops(device), progress, config.engine.max_model_len)
+    check_draft(draft.model, draft.tokenizer, loaded.model, loaded.tokenizer, config.engine.max_model_len or 0)
+    return DraftModel(draft.model, loaded.model.config.vocab)
+
+
+def _scope(model: Model, layout: BlockLayout, proposer: bytes = b"") -> Scope:
+    """`proposer`: the digest of what has layers of its own in every block."""
+    digest = hashlib.blake2b(model.digest + proposer, digest_size=len(model.digest)).digest() if proposer else model.digest
     return Scope(digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
 
 
@@ -340,15 +375,22 @@ def _layer_ops(device: torch.device) -> LayerOps:
     return TorchLayerOps()
 
 
-def _attention(arena: DeviceArena, model: Model) -> Attention:
+def _target_part(arena: DeviceArena, model: Model, draft: DraftModel | None) -> tuple[Tensor, ModelConfig]:
+    """What the target's attention reads, with its dimensions. A head's layer is like the target's last, and is read by the same one."""
     dims = model.config
-    if arena.layout.num_layers > dims.num_layers:  # a head's layer is like the model's last
+    if draft is not None:
+        return arena.tensor[:, : dims.num_layers], dims
+    if arena.layout.num_layers > dims.num_layers:
         dims = replace(dims, num_layers=arena.layout.num_layers, windows=dims.windows + dims.windows[-1:])
+    return arena.tensor, dims
+
+
+def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor) -> Attention:
     if arena.device.type == "cuda":
         from penstock.engine.execution.attention.triton import TritonAttention
 
-        return TritonAttention(arena.tensor, dims, model.rope)
-    return CpuAttention(arena.tensor, dims, model.rope)
+        return TritonAttention(arena, dims, rope)
+    return CpuAttention(arena, dims, rope)
 
 
 def _noise(device: torch.device) -> Noise:
@@ -366,7 +408,8 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
     sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
     costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes))
-    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=config.speculation.kind != "ngram")
+    kind = config.speculation.kind
+    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=kind != "ngram", from_tokens=kind == "draft")
 
 
 def _kept(device: torch.device) -> Kept:

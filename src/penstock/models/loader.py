@@ -163,6 +163,14 @@ def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
         return dataclasses.replace(facts, quantized=is_quantized(source), in_4_bits=weights_in_4_bits(source, config))
 
 
+def inspect_source(source: ModelSource, max_model_len: int | None = None) -> ModelFacts:
+    """The same of what `source` would load: of random weights, which have no files, too."""
+    if source.load_format != "dummy":
+        return inspect_model(source.model, max_model_len)
+    name, config, tokenizer = _dummy_parts(source.model)
+    return _facts(name, config, 0, tokenizer.has_chat_template, max_model_len)
+
+
 def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:
     num_parameters = sum(weight.numel for weight in layout(config))
     return ModelFacts(name, config.settled(max_model_len), num_parameters, file_bytes, has_chat_template)

@@ -26,15 +26,17 @@ class _Request:
 class Speculation:
     """Implements `Drafter`: one kind of proposer for all requests."""
 
-    def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts, on_device: bool) -> None:
-        """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are made there."""
+    def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts, on_device: bool, from_tokens: bool = False) -> None:
+        """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are made there, and `from_tokens`
+        alone."""
         self.costs = costs  # a guess, until somebody has measured
         self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
-        self._on_device = on_device
+        self._on_device, self._from_tokens = on_device, from_tokens
         self._shared = SharedTexts()
         self._requests: dict[str, _Request] = {}
         self._trials: dict[int, Trial] = {}  # by the number of requests that decode, rounded up
         self._trial = Trial()
+        self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
         self.force: Callable[[int], int] | None = None  # for tests: drafts of a request, whatever they cost
 
     @property
@@ -43,7 +45,12 @@ class Speculation:
 
     @property
     def num_ahead(self) -> int:
-        return self._max_drafts if self._on_device and (self._trial.is_on or self.force is not None) else 0
+        is_on = self._on_device and (self._trial.is_on or self.force is not None)
+        return self._max_drafts if is_on and not self.has_failed() else 0
+
+    @property
+    def may_lag(self) -> bool:
+        return self._from_tokens and self.num_ahead == 0
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         self._trial = self._trials.setdefault(len(requests).bit_length(), Trial())
@@ -98,7 +105,7 @@ class Speculation:
         if request.proposer is None:
             return ()
         try:
-            return request.proposer.propose(track.tokens, most + num_unknown).tokens[num_unknown:]
+            return request.proposer.propose(track.tokens, most + num_unknown)[num_unknown:]
         except Exception:  # nobody needs a proposal
             log.exception("nothing more is proposed for request %s", track.request.id)
             request.proposer = None

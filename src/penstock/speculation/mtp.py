@@ -90,10 +90,6 @@ class MtpHead:
         state = residual + (inner.sum(dim=0).to(residual.dtype) if inner.dim() == 3 else inner)
         return Guess(state, self._block.head(inner, residual))
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Every id that leaves the head is one of the target's."""
-        return draft_ids if self.vocab is None else self.vocab.target_ids[draft_ids.long()]
-
 
 def head_dims(target: ModelConfig) -> ModelConfig:
     """One layer of the target's shape; what else its windows say is for its own layers."""

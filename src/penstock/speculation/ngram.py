@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.speculation.propose import NOTHING, Proposal
-
 MOST, LEAST = 16, 2  # tokens of a match; what one token has in common with a text is chance
 OWN_TOKENS = 32768  # of a request that are searched, the last ones
 _BETWEEN = -1  # stands between two texts
@@ -72,29 +70,30 @@ class SharedTexts:
 
 
 class NgramProposer:
-    """Implements `Proposer` for one request. `end` hands its text to those that come after it."""
+    """Proposes for one request. Called by one thread; `end` hands its text to those that come after it."""
 
     def __init__(self, scope: bytes = b"", shared: SharedTexts | None = None) -> None:
         self._scope, self._shared = scope, shared
         self._text = np.empty(0, np.int32)  # a buffer that grows by halves
         self._num = 0
 
-    def propose(self, history: Sequence[int], k: int) -> Proposal:
+    def propose(self, history: Sequence[int], k: int) -> tuple[int, ...]:
+        """At most `k` tokens behind `history`, which is that of the last call with accepted tokens appended. May be fewer, or none."""
         self._extend(history)
         text = self._text[max(0, self._num - OWN_TOKENS) : self._num]
         if k <= 0:
-            return NOTHING
+            return ()
         own = longest(text, text)
         texts = np.empty(0, np.int32) if self._shared is None else self._shared.of(self._scope)
         other = longest(texts, text)
         if other is not None and (own is None or other.length > own.length):
             found = texts[other.place : other.place + k]
             ends = np.flatnonzero(found == _BETWEEN)
-            return Proposal(tuple(found[: ends[0] if len(ends) else k].tolist()))
+            return tuple(found[: ends[0] if len(ends) else k].tolist())
         if own is None:
-            return NOTHING
+            return ()
         period = text[own.place :]  # a text that repeats itself goes on to do so
-        return Proposal(tuple(np.resize(period, k).tolist()))
+        return tuple(np.resize(period, k).tolist())
 
     def end(self, history: Sequence[int]) -> None:
         """The request is over with these accepted tokens."""

@@ -8,6 +8,7 @@ first steps of all entries before it and to its own earlier steps.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class TrainingConfig:
     depth: int = 3  # steps that are unrolled
     batch_tokens: int = 16384
     learning_rate: float = 1e-3
-    warmup: float = 0.05  # share of the steps
+    warmup: float = 0.05  # share of the run
     weight_decay: float = 0.01
     max_len: int = 512  # tokens of a text; the rest is left out
     seed: int = 0
@@ -278,14 +279,31 @@ def loss_of(head: Trainable, batch: Batch, depth: int) -> Tensor:
     return total
 
 
+Done = Callable[[int], float]  # steps that were run -> the share of the run that is over; 1 and more: all
+_LEAST_RATE = 0.02  # of the learning rate
+_PERCENT = 100
+
+
+def by_steps(num_steps: int) -> Done:
+    return lambda step: step / num_steps
+
+
+def by_clock(seconds: float, before: float = 0.0, clock: Callable[[], float] = time.monotonic) -> Done:
+    """As long as `seconds` from now on, however long a step takes: the first ones are slower, and another process may be busy for a while.
+    `before`: the share that an earlier run had done."""
+    began_s = clock()
+    return lambda step: before + (1 - before) * (clock() - began_s) / max(seconds, 1e-9)
+
+
 class Training:
     """Steps of an optimiser over batches of texts. All of its state can be kept and put back, at a step."""
 
-    def __init__(self, head: Trainable, texts: Sequence[Batch], config: TrainingConfig, num_steps: int) -> None:
+    def __init__(self, head: Trainable, texts: Sequence[Batch], config: TrainingConfig, done: Done) -> None:
         if not texts:
             raise ConfigError("there is no text to train on")
-        self.head, self.config, self.num_steps = head, config, num_steps
+        self.head, self.config = head, config
         self.step = 0
+        self._done = done
         self._texts = texts
         matrices = [tensor for tensor in head.tensors.values() if tensor.dim() > 1]
         others = [tensor for tensor in head.tensors.values() if tensor.dim() == 1]
@@ -301,7 +319,7 @@ class Training:
     def run_step(self) -> Tensor:
         """One step; its loss, still on the device."""
         device = self.head.target.device
-        rate = self._rate()
+        rate = self.rate(self.share)
         for group in self._optimiser.param_groups:
             group["lr"] = rate
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -313,12 +331,18 @@ class Training:
         self.step += 1
         return loss.detach()
 
-    def _rate(self) -> float:
-        warm = max(1, int(self.config.warmup * self.num_steps))
-        if self.step < warm:
-            return self.config.learning_rate * (self.step + 1) / warm
-        share = min(1.0, (self.step - warm) / max(1, self.num_steps - warm))
-        return self.config.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+    @property
+    def share(self) -> float:
+        """Of the run that is over."""
+        return min(1.0, self._done(self.step))
+
+    def rate(self, share: float) -> float:
+        """What is learned by a step, when this share of the run is over: it rises, and falls to a fiftieth at the end."""
+        warmup = self.config.warmup
+        if share < warmup:
+            return self.config.learning_rate * max(_LEAST_RATE, share / warmup)
+        falling = (share - warmup) / (1 - warmup)
+        return self.config.learning_rate * (_LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * falling)))
 
     def state(self) -> dict[str, Any]:
         tensors = {name: tensor.detach().cpu() for name, tensor in self.head.tensors.items()}
@@ -326,7 +350,7 @@ class Training:
             "tensors": tensors,
             "optimiser": self._optimiser.state_dict(),
             "step": self.step,
-            "num_steps": self.num_steps,
+            "share": self.share,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -334,15 +358,15 @@ class Training:
             for name, tensor in self.head.tensors.items():
                 tensor.copy_(state["tensors"][name])
         self._optimiser.load_state_dict(state["optimiser"])
-        self.step, self.num_steps = state["step"], state["num_steps"]
+        self.step = state["step"]
 
 
 def train(training: Training, progress: Progress, each: Callable[[Training], bool] | None = None) -> list[float]:
-    """Up to its number of steps, or until `each`, called behind every step, says True. Returns the losses."""
+    """To the end of the run, or until `each`, called behind every step, says True; a step at least. Returns the losses."""
     losses: list[Tensor] = []
-    while training.step < training.num_steps:
+    while not losses or training.share < 1.0:
         losses.append(training.run_step())
-        progress("training", training.step, training.num_steps)
+        progress("training", int(_PERCENT * training.share), _PERCENT)
         if each is not None and each(training):
             break
     return torch.stack(losses).tolist() if losses else []

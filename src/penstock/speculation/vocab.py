@@ -52,14 +52,6 @@ class DraftVocab:
         moved.target_ids, moved.vocab = self.target_ids.to(device), self.vocab
         return moved
 
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        return self.target_ids[draft_ids.long()]
-
-    def scatter(self, proposal: Tensor) -> Tensor:
-        """[.., draft vocab] -> [.., vocab]: the same distribution over the target's tokens, zero for those that are never proposed."""
-        whole = torch.zeros((*proposal.shape[:-1], self.vocab), dtype=proposal.dtype, device=proposal.device)
-        return whole.index_copy_(-1, self.target_ids, proposal)
-
     def coverage(self, counts: Tensor) -> float:
         """Share of the counted tokens that can be proposed."""
         total = int(counts.sum())

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 SCENE = """
@@ -22,8 +24,10 @@ from penstock.testing.sanitized import check_silent
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 torch.set_num_threads(1)
 sanitizer = GuardedSanitizer()
-engine = build(tiny_config(host_blocks=64, blocks=24), sanitizer=sanitizer)
+engine = build(tiny_config(host_blocks=64, blocks=24, speculate=SPECULATE), sanitizer=sanitizer)
 parts = engine._parts
+if SPECULATE is not None:
+    parts.speculation.force = lambda most: most
 for arena in (parts.arena, parts.cache.saves.host.memory._arena):
     layout = arena.layout
     sanitizer.guard(GuardedArena(arena.name, arena.tensor.data_ptr(), layout.block_bytes, layout.num_layers, arena.num_slots))
@@ -33,14 +37,16 @@ def prompt(num_tokens, seed=0):
 """
 
 
-def run(body: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "faulthandler", "-c", SCENE + body]
+def run(body: str, speculate: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "faulthandler", "-c", f"SPECULATE = {speculate!r}\n{SCENE}{body}"]
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_steps_and_transfers_touch_what_they_have_declared_and_nothing_else() -> None:
-    done = run("""
+@pytest.mark.parametrize("speculate", [None, "draft:tiny-qwen3", "draft:tiny-llama"])
+def test_steps_and_transfers_touch_what_they_have_declared_and_nothing_else(speculate: str | None) -> None:
+    done = run(
+        """
 cold = generate(engine, prompt(70), max_tokens=20)
 settle_all(engine)
 engine.cache.reset(("device",))
@@ -54,7 +60,9 @@ run_all(engine)
 engine.close(timeout_s=20.0)
 check_silent(sanitizer)
 print("done")
-""")
+""",
+        speculate,
+    )
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
 
 

@@ -16,6 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.mtp import head_layout, write_head
+from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
 
@@ -35,10 +36,10 @@ def model_of(engine: Engine) -> Decoder:
     return model
 
 
-def write_random_head(directory: Path, target: Decoder, seed: int = 0) -> Path:
+def write_random_head(directory: Path, target: Decoder, seed: int = 0, vocab: DraftVocab | None = None) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors = {weight.name: torch.randn(weight.shape, generator=generator) * 0.05 for weight in head_layout(target.config)}
-    write_head(directory, tensors, None, target, 3, {})
+    write_head(directory, tensors, vocab, target, 3, {})
     return directory
 
 
@@ -118,7 +119,7 @@ def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(pair:
     assert [sum(event.drafted for event in one.events) > 0 for one in found] == [False, True]
 
 
-def recorded_drafts(engine: Engine, prompt: list[int]) -> dict[int, list[int]]:
+def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[int, list[int]]:
     """What the device has drafted behind every step of one request, by the position of the last token that was kept."""
     found: dict[int, list[int]] = {}
     executor = engine._parts.executor
@@ -134,9 +135,24 @@ def recorded_drafts(engine: Engine, prompt: list[int]) -> dict[int, list[int]]:
             found[int(args[0].bound_inputs().positions[args[2][0]])] = executor.pending[int(args[3][0])].tolist()
 
     ahead.run = record  # type: ignore[method-assign]
-    generate(engine, prompt, max_tokens=24)
+    generate(engine, prompt, max_tokens=24, **options)
     ahead.run = run  # type: ignore[method-assign]
     return found
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "drawn"])
+def test_drafts_of_a_pruned_vocabulary_are_the_targets(options: dict[str, Any], tmp_path: Path, device: str, prompts: Prompts) -> None:
+    config = tiny_config(device=device)
+    plain = build(config)
+    vocab = DraftVocab(torch.arange(7, 512, 5).flip(0), 512, "here")
+    engine = build(with_head(config, write_random_head(tmp_path / "head", model_of(plain), vocab=vocab)))
+    assert engine._parts.speculation is not None
+    engine._parts.speculation.force = lambda most: most
+    found = recorded_drafts(engine, prompts(30), **options)
+    drafts = {token for pending in found.values() for token in pending[1:]}
+    assert len(drafts) > 5 and drafts <= set(vocab.target_ids.tolist())
+    plain.close(timeout_s=20.0)
+    engine.close(timeout_s=20.0)
 
 
 def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any, prompts: Prompts) -> None:

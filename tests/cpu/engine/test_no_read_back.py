@@ -67,10 +67,12 @@ def read_backs() -> Iterator[list[str]]:
         yield found
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
+@pytest.fixture(params=[None, "draft:tiny-llama"], ids=["plain", "drafts"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Not in checked mode, in which launchers compare bytes and wait for them."""
-    made = build(tiny_config(host_blocks=64))
+    made = build(tiny_config(host_blocks=64, speculate=request.param))
+    if made._parts.speculation is not None:
+        made._parts.speculation.force = lambda most: most
     yield made
     made.close(timeout_s=20.0)
 

@@ -17,7 +17,6 @@ from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
 from penstock.models.registry import BUILT_IN
 from penstock.speculation.ngram import NgramProposer
-from penstock.speculation.propose import Proposal
 from support.adapters import write_random_adapter
 from support.driving import Collected, generate, run_all, settle_all, submit
 
@@ -33,6 +32,7 @@ class Script:
     def __init__(self, ahead: bool, right_share: float = 0.7, most: int = 8, seed: int = 0) -> None:
         self.needs_results = not ahead
         self.num_ahead = 0
+        self.may_lag = False
         self.answers: dict[str, Sequence[int]] = {}
         self.seen: list[tuple[int, int]] = []  # drafts, and those kept
         self.ended_ids: list[str] = []
@@ -273,7 +273,7 @@ def test_a_proposer_that_fails_costs_its_request_the_drafts_alone(
     whole = NgramProposer.propose
     failed: list[NgramProposer] = []
 
-    def propose(self: NgramProposer, history: Sequence[int], k: int) -> Proposal:
+    def propose(self: NgramProposer, history: Sequence[int], k: int) -> tuple[int, ...]:
         if not failed or self in failed:
             failed.append(self)
             raise RuntimeError("no idea")

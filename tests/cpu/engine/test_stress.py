@@ -76,7 +76,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     alone = make_engine(prefix_cache=False, capture=False, prefill_chunk=512)
     asked = [random_request(rng, stems) for _ in range(40)]
     asked += rng.choices(asked, k=20)  # what was asked before is what prompt lookup can propose
-    proposer = ("ngram", None, f"mtp:{tmp_path / 'head'}")[seed % 3]
+    proposer = ("ngram", "draft:tiny-qwen3", f"mtp:{tmp_path / 'head'}", None, "draft:tiny-llama")[seed % 5]
     if proposer is not None and proposer.startswith("mtp"):
         write_random_head(tmp_path / "head", model_of(alone))
     host_blocks = (0, 40, 8, 400)[seed % 4]

@@ -101,11 +101,6 @@ def test_a_forward_pass_that_drafts_otherwise_is_noticed(fault: str, tmp_path: P
         check_same(*saved(tmp_path, module=mutant), 4)
 
 
-def test_ids_that_leave_a_head_are_the_targets(tmp_path: Path) -> None:
-    _, read = saved(tmp_path)
-    assert read.target_ids(torch.tensor([0, 3, 6])).tolist() == [3, 50, 2]
-
-
 # -------------------------------------------------------------------------------------------------------------------- files
 
 
@@ -184,4 +179,4 @@ def test_a_map_of_offsets_is_made_absolute(tmp_path: Path) -> None:
     restored(tmp_path, lambda t: t.update(d2t=t["d2t"] - torch.arange(7, dtype=torch.int32)))
     rewritten(tmp_path, lambda c: c.update(d2t_form="offset"))
     read = read_head(tmp_path, tiny_target())
-    assert read.target_ids(torch.arange(7)).tolist() == [3, 9, 7, 50, 13, 90, 2]
+    assert read.vocab is not None and read.vocab.target_ids.tolist() == [3, 9, 7, 50, 13, 90, 2]

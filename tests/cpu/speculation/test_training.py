@@ -13,7 +13,18 @@ from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.models.progress import silent
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, read_head
-from penstock.speculation.training import Batch, Trainable, Training, TrainingConfig, batches, hidden_states, measured_acceptance, train
+from penstock.speculation.training import (
+    Batch,
+    Trainable,
+    Training,
+    TrainingConfig,
+    batches,
+    by_clock,
+    by_steps,
+    hidden_states,
+    measured_acceptance,
+    train,
+)
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import write_tiny_model
@@ -24,7 +35,9 @@ CONFIG = TrainingConfig(depth=2, batch_tokens=512, learning_rate=3e-3)
 
 def learned(num_steps: int, stop_at: int | None = None, state: dict | None = None) -> tuple[Training, list[float]]:  # type: ignore[type-arg]
     target = tiny_target()
-    training = Training(Trainable(target, None, 0), batches(written(target, 40, 24, 1), target, CONFIG, silent), CONFIG, num_steps)
+    training = Training(
+        Trainable(target, None, 0), batches(written(target, 40, 24, 1), target, CONFIG, silent), CONFIG, by_steps(num_steps)
+    )
     if state is not None:
         training.restore(state)
     losses = train(training, silent, None if stop_at is None else lambda now: now.step == stop_at)
@@ -56,6 +69,32 @@ def test_a_run_that_was_ended_goes_on_where_it_was() -> None:
     rest, losses = learned(8, state=half.state())
     assert len(losses) == 4
     assert all(torch.equal(whole.head.tensors[name], tensor) for name, tensor in rest.head.tensors.items())
+
+
+@pytest.mark.parametrize("times", [[50.0, 20.0, *[1.0] * 99], [1.0] * 60 + [40.0] * 9], ids=["slow at first", "slow later"])
+def test_a_run_by_the_clock_ends_in_time_with_the_rate_of_its_end(times: list[float]) -> None:
+    """Whatever its first steps take: neither does it end early, nor is it cut off while it still learns fast."""
+    target, now_s, rates = tiny_target(), [0.0], []
+    done = by_clock(100.0, clock=lambda: now_s[0])
+    training = Training(Trainable(target, None, 0), batches(written(target, 8, 24, 1), target, CONFIG, silent), CONFIG, done)
+
+    def each(training: Training) -> bool:
+        rates.append(training.rate(training.share))
+        now_s[0] += times[training.step - 1]
+        return False
+
+    train(training, silent, each)
+    assert 100.0 <= now_s[0] <= 100.0 + max(times[training.step - 1], 1.0)
+    assert max(rates) > 0.5 * CONFIG.learning_rate and training.rate(training.share) == pytest.approx(0.02 * CONFIG.learning_rate)
+    assert all(rate <= CONFIG.learning_rate for rate in rates)
+
+
+def test_a_run_by_the_clock_goes_on_with_the_rate_it_had() -> None:
+    now_s = [7.0]
+    done = by_clock(60.0, before=0.5, clock=lambda: now_s[0])
+    assert done(3) == 0.5
+    now_s[0] += 30.0
+    assert done(4) == 0.75
 
 
 def test_hidden_states_are_those_of_the_forward_pass() -> None:

@@ -1,16 +1,16 @@
-"""A draft vocabulary: which tokens, and a proposal over them as one over the target's."""
+"""A draft vocabulary: which tokens, and what of the target's choices can be drafted with it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from penstock.contract import SamplingParams
+from penstock.engine.execution.draws import DrawKind, RowDraws
 from penstock.engine.execution.sampler import gumbel_noise
+from penstock.engine.execution.staging import Uploads
 from penstock.errors import ModelError
-from penstock.speculation.accept import DRAFT_DRAW, Drafts, accept, draw, salted
+from penstock.lanes.cpu import CpuLane
 from penstock.speculation.vocab import DraftVocab
-from support.toy_target import VOCAB, keys_of, verified
 
 
 def test_the_most_frequent_tokens_are_covered_and_of_equals_the_lower() -> None:
@@ -18,12 +18,6 @@ def test_the_most_frequent_tokens_are_covered_and_of_equals_the_lower() -> None:
     assert DraftVocab.most_frequent(counts, 3).target_ids.tolist() == [1, 3, 4]
     assert DraftVocab.most_frequent(counts, 3, always=[2]).target_ids.tolist() == [1, 2, 3]
     assert DraftVocab.most_frequent(counts, 3).coverage(counts) == 12 / 15
-
-
-def test_a_proposal_is_the_same_distribution_over_the_targets_tokens() -> None:
-    vocab = DraftVocab(torch.tensor([4, 0, 2]), 6, "here")
-    assert vocab.scatter(torch.tensor([[0.5, 0.2, 0.3]])).tolist() == [pytest.approx([0.2, 0, 0.3, 0, 0.5, 0])]
-    assert vocab.to_target(torch.tensor([2, 0])).tolist() == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -49,18 +43,22 @@ def test_offsets_that_leave_the_vocabulary_are_refused() -> None:
         DraftVocab.of_offsets(torch.tensor([0, 5]), 6, "here")
 
 
-def test_the_target_over_a_part_of_its_vocabulary_is_accepted_as_often_as_that_part_covers() -> None:
-    """The control of a pruned head: q is p, cut to the draft vocabulary. A draft is kept with the share of p that is in it."""
-    num, sampling = 50_000, SamplingParams(max_tokens=4, temperature=1.0)
-    vocab = DraftVocab(torch.tensor([4, 1, 3]), VOCAB, "here")
-    empty = Drafts(torch.zeros((num, 0), dtype=torch.int32), torch.zeros(num, dtype=torch.int32))
-    p = verified(empty, sampling).probs
-    assert p is not None
-    inside = p[:, vocab.target_ids]
-    q = inside / inside.sum(dim=-1, keepdim=True)
-    token = vocab.to_target(draw(q, salted(keys_of(num, 0), DRAFT_DRAW), gumbel_noise))
-    drafts = Drafts(token[:, None].to(torch.int32), torch.ones(num, dtype=torch.int32), vocab.scatter(q)[:, None])
-    found = accept(drafts, verified(drafts, sampling), gumbel_noise)
-    coverage = float(inside[0].sum())
-    assert 0.3 < coverage < 0.95
-    assert float((found.counts == 2).double().mean()) == pytest.approx(coverage, abs=4 * (coverage * (1 - coverage) / num) ** 0.5)
+def test_the_target_over_a_part_of_its_vocabulary_is_kept_exactly_where_it_chooses_within() -> None:
+    """The control of a pruned head: with the same scores and the same noise, what is drafted is the target's choice wherever that is in the
+    draft vocabulary. So the share that is kept is what the vocabulary covers."""
+    num, vocab = 20_000, 12
+    lane = CpuLane("compute", around=torch.inference_mode)
+    draws = RowDraws(num, vocab, Uploads(torch.device("cpu"), lane), gumbel_noise)
+    draws._floats[:] = torch.tensor([0.9, 1.0, 0.0])[:, None]
+    draws._seeds[:] = torch.arange(num)
+    lane.close(30)
+    rows, positions = torch.arange(num), torch.arange(num, dtype=torch.int32) % 50
+    logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.5).expand(num, -1)
+    part = DraftVocab(torch.tensor([9, 1, 3, 4, 6, 11]), vocab, "here").target_ids
+    choice = draws.choose(logits, None, rows, positions, DrawKind.DRAWN)
+    drafts = part[draws.choose(logits[:, part], part, rows, positions, DrawKind.DRAWN)]
+    inside = torch.isin(choice, part)
+    assert torch.equal(drafts[inside], choice[inside]) and not torch.isin(choice[~inside], part).any()
+    coverage = float((logits[0] / 0.9).softmax(-1)[part].sum())
+    assert 0.2 < coverage < 0.9
+    assert float((drafts == choice).double().mean()) == pytest.approx(coverage, abs=4 * (coverage * (1 - coverage) / num) ** 0.5)

@@ -1,20 +1,53 @@
-"""Drafts that the device makes behind a step, for the next one. Owns the passes of a multi-token-prediction head over the paged KV.
+"""Drafts that the device makes behind a step, for the next one. Owns the passes of a head, or of a smaller model, over the paged KV.
 
-The head's KV is one layer more of every block, behind the target's: it is saved, loaded and forgotten with them. The entry of a token is
-stored at the place of the token before it, whose hidden state it takes.
+Their KV is further layers of every block, behind the target's: it is saved, loaded and forgotten with them. A model's entry of a token
+stands at the token's own place. A head's stands at the place of the token before it, whose hidden state it takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import StepInputs
-from penstock.engine.execution.forward import Flow
+from penstock.engine.execution.draws import DrawKind, RowDraws
+from penstock.engine.execution.forward import BoundKv, Flow
+from penstock.speculation.draft import DraftModel
 from penstock.speculation.mtp import MtpHead
+
+log = logging.getLogger(__name__)
+
+_NO_TOKENS, _ALL_TOKENS = slice(0, 0), slice(None)
+
+
+class _Guess(NamedTuple):
+    """What is known of the next token of each request."""
+
+    logits: Tensor  # [G, draft vocab]
+    place: StepInputs  # a row for each request: what was run last
+    hidden: Tensor | None = None  # of the same, where the next pass takes it
+
+
+class Guesser(Protocol):
+    """Makes guesses from a step and from drafts, and keeps its own KV."""
+
+    max_position: int
+    target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: they are the same
+
+    def fill(self, flow: Flow, nexts: Tensor) -> None:
+        """KV of the step's tokens alone."""
+
+    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
+        """The same, and what comes behind the token that each request has sampled; `place` is at the token before that."""
+
+    def further(self, guess: _Guess, place: StepInputs) -> _Guess:
+        """One token further: `place` has the drafts."""
 
 
 class _HeadKv:
@@ -31,68 +64,169 @@ class _HeadKv:
         return self._attention.attend(self._layer, q, k, v, self._inputs)
 
 
-class HeadPasses:
+class HeadGuesser:
+    """A multi-token-prediction head over the target's hidden states."""
+
+    def __init__(self, head: MtpHead, attention: Attention) -> None:
+        self._head, self._attention = head, attention
+        self.max_position = head.dims.max_position
+        self.target_ids = None if head.vocab is None else head.vocab.target_ids
+
+    def fill(self, flow: Flow, nexts: Tensor) -> None:
+        self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), torch.empty(0, dtype=torch.int64, device=nexts.device))
+
+    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
+        guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
+        return _Guess(guess.logits, place, guess.hidden)
+
+    def further(self, guess: _Guess, place: StepInputs) -> _Guess:
+        assert guess.hidden is not None
+        made = self._head.step(guess.hidden, place.tokens, self._kv(place))
+        return _Guess(made.logits, place, made.hidden)
+
+    def _kv(self, inputs: StepInputs) -> _HeadKv:
+        return _HeadKv(self._attention, inputs)
+
+
+class ModelGuesser:
+    """A smaller model. It runs over tokens alone, without adapters."""
+
+    def __init__(self, draft: DraftModel, attention: Attention) -> None:
+        """`attention` is over the model's own part of the arena."""
+        self._draft, self._attention = draft, attention
+        self.max_position = draft.model.config.max_position
+        self.target_ids: Tensor | None = None
+
+    def fill(self, flow: Flow, nexts: Tensor) -> None:
+        self._run(flow.bound_inputs(), _NO_TOKENS)
+
+    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
+        """In one pass where the step has no prompts: all KV of a layer is written before any row attends."""
+        inputs, place = flow.bound_inputs(), passes.moved(place, nexts[lasts])
+        if inputs.num_decodes < len(inputs.tokens):
+            self._run(inputs, _NO_TOKENS)
+            logits = self._run(place, _ALL_TOKENS)
+        else:
+            logits = self._run(_joined(inputs, place), slice(len(inputs.tokens), None))
+        assert logits is not None
+        return _Guess(logits, place)
+
+    def further(self, guess: _Guess, place: StepInputs) -> _Guess:
+        logits = self._run(place, _ALL_TOKENS)
+        assert logits is not None
+        return _Guess(logits, place)
+
+    def _run(self, inputs: StepInputs, at: slice) -> Tensor | None:
+        return self._draft.step(inputs.tokens, BoundKv(self._attention, inputs), at)
+
+
+class Passes:
     """Leaves drafts in `pending` [rows, 1 + most], behind each request's last token."""
 
-    def __init__(self, head: MtpHead, attention: Attention, pending: Tensor, padding_slot: int) -> None:
-        self._head = head
-        self._attention = attention
+    def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
+        self.draws = draws
+        self._guesser = guesser
         self._pending = pending
-        self._block_tokens = attention.arena.shape[3]
-        self._padding_at = padding_slot * self._block_tokens
-        self._last_position = head.dims.max_position - 1
+        self._block_tokens = block_tokens
+        self._last_position = guesser.max_position - 1
+        self.failed = False  # nothing is proposed any more
 
-    def run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int) -> None:
+    def try_fill(self, inputs: StepInputs) -> None:
+        """The pass over tokens of earlier steps; only where drafts are made from tokens alone."""
+        self._attempt(lambda: self._guesser.fill(Flow(inputs), inputs.tokens))
+
+    def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind) -> None:
+        self._attempt(lambda: self.run(flow, nexts, lasts, rows, num_drafts, choice))
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from then on."""
+        if self.failed:
+            return
+        try:
+            work()
+        except Exception:
+            self.failed = True
+            log.exception("drafting failed: requests go on without drafts until the next start")
+
+    def run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind = DrawKind.LIKELIEST) -> None:
         """`nexts` [T] are the tokens behind those of the step, as far as they are known by now; `lasts` int64 [G] the places in the step of
         the last token that each request has kept, and `rows` [G] whose they are."""
-        assert flow.hidden is not None and flow.residual is not None
-        inputs = flow.bound_inputs()
-        hidden = flow.hidden.sum(dim=0) if flow.hidden.dim() == 3 else flow.hidden
-        state = flow.residual + hidden.to(flow.residual.dtype)
         if num_drafts == 0 or len(lasts) == 0:  # a prompt is under way, or drafts are not worth it
-            self._head.step(state, nexts, _HeadKv(self._attention, inputs), lasts[:0])
+            self._guesser.fill(flow, nexts)
             return
-        guess = self._head.step(state, nexts, _HeadKv(self._attention, inputs), lasts)
-        place = self._ahead(inputs, lasts, rows)
+        place = _last_rows(flow.bound_inputs(), lasts, rows)
+        guess = self._guesser.first(flow, nexts, lasts, place, self)
+        ids = self._guesser.target_ids
         for number in range(1, num_drafts + 1):
-            drafts = self._head.target_ids(guess.logits.argmax(dim=-1)).to(torch.int32)
+            chosen = self.draws.choose(guess.logits, ids, rows, place.positions + number, choice)
+            drafts = (chosen if ids is None else ids[chosen]).to(torch.int32)
             self._pending[:, number].index_copy_(0, rows.long(), drafts)
             if number < num_drafts:
-                place = self._moved(place, drafts)
-                guess = self._head.step(guess.hidden, drafts, _HeadKv(self._attention, place))
+                guess = self._guesser.further(guess, self.moved(guess.place, drafts))
 
-    def _ahead(self, inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
-        """One row for each request, at the last token that it has kept."""
-        num = len(lasts)
-        if inputs.num_decodes == len(inputs.tokens):
-            of_token, behind = lasts, torch.zeros_like(lasts)
-        else:
-            of_token = torch.searchsorted(inputs.q_starts[1:], lasts.to(torch.int32), right=True)
-            behind = inputs.q_starts[of_token + 1] - 1 - lasts  # tokens of its chunk that come later
-        return StepInputs(
-            tokens=inputs.tokens[lasts],
-            positions=inputs.positions[lasts],
-            write_at=inputs.write_at[lasts],
-            q_starts=torch.arange(num + 1, dtype=torch.int32, device=lasts.device),
-            kv_lens=(inputs.kv_lens[of_token] - behind).to(torch.int32),
-            table_starts=inputs.table_starts[of_token],
-            tables=inputs.tables,
-            rows=rows,
-            sample_at=rows[:0],
-            sample_rows=rows[:0],
-            num_decodes=num,
-            max_q_len=1,
-            max_kv_len=inputs.max_kv_len,
-        )
-
-    def _moved(self, place: StepInputs, drafts: Tensor) -> StepInputs:
-        """One token further. A draft whose place would be in another block, which its request may not have, leaves no KV."""
-        size = self._block_tokens
-        fits = place.kv_lens % size != 0
+    def moved(self, place: StepInputs, tokens: Tensor) -> StepInputs:
+        """One token further. Tables have an entry for every place that drafts can have: where the request has no room there, it is the
+        padding block."""
+        size, at = self._block_tokens, place.kv_lens
+        slots = place.tables[(place.table_starts + at // size).long()]
         return dataclasses.replace(
             place,
-            tokens=drafts,
+            tokens=tokens,
             positions=(place.positions + 1).clamp(max=self._last_position),
-            write_at=torch.where(fits, place.write_at + 1, self._padding_at).to(torch.int32),
-            kv_lens=place.kv_lens + fits.to(torch.int32),
+            write_at=slots * size + at % size,
+            kv_lens=at + 1,
         )
+
+
+def _hidden_of(flow: Flow) -> Tensor:
+    assert flow.hidden is not None and flow.residual is not None
+    hidden = flow.hidden.sum(dim=0) if flow.hidden.dim() == 3 else flow.hidden
+    return flow.residual + hidden.to(flow.residual.dtype)
+
+
+def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
+    """One row for each request, at the last token that it has kept."""
+    num = len(lasts)
+    if inputs.num_decodes == len(inputs.tokens):
+        of_token, behind = lasts, torch.zeros_like(lasts)
+    else:
+        of_token = torch.searchsorted(inputs.q_starts[1:], lasts.to(torch.int32), right=True)
+        behind = inputs.q_starts[of_token + 1] - 1 - lasts  # tokens of its chunk that come later
+    return StepInputs(
+        tokens=inputs.tokens[lasts],
+        positions=inputs.positions[lasts],
+        write_at=inputs.write_at[lasts],
+        q_starts=torch.arange(num + 1, dtype=torch.int32, device=lasts.device),
+        kv_lens=(inputs.kv_lens[of_token] - behind).to(torch.int32),
+        table_starts=inputs.table_starts[of_token],
+        tables=inputs.tables,
+        rows=rows,
+        sample_at=rows[:0],
+        sample_rows=rows[:0],
+        num_decodes=num,
+        max_q_len=1,
+        max_kv_len=inputs.max_kv_len,
+    )
+
+
+def _joined(inputs: StepInputs, place: StepInputs) -> StepInputs:
+    """The rows of a step that only decodes, and those of `place` behind them."""
+    num = len(inputs.tokens) + len(place.tokens)
+    tokens, positions, write_at, kv_lens, table_starts, rows = (
+        torch.cat(both) for both in zip(_by_row(inputs), _by_row(place), strict=True)
+    )
+    return dataclasses.replace(
+        place,
+        tokens=tokens,
+        positions=positions,
+        write_at=write_at,
+        kv_lens=kv_lens,
+        table_starts=table_starts,
+        rows=rows,
+        q_starts=torch.arange(num + 1, dtype=torch.int32, device=tokens.device),
+        num_decodes=num,
+    )
+
+
+def _by_row(inputs: StepInputs) -> tuple[Tensor, ...]:
+    return inputs.tokens, inputs.positions, inputs.write_at, inputs.kv_lens, inputs.table_starts, inputs.rows

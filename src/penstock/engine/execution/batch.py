@@ -20,7 +20,7 @@ from penstock.errors import InvariantBroken
 # A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than shorter ones', and their keys
 # are cut into so many shares that no multiprocessor waits for another.
 DEEP_TOKENS = 8192
-_WRITES_OF, _UNSURE_OF = attrgetter("writes"), attrgetter("num_unsure")
+_WRITES_OF, _UNSURE_OF, _ROOM_OF = attrgetter("writes"), attrgetter("num_unsure"), attrgetter("room")
 
 Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens before it, and its own
 
@@ -29,11 +29,11 @@ Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens 
 class StepInputs:
     """Device-side inputs of a step of T tokens in B chunks. All int32.
 
-    Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of
-    kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)], exactly: there is nothing
-    behind them that belongs to it. The first `num_decodes` chunks have exactly one token each: of a plan's chunk with drafts each token is
-    one of them, over the same table and with one token more than the one before. Of a sequence some of whose blocks are not on the device,
-    all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
+    Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of kv_lens[b] tokens.
+    Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)]; behind them are entries for the places of drafts that may
+    be made behind the step, where any are. The first `num_decodes` chunks have exactly one token each: of a plan's chunk with drafts each
+    token is one of them, over the same table and with one token more than the one before. Of a sequence some of whose blocks are not on
+    the device, all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
     from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
@@ -143,6 +143,7 @@ class Packed:
     paged: tuple[PagedChunk, ...] = ()
     nexts_at: int = 0  # where the tokens behind those of a step with prompts begin, where somebody wants them
     drafted: Drafted | None = None  # where some chunk has drafts, or starts where the host does not know
+    ahead_slots: NDArray[np.int32] | None = None  # that drafts which are made behind the step may be written to
 
 
 class Drafted(NamedTuple):
@@ -179,9 +180,12 @@ class DraftedInputs(NamedTuple):
 class Packer:
     """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running meanwhile."""
 
-    def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, wants_nexts: bool = False) -> None:
-        """`wants_nexts`: of steps with prompts the tokens behind each are packed, too."""
-        self._wants_nexts = wants_nexts
+    def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, num_ahead: int = 0) -> None:
+        """`num_ahead`: drafts of each request that may be made behind a step. Tables have entries for their places, too, and of steps with
+        prompts the tokens behind each are packed."""
+        self._num_ahead = num_ahead
+        self.num_padding = 1 + num_ahead // block_tokens  # entries of the table of a padding chunk
+        self._padding_table = np.full(self.num_padding, padding_slot, np.int32)
         self.block_tokens = block_tokens
         self._padding_slot = padding_slot
         self._padding_row = padding_row
@@ -201,12 +205,17 @@ class Packer:
         elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
         resident = starts - elsewhere * self.block_tokens  # tokens before each chunk that its table has
         table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
-        if (table_lens != -(-(resident + lens) // self.block_tokens)).any() or (resident < 0).any():
+        own_lens, next_blocks = -(-(resident + lens) // self.block_tokens), (resident + lens) // self.block_tokens
+        room = np.fromiter(map(_ROOM_OF, chunks), np.int32, num)
+        is_whole = table_lens == -(-(resident + lens + room) // self.block_tokens)
+        if not is_whole.all() or (resident < 0).any() or (room > self._num_ahead).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
+        if self._num_ahead:
+            table_lens = -(-(resident + lens + self._num_ahead) // self.block_tokens)
         num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
         _check_lengths(lens, num_logits, num_decodes)
-        num_tables = 1 + int(table_lens.sum())
-        table_starts = np.cumsum(table_lens) - table_lens + 1
+        num_tables = self.num_padding + int(table_lens.sum())
+        table_starts = np.cumsum(table_lens) - table_lens + self.num_padding
         of_chunk: NDArray[np.intp] | slice = slice(None)
         first_rows = np.arange(num)
         places: NDArray[np.int32] | int = 0
@@ -228,14 +237,14 @@ class Packer:
         shape = bucket or Shape(num_tokens, num, int(num_logits.sum()))
         is_drafted = num_drafts > 0 or any(map(_UNSURE_OF, chunks))
         num_extra = Drafted.num_ints(shape.num_samples, shape.num_samples - num_drafts) if is_drafted else 0
-        num_nexts = shape.num_tokens if self._wants_nexts and not shape.samples_all else 0
+        num_nexts = shape.num_tokens if self._num_ahead and not shape.samples_all else 0
         num_extra += num_nexts
         ints = into[: shape.fixed_ints + num_tables + int(paged_lens.sum()) + num_extra]
         parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints) - num_extra))]
         tokens, positions, write_at, q_starts, kv_lens, tables_at, rows, sample_at, sample_rows, tables = parts
-        tables[0] = self._padding_slot  # entry 0 is the table of every padding chunk
+        tables[: self.num_padding] = self._padding_slot  # the table of every padding chunk
         if chunks:
-            np.concatenate([c.slots for c in chunks], out=tables[1:num_tables])
+            np.concatenate(self._tables(chunks, table_lens), out=tables[self.num_padding : num_tables])
         kv_lens[:num] = resident + lens
         kv_lens[num:] = 1
         tables_at[:num] = table_starts[of_chunk]
@@ -265,7 +274,21 @@ class Packer:
         if drafted is not None and drafted.num_unsure:  # what the device knows better may be written before where the host has it
             write_slots = np.concatenate([write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
         most = int(lens.max(initial=0)), int(kv_lens.max())
-        return Packed(shape, ints, num_decodes, *most, tables[1:num_tables], write_slots, spans, paged, nexts_at, drafted)
+        read_slots = tables[self.num_padding : num_tables]
+        ahead_slots = read_slots[:0]
+        if self._num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
+            read_slots = np.concatenate([c.slots[:own] for c, own in zip(chunks, own_lens, strict=True)])
+            ahead_slots = np.concatenate([c.slots[first:] for c, first in zip(chunks, next_blocks, strict=True)])
+        return Packed(shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots)
+
+    def _tables(self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        """Of each chunk its slots, and the padding slot where a draft behind it has no room."""
+        if not self._num_ahead:
+            return [c.slots for c in chunks]
+        parts: list[NDArray[np.int32]] = []
+        for chunk, length in zip(chunks, table_lens.tolist(), strict=True):
+            parts += chunk.slots, self._padding_table[: length - len(chunk.slots)]
+        return parts
 
     def _slots_before(self, chunk: Chunk) -> NDArray[np.int32]:
         """Those that the chunk writes where some drafts before it were rejected."""

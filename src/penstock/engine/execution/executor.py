@@ -13,9 +13,11 @@ from torch import Tensor
 from penstock.config import ScorerName
 from penstock.contract import MAX_LOGPROBS, Access, Adapter, Chunk, Fence, Mode, StepPlan, Waits
 from penstock.engine.execution import warm
-from penstock.engine.execution.ahead import HeadPasses
+from penstock.engine.execution.ahead import Passes
 from penstock.engine.execution.arriving import Arriving
+from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import Drafted, Packed, Packer, Shape, StepInputs
+from penstock.engine.execution.draws import DrawKind
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
@@ -58,7 +60,8 @@ class StepLimits:
     max_parts: int = 0  # of a sequence's context, whose scores a step may give
     max_drafts: int = 0  # of all requests of a step
     max_request_drafts: int = 0  # of one
-    has_head: bool = False  # which makes drafts on the device
+    num_ahead: int = 0  # drafts of one request that the device makes behind a step
+    num_layers: int = 0  # of a block: those of the model, and behind them what proposes tokens has
 
     @property
     def max_rows(self) -> int:
@@ -69,8 +72,10 @@ class StepLimits:
         most = Shape(self.prefill_chunk + self.max_rows, self.max_rows, self.max_rows)
         per_row = NUM_PARAMS + 2 * self.max_request_drafts
         drafted = Drafted.num_ints(self.max_rows, self.max_rows) if self.max_drafts else 0
-        nexts = most.num_tokens if self.has_head else 0
-        return most.fixed_ints + 1 + self.max_rows * per_row + self.max_batch * self.max_table + drafted + nexts + self.max_paged
+        nexts = most.num_tokens if self.num_ahead else 0
+        beyond = 1 + self.num_ahead // self.block_tokens  # entries of a table for the places of drafts
+        tables = beyond + self.max_batch * (self.max_table + beyond)
+        return most.fixed_ints + tables + self.max_rows * per_row + drafted + nexts + self.max_paged
 
     @property
     def result_ints(self) -> int:
@@ -112,16 +117,17 @@ class Executor:
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # where there is host memory to page out to
         self.scores: ContextKeys | None = None  # where requests may attend to a part of their context
-        self.ahead: HeadPasses | None = None  # where a head makes drafts
+        self.ahead: Passes | None = None  # where drafts are made on the device
+        self.draft_attention: Attention | None = None  # of a draft model, over its own part of the arena
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
-        self._uploads = uploads
+        self.uploads = uploads
         self._lane = lane
         self.limits = limits
         self._device = device
         self._rows = Rows(limits.max_batch)
-        self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, wants_nexts=limits.has_head)
+        self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
         self._staging = StagingRing(limits.staging_ints, lane, "staged inputs", pinned=device.type == "cuda")
         self._results = StagingRing(limits.result_ints, lane, "staged results", pinned=device.type == "cuda")
         inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=device)
@@ -134,11 +140,6 @@ class Executor:
         """[rows, 1 + drafts]: the last token of each request, and what was drafted behind it."""
         return self._sampler.pending
 
-    @property
-    def _num_layers(self) -> int:
-        """Of a block: those of the model, and a head's."""
-        return int(self._forward.attention.arena.shape[1])
-
     def capture_all(self, progress: Callable[[str, int, int], None]) -> None:
         """Record every bucket now, so that no request pays for it; the largest first, whose memory the others reuse."""
         buckets = self._replays.buckets
@@ -146,19 +147,22 @@ class Executor:
             progress("capturing steps", done, len(buckets))
             self._replays.get(bucket)
             if bucket.samples_all and self.ahead is not None:
-                for num_drafts in (0, self.limits.max_request_drafts):
-                    self._captured_ahead(bucket, num_drafts)
+                self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
+                for choice in DrawKind:
+                    self._captured_ahead(bucket, self.limits.num_ahead, choice)
         progress("capturing steps", len(buckets), len(buckets))
 
     def keep_scores(self, scorer: ScorerName) -> None:
         """Requests may attend to a part of their context."""
-        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self._uploads)
+        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self.uploads)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
         limits, model = self.limits, self._forward.model
         sizes = warm.Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
-        self._forward.attention.warm(sizes.prefill_chunk, max_tokens, progress)
+        for attention in (self._forward.attention, self.draft_attention):
+            if attention is not None:
+                attention.warm(sizes.prefill_chunk, max_tokens, progress)
         kinds = warm.all_kinds(sizes, self._replays.buckets) if self._device.type == "cuda" else warm.few_kinds(sizes)
         blank = blank_weights(model.config, model.dtype, model.device)
         weights_of, self._weights_of = self._weights_of, lambda adapter: blank
@@ -198,9 +202,11 @@ class Executor:
         for start in plan.starts:
             self._rows.start(start)
             self.masks.start(start)
+            access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
             if needs_state(start.sampling):
-                access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
+            if (ahead := self.ahead) is not None:
+                chain.submit(lambda start=start, ahead=ahead: ahead.draws.start(start), "draws", [access])  # type: ignore[misc]
         arriving = Arriving(loads)
         lora = lora_runs(plan.chunks, self._weights_of)
         is_paged = any(chunk.num_paged for chunk in plan.chunks)
@@ -226,8 +232,12 @@ class Executor:
                 outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
-            if self.ahead is not None:
-                self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, plan.num_ahead)
+            if self.ahead is not None and plan.is_followed and not self.ahead.failed:
+                self._submit_missed(chain, arriving, plan.missed)
+                choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
+                drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
+                self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
+            self._wait_for(arriving, chain, self.limits.num_layers)  # a later step reads what this one has left out
             fence = self._lane.record()
             self._results.used_until(fence)
             self.masks.used_until(fence)
@@ -256,7 +266,7 @@ class Executor:
             int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) - chunk.num_elsewhere :]
         ]
         if slots:
-            access = Access(arena, slots, (0, self._num_layers), Mode.WRITE)
+            access = Access(arena, slots, (0, self.limits.num_layers), Mode.WRITE)
             chain.submit(lambda: guard.poison(arena, slots), "poison", [access])
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
@@ -388,7 +398,7 @@ class Executor:
         allowed = None
         if masks is not None:
             words = move(torch.empty(len(masks.host), dtype=torch.int32, device=self._device), masks.host)
-            allowed = Allowed(self._uploads.send(masks.at), words.view(len(masks.at), -1))
+            allowed = Allowed(self.uploads.send(masks.at), words.view(len(masks.at), -1))
         output = self._sampler.sample(flow.logits, inputs.sample_rows, plan, params, allowed, drafting)
         move(outputs.sampled, output.packed())
         outputs.made = output
@@ -402,14 +412,14 @@ class Executor:
         outputs: Outputs,
         ints: Callable[[], Tensor],
         bucket: Shape | None,
-        num_drafts: int,
+        drafting: tuple[int, DrawKind],
     ) -> None:
-        """The head's pass over the step, which fills its KV, and those that make drafts."""
-        ahead, layer = self.ahead, self._num_layers - 1
-        assert ahead is not None
+        """The pass over the step's tokens, which fills the KV of what proposes, and those that make drafts."""
+        ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
+        assert ahead is not None and packed.ahead_slots is not None
         captured = None
         if bucket is not None and bucket.samples_all and self._device.type == "cuda":
-            captured = self._captured_ahead(bucket, num_drafts)
+            captured = self._captured_ahead(bucket, *drafting)
 
         def run() -> None:
             inputs, made = flow.bound_inputs(), outputs.made
@@ -424,7 +434,7 @@ class Executor:
                 given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]
                 sampled = nexts[(-1 - given).clamp(min=0).long()] if len(nexts) else given
                 nexts, lasts = torch.where(given < 0, sampled, given), inputs.sample_at[lasts].long()
-            ahead.run(flow, nexts, lasts, rows, num_drafts)
+            ahead.try_run(flow, nexts, lasts, rows, *drafting)
 
         def fill() -> None:
             from penstock.engine.execution import triton_drafts
@@ -434,18 +444,36 @@ class Executor:
             into = captured.nexts, captured.lasts, captured.rows
             triton_drafts.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into, self.limits.max_batch)
 
-        self._wait_for(arriving, chain, layer + 1)
+        self._wait_for(arriving, chain, layers[1])
         rows = packed.ints[slice(*packed.shape.cuts()[7:9])]
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
-        accesses = [*self._accesses(packed, (layer, layer + 1)), *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)]
+        written = Access(self.limits.arena, packed.ahead_slots, layers, Mode.WRITE)
+        accesses = [*self._accesses(packed, layers), written, *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)]
+        accesses += [] if drafting[1] is DrawKind.LIKELIEST else [Access(_SAMPLER, rows, _ROW_STATE, Mode.READ)]
         chain.submit(run if captured is None else fill, "draft", accesses)
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
-    def _captured_ahead(self, bucket: Shape, num_drafts: int) -> CapturedPass:
-        ahead = self.ahead
+    def _submit_missed(self, chain: _Chain, arriving: Arriving, missed: tuple[Chunk, ...]) -> None:
+        """The pass over tokens of earlier steps that went without one."""
+        ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
+        if ahead is None or not missed:
+            return
+        size = sum(4 * len(chunk.tokens) + 8 + len(chunk.slots) + 2 * self._packer.num_padding for chunk in missed)
+        num_single = sum(len(chunk.tokens) == 1 for chunk in missed)
+        packed = self._packer.pack(missed, num_single, None, np.empty(size, np.int32))
+
+        def run() -> None:
+            ints = self.uploads.send(packed.ints).to(torch.int32)
+            ahead.try_fill(packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans))
+
+        self._wait_for(arriving, chain, layers[1])
+        chain.submit(run, "missed", self._accesses(packed, layers))
+
+    def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: DrawKind) -> CapturedPass:
+        ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)
         assert ahead is not None
-        return self._replays.get_pass(bucket, num_drafts, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, num_drafts))
+        return self._replays.get_pass(bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting))
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
@@ -467,7 +495,7 @@ class Executor:
             assert flow.hidden is not None and flow.residual is not None
             rows = slice(at, at + len(targets))
             logits = self._forward.model.head(flow.hidden[..., rows, :], flow.residual[rows])
-            move(room, token_logprobs(logits, self._uploads.send(targets), num_top).packed())
+            move(room, token_logprobs(logits, self.uploads.send(targets), num_top).packed())
 
         return run
 

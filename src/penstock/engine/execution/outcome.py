@@ -25,10 +25,9 @@ from penstock.contract import (
     TokenScores,
 )
 from penstock.engine.execution.masks import GrammarEnd, StepMasks
-from penstock.engine.execution.sampler import SampleOutput, packed_width
+from penstock.engine.execution.sampler import NO_TOKEN, SampleOutput, packed_width
 from penstock.lanes.lane import Lane, Ticket
 from penstock.models.lora import LoraRuns
-from penstock.speculation.accept import NO_TOKEN
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +70,7 @@ class Replays:
         self._packer = packer
         self._others = others
         self._captured: dict[Shape, Captured] = {}
-        self._passes: dict[tuple[Shape, int], CapturedPass] = {}
+        self._passes: dict[tuple[Shape, Hashable], CapturedPass] = {}
         self.inputs = inputs
         self.buckets = tuple(sorted(buckets, key=lambda shape: (shape.num_tokens, shape.num_chunks, not shape.deep)))
 
@@ -100,9 +100,9 @@ class Replays:
             raise InvariantBroken(f"the step of {bucket.num_tokens} x {bucket.num_chunks} was captured over tensors since replaced")
         return captured
 
-    def get_pass(self, bucket: Shape, number: int, run: Callable[[Flow, Tensor, Tensor, Tensor], None]) -> CapturedPass:
-        """`run` behind the captured step of `bucket`, captured now where it was not yet; `number` tells several of them apart."""
-        found = self._passes.get((bucket, number))
+    def get_pass(self, bucket: Shape, kind: Hashable, run: Callable[[Flow, Tensor, Tensor, Tensor], None]) -> CapturedPass:
+        """`run` behind the captured step of `bucket`, captured now where it was not yet; `kind` tells several of them apart."""
+        found = self._passes.get((bucket, kind))
         if found is None:
             flow, size, device = self.get(bucket).flow, bucket.num_tokens, self.inputs.device
             nexts, rows = (torch.zeros(size, dtype=torch.int32, device=device) for _ in range(2))
@@ -112,7 +112,7 @@ class Replays:
                 self._lane.submit(lambda: run(flow, nexts, lasts, rows), label="padding").wait_done()
             with self._lane.capture(f"drafts of {bucket.num_tokens}{' deep' if bucket.deep else ''}") as capture:
                 self._lane.submit(lambda: run(flow, nexts, lasts, rows), label="draft")
-            found = self._passes[bucket, number] = CapturedPass(capture.replay, nexts, lasts, rows)
+            found = self._passes[bucket, kind] = CapturedPass(capture.replay, nexts, lasts, rows)
         return found
 
     def _addresses(self) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class Replays:
 
     def _capture(self, bucket: Shape) -> Captured:
         """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
-        host = np.empty(bucket.fixed_ints + 1 + bucket.num_tokens, np.int32)
+        host = np.empty(bucket.fixed_ints + self._packer.num_padding + bucket.num_tokens, np.int32)
         packed = self._packer.pack((), 0, bucket, host)
         num_decodes, max_kv_len = bucket.num_chunks if bucket.is_decode else 0, DEEP_TOKENS + 1 if bucket.deep else 0
         flow = Flow(packed.shape.views(self.inputs, num_decodes, max_q_len=0, max_kv_len=max_kv_len))

@@ -25,6 +25,7 @@ class SamplePlan:
     num_logprobs: list[int]  # by row: alternatives wanted; -1: no logprobs
     params: NDArray[np.int32] | None  # [NUM_PARAMS + 2 * unsure, S] packed words, None where greedy
     biases: bool = False  # any row has some; then `penalties` is set too
+    random: bool = False  # any row is sampled
 
 
 class Rows:
@@ -61,7 +62,7 @@ class Rows:
             for shift in range(num_unsure + 1):
                 at = NUM_FLOATS + 1 + 2 * shift
                 params[at : at + 2] = draw_keys(seeds, positions - shift)
-        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases)
+        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases, random)
 
 
 def needs_state(sampling: SamplingParams) -> bool:

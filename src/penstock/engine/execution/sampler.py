@@ -16,10 +16,11 @@ from penstock.engine.execution.rows import NUM_FLOATS, SamplePlan
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
-from penstock.speculation.accept import Drafts, Target, accept, counts_before
 
 _MASK32 = 0xFFFFFFFF
-_LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
+NO_TOKEN = -1  # of a row behind the first draft that was rejected
+LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
+LEAST_TEMPERATURE = 1e-5  # a lower one is none
 
 Noise = Callable[[Tensor, int], Tensor]
 Kept = Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -115,14 +116,23 @@ def kept_tokens(
     """Of each group its drafts as far as they were `chosen` [S], and the token behind them: int32 [S], `NO_TOKEN` behind that; and int64
     [G], which sample is the last. Leaves the last token in column 0 of `pending` and the number of drafts that were not kept in
     `rejected`, by the `rows` of the samples."""
-    drafts = Drafts(drafts_of(step_tokens, starts, num_drafts), lengths)
-    accepted = accept(drafts, Target(starts, chosen.to(torch.int32)), gumbel_noise)
-    lasts = starts.long() + accepted.counts.long() - 1
-    of_group = rows.long()[starts.long()]
+    at, places = starts.long(), torch.arange(len(chosen), device=chosen.device)
+    drafts = drafts_of(step_tokens, starts, num_drafts)
+    target = drafts_of(chosen, starts - 1, num_drafts)  # the target's own choice at the place of each
+    is_real = torch.arange(num_drafts, device=chosen.device) < lengths[:, None]
+    kept = (is_real & (drafts == target)).long().cumprod(dim=1).sum(dim=1)
+    lasts, of_group = at + kept, rows.long()[at]
     pending[:, 0].index_copy_(0, of_group, chosen[lasts].to(torch.int32))
-    rejected.index_copy_(0, of_group, lengths + 1 - accepted.counts)
-    group_of = torch.repeat_interleave(torch.arange(len(starts)), lengths.long() + 1)
-    return accepted.tokens[group_of, torch.arange(len(chosen)) - starts.long()[group_of]], lasts
+    rejected.index_copy_(0, of_group, lengths - kept.to(torch.int32))
+    last_of = torch.repeat_interleave(lasts, lengths.long() + 1)
+    return torch.where(places <= last_of, chosen, NO_TOKEN).to(torch.int32), lasts
+
+
+def counts_before(drafts: Tensor, vocab: int) -> Tensor:
+    """int32 [G, K + 1, vocab]: how often each token is among a request's drafts [G, K] before a place. Penalties of a verified row count
+    them, as if they had been emitted; a rejected one was never counted."""
+    hits = torch.nn.functional.one_hot(drafts.long().clamp(min=0), vocab).to(torch.int32)
+    return torch.nn.functional.pad(hits.cumsum(dim=1), (0, 0, 1, 0)).to(torch.int32)
 
 
 class Sampler:
@@ -226,10 +236,10 @@ class Sampler:
         if plan.biases:
             # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are added.
             logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
-        random = temperature >= 1e-5
+        random = temperature >= LEAST_TEMPERATURE
         scores = logits / torch.where(random, temperature, 1.0)
         # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be NaN, and win.
-        noise = self._noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=_LEAST_NOISE)
+        noise = self._noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=LEAST_NOISE)
         noise = torch.where(random, noise, 0.0)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if not plan.filters:

@@ -81,7 +81,7 @@ def _fill_kernel(
     tl.store(nexts_out_ptr + at, tl.maximum(tl.load(tokens_ptr + at, mask=inside, other=0), 0), mask=inside)
     last = at.to(tl.int64)
     if HAS_LASTS:
-        last = tl.load(lasts_ptr + at, mask=real, other=0)
+        last = tl.load(lasts_ptr + at * real, mask=inside, other=0)  # one that there is not does what the first does
     tl.store(lasts_out_ptr + at, last, mask=inside)
     tl.store(rows_out_ptr + at, tl.load(rows_ptr + last, mask=real, other=0) * real + padding_row * (1 - real), mask=inside)
 

@@ -27,6 +27,10 @@ class Drafter(Protocol):
     def num_ahead(self) -> int:
         """Drafts that the device is to make of each request behind the next step."""
 
+    @property
+    def may_lag(self) -> bool:
+        """Whether its own KV of the next step's tokens may be computed later, from the tokens alone."""
+
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         """Drafts for each of them, in a step that also computes `num_others` tokens of prompts."""
 

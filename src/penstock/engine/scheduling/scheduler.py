@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.contract import (
+    Chunk,
     Fence,
     FinishReason,
     KvLedger,
@@ -32,7 +33,7 @@ from penstock.engine.scheduling.line import Line, want_rank
 from penstock.engine.scheduling.matching import find_match, found_share, is_arriving, is_pending, is_ready, prefetch_waiting, promote_ahead
 from penstock.engine.scheduling.residency import FIRST_TAU, ResidentSet
 from penstock.engine.scheduling.running import Running
-from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
+from penstock.engine.scheduling.steps import Draft, Share, Step, Steps, missed_by
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
@@ -183,7 +184,7 @@ class Scheduler:
             if num_tokens > 0 and self._draw(track, num_tokens + len(guesses)):
                 if num_left > 1:  # what decodes takes no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
-                self._draft.add(track, num_tokens, guesses)
+                self._draft.add(track, num_tokens, guesses, self._draw_room(track, num_tokens + len(guesses)))
         if self.counts.retractions == num_retractions:
             self._admit(room)
         prefetch_waiting(self._line, self._ledger)
@@ -193,9 +194,30 @@ class Scheduler:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if self._draft.prefills else 1))
         draft, self._draft = self._draft, Draft()
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
-        number = self._steps.add(chunks, self._running.tracks)
+        is_followed = self._is_followed(chunks, draft)
+        missed = self._follow(chunks) if is_followed and self._drafter is not None else ()
+        number = self._steps.add(chunks, self._running.tracks, missed)
         self.waits = Waits(draft.after, draft.loads)
-        return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), tuple(draft.after), tuple(draft.loads), draft.num_ahead)
+        waits = tuple(draft.after), tuple(draft.loads)
+        return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
+
+    def _is_followed(self, chunks: Sequence[Chunk], draft: Draft) -> bool:
+        """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not, as long as no request lacks
+        more than a block: blocks get their keys when its KV is in them, too."""
+        if self._drafter is None or not self._drafter.may_lag or draft.num_ahead or draft.prefills:
+            return True
+        tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
+        if any(chunk.num_logits > 1 or chunk.num_unsure for chunk in chunks) or any(track.is_deep for track in tracks):
+            return True
+        return any(chunk.kv_len - track.num_followed >= self._ledger.block_tokens for chunk, track in zip(chunks, tracks, strict=True))
+
+    def _follow(self, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+        """What it has to pass over besides, all of it before this step is over."""
+        tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
+        missed = missed_by(tracks, chunks)
+        for track, chunk in zip(tracks, chunks, strict=True):
+            track.num_followed = chunk.kv_len
+        return missed
 
     def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:
         """Tokens that may follow those which the next step computes, for requests that decode."""
@@ -355,7 +377,7 @@ class Scheduler:
         if not self._draw(track, num_tokens):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
         room.spend(track.num_planned, num_tokens, track.num_left)
-        self._draft.add(track, num_tokens)
+        self._draft.add(track, num_tokens, (), self._draw_room(track, num_tokens))
 
     def _rank(self, track: Track, match: Match) -> bool:
         """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""
@@ -404,6 +426,19 @@ class Scheduler:
                 return False
         return True
 
+    def _draw_room(self, track: Track, num_tokens: int) -> int:
+        """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was promised, which it may draw;
+        where promises exceed memory nobody leaves for a draft, and those without slots are not verified either."""
+        end = track.num_planned + num_tokens
+        most = min(self._draft.num_ahead, track.lifetime_tokens - end)
+        if most <= 0 or end < track.num_expected or track.is_deep or track.request.sampling.grammar is not None:
+            return 0
+        size, table = self._ledger.block_tokens, track.held_table()
+        wanted = blocks_for(end + most, size) - table.num_slots
+        if wanted > 0 and (self._budget.overcommit > 1.0 or not self._running.try_draw(track, wanted)):
+            return table.num_slots * size - end
+        return most
+
     def _retract(self, track: Track, saves: bool = True) -> None:
         shares = self._steps.shares_of(track)
         mine = [share for share in shares if share.epoch == track.epoch]
@@ -411,6 +446,8 @@ class Scheduler:
         for share in mine:
             num_unsure += share.num_drafts
             num_computed = max(num_computed, share.end - num_unsure)
+        if self._drafter is not None:
+            num_computed = min(num_computed, track.num_followed)
         self._leave(track, saves, num_computed)
         track.ran |= bool(mine) and track.lease is not None  # what they compute is saved, though their results may come later
         track.move(State.RETRACTED)
@@ -474,8 +511,11 @@ class Scheduler:
         self._ledger.seal(track.held_table(), track.tokens, track.num_sealed, fence)
 
     def _num_sealable(self, track: Track) -> int:
-        """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan."""
-        return track.num_committed if self._drafter is None else min(track.num_committed, self._steps.writes_from(track))
+        """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan, and
+        what makes drafts may not have passed over them yet."""
+        if self._drafter is None:
+            return track.num_committed
+        return min(track.num_committed, self._steps.writes_from(track), track.num_followed)
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
@@ -529,6 +569,7 @@ class Scheduler:
         if track.epoch == share.epoch:
             num_rejected = share.num_drafts - num_kept
             track.num_planned -= num_rejected
+            track.num_followed = min(track.num_followed, track.num_planned)
             if not self._steps.move(track, num_rejected):
                 track.num_drafted = 0  # it has no later step: nothing about it is unsure
             track.num_committed = min(share.end - num_rejected, len(track.tokens))

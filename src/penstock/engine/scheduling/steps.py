@@ -30,8 +30,9 @@ class Draft:
     def set_up(self, track: Track) -> None:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
 
-    def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
-        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots for all."""
+    def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = (), room: int = 0) -> None:
+        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots for all, and for `room` tokens
+        that are drafted behind the step."""
         start, end = track.num_planned, track.num_planned + num_tokens
         table, request = track.held_table(), track.request
         sampling = request.sampling
@@ -57,10 +58,10 @@ class Draft:
             placed = track.resident.place(table, start, end, may_score=not self.scores, may_read=self.reads_host)
             self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
         else:
-            placed = Placed(table.slots(end), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
+            placed = Placed(table.slots(end + room), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
         chunk = Chunk(
             *(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, placed.paged),
-            *(num_unsure, next_token, placed.num_left_out, placed.scoring),
+            *(num_unsure, next_token, placed.num_left_out, placed.scoring, room),
         )
         (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
 
@@ -79,6 +80,17 @@ class Draft:
         self.loads.pop(track.request.id, None)
         for chunks in (self.decodes, self.silent, self.prefills):
             chunks[:] = [chunk for chunk in chunks if chunk.request_id != track.request.id]
+
+
+def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Tokens before those of `chunks` that what makes drafts has not passed over, of single tokens first. All of them are known: the one
+    that may be in flight is in its chunk."""
+    found = []
+    for track, chunk in zip(tracks, chunks, strict=True):
+        if track.num_followed < chunk.start:
+            tokens = tuple(track.tokens[track.num_followed : chunk.start])
+            found.append(Chunk(chunk.request_id, chunk.row, track.num_followed, tokens, track.held_table().slots(chunk.start), True, 0))
+    return tuple(sorted(found, key=lambda chunk: len(chunk.tokens) > 1))
 
 
 class Share(NamedTuple):
@@ -110,10 +122,12 @@ class Steps:
         self._num_steps = 0
         self._unread: deque[Step] = deque()
 
-    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track]) -> int:
-        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request."""
+    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track], missed: Sequence[Chunk] = ()) -> int:
+        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request. `missed`: what it passes over
+        besides."""
+        firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
-        self._unread.append(Step(self._num_steps, tuple(_share(tracks[chunk.request_id], chunk) for chunk in chunks)))
+        self._unread.append(Step(self._num_steps, tuple(_share(tracks[chunk.request_id], chunk, firsts) for chunk in chunks)))
         return self._num_steps
 
     def launched(self, fence: Fence) -> None:
@@ -160,8 +174,9 @@ class Steps:
             self._unread[index] = step._replace(shares=tuple(share for share in step.shares if share.track not in gone))
 
 
-def _share(track: Track, chunk: Chunk) -> Share:
-    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits, chunk.start - chunk.num_unsure)
+def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:
+    first = missed.get(chunk.request_id, chunk.start - chunk.num_unsure)
+    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits, first)
 
 
 def _echo(request: Request, start: int, end: int) -> Echo | None:

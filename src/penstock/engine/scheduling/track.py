@@ -48,6 +48,7 @@ class Track:
     num_pending: int = 0  # drafts of it that the step planned last leaves on the device
     num_drafted: int = 0  # drafts that the step planned last verifies, and whose fate is not known
     num_sealed: int = 0  # tokens whose full blocks have their keys
+    num_followed: int = 0  # tokens that launched steps have passed over with what makes drafts: it has KV of its own
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
     found: Runs = ()  # prompt tokens that were there when it first ran, by the tier that had them, in order
     sources: Runs = ()  # the same for its table, as that was opened: what its load brings included
@@ -122,6 +123,7 @@ class Track:
         self.num_resident = match.num_blocks * block_tokens
         self.num_cached = num_all if self.lease is None or self.is_deep else min(num_all, max(self.lease.num_tokens, self.num_resident))
         self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
+        self.num_followed = self.num_cached  # also where the last token is computed again: its KV is shared, and complete
         runs: Sequence[tuple[str, int]] = () if self.lease is None else self.lease.runs_from(match.num_blocks)
         if self.is_deep:
             runs = (("host", match.num_paged),)
@@ -146,12 +148,13 @@ class Track:
         self.load, self.computes = None, True
         self.num_cached = self.num_resident + num_landed * block_tokens
         self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
+        self.num_followed = self.num_cached  # also where the last token is computed again: its KV is shared, and complete
         self.note_sources()
 
     def start_over(self) -> None:
         """It has lost its table, and with it what was computed or on its way into it."""
         self.load = None
-        self.num_planned = self.num_committed = self.num_drafted = self.num_pending = 0
+        self.num_planned = self.num_committed = self.num_followed = self.num_drafted = self.num_pending = 0
 
     def note_sources(self) -> None:
         """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were not found."""

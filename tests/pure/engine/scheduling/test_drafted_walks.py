@@ -59,7 +59,7 @@ class Script:
     """Implements `Drafter`: what the request will say, with mistakes."""
 
     def __init__(self, world: World, ahead: bool) -> None:
-        self.needs_results, self.num_ahead = not ahead, 0
+        self.needs_results, self.num_ahead, self.may_lag = not ahead, 0, False
         self.world, self.alive = world, dict[str, int]()
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:

@@ -154,7 +154,8 @@ class _Preparation:
         self._rope = rope.float()
         self._dtype = arena.dtype
         self._token_width = sizes.num_kv_heads * sizes.head_dim
-        self._rows_per_slot = sizes.num_layers * 2 * sizes.block_tokens
+        self._rows_per_slot = arena.stride(0) // self._token_width
+        self._blocks_per_slot = self._rows_per_slot // sizes.block_tokens  # of one layer's keys, or values
         self._workspace = arena.new_empty(0)
         self._has_windows = any(sizes.windows)
 
@@ -249,7 +250,8 @@ class _Preparation:
     def _lone(self, span: _Span) -> _Lone:
         sizes = self._sizes
         of_kv_head = (self.key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(sizes.num_kv_heads)[:, None]
-        width = torch.int32 if self._arena.numel() // sizes.head_dim <= INT32_ROWS else torch.int64
+        num_heads = self._arena.shape[0] * self._arena.stride(0) // sizes.head_dim
+        width = torch.int32 if num_heads <= INT32_ROWS else torch.int64
         values = of_kv_head.to(width).repeat_interleave(sizes.group, dim=0).flatten()
         starts = torch.arange(0, values.numel(), span.kv_len, dtype=width)
         stride = span.kv_len if sizes.group < 4 else -(-span.kv_len // SCORE_ALIGN) * SCORE_ALIGN
@@ -262,7 +264,7 @@ class _Preparation:
         block_width = sizes.block_tokens * self._token_width
         part_blocks = max(1, KEY_BYTES // (block_width * self._dtype.itemsize))
         begin, skipped = 0, span.skipped
-        for gather in (span.table * (2 * sizes.num_layers)).split(part_blocks):
+        for gather in (span.table * self._blocks_per_slot).split(part_blocks):
             space = self._space(len(gather), block_width)
             of_part = scores[..., begin : begin + len(gather) * sizes.block_tokens - skipped]
             tokens = space.view(-1, sizes.num_kv_heads, sizes.head_dim)[skipped : skipped + of_part.shape[-1]]
@@ -292,7 +294,7 @@ class _Preparation:
 
     def _long(self, span: _Span) -> _Long:
         prefix_len = span.kv_len - span.q_len
-        keys = span.table[: self._sizes.num_blocks(prefix_len)] * (2 * self._sizes.num_layers)
+        keys = span.table[: self._sizes.num_blocks(prefix_len)] * self._blocks_per_slot
         space = self._space(2 * len(keys), self._sizes.block_tokens * self._token_width)
         return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]), space)
 
@@ -322,8 +324,9 @@ class CpuAttention:
 
     def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
         sizes = Geometry.of(arena, config, rope)
-        if not arena.is_contiguous():
-            raise InvariantBroken("the CPU backend reads the arena as one flat array of tokens; it must be contiguous")
+        part = arena.shape[3] * arena.shape[4] * arena.shape[5]
+        if not arena[0].is_contiguous() or arena.stride(0) % part:
+            raise InvariantBroken("the CPU backend reads the arena as one flat array of blocks: a slot must be a whole number of them")
         self.arena = arena
         self._sizes = sizes
         self._layers = [_from_layer(arena, layer) for layer in range(sizes.num_layers)]
@@ -477,9 +480,11 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns t
 
 
 def _from_layer(arena: Tensor, layer: int) -> _Layer:
-    _, _, _, block_tokens, num_kv_heads, head_dim = arena.shape
+    num_slots, num_layers, _, block_tokens, num_kv_heads, head_dim = arena.shape
     width = num_kv_heads * head_dim
-    flat = arena.view(-1)[2 * layer * block_tokens * width :]
+    first = 2 * layer * block_tokens * width
+    num = (num_slots - 1) * arena.stride(0) + 2 * num_layers * block_tokens * width - first
+    flat = arena.as_strided((num,), (1,), arena.storage_offset() + first)  # a slot may hold more than these layers
     return _Layer(flat.view(-1, head_dim), flat.view(-1, width), flat.view(-1, block_tokens * width))
 
 

@@ -1,0 +1,96 @@
+"""How each request draws, by row, on the device. Owns what drafts need to be drawn as the target will draw at the same place.
+
+The noise of a draw is a function of seed, position and token. The target adds it to its scores and takes the largest; a draft adds the same
+noise to scores of its own. So the two mostly agree where their distributions do, and what is kept is what the target chose: the answer is
+that of plain decoding. Penalties and biases are left out of drafts.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.contract import Start
+from penstock.engine.execution.sampler import LEAST_NOISE, LEAST_TEMPERATURE, Noise
+from penstock.engine.execution.staging import Uploads
+
+_CANDIDATES = 256  # likeliest tokens among which top-k and top-p cut; a cut further down is not made
+_STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+class DrawKind(enum.IntEnum):
+    """What choosing the drafts of a step takes."""
+
+    LIKELIEST = 0  # no request of it is sampled
+    DRAWN = 1
+    FILTERED = 2  # and some have a top-k or top-p
+
+
+class RowDraws:
+    """Temperature, filters and seed of the request in each row; all start as greedy."""
+
+    def __init__(self, num_rows: int, vocab: int, uploads: Uploads, noise: Noise) -> None:
+        device = uploads.device
+        self._floats = torch.zeros((3, num_rows), dtype=torch.float32, device=device)  # temperature, top-p, min-p
+        self._top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._vocab, self._uploads, self._noise = vocab, uploads, noise
+
+    def start(self, start: Start) -> None:
+        """A request takes a row: work of the lane."""
+        sampling = start.sampling
+        floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32).view(np.int32)
+        seed = np.array([(sampling.seed or 0) & (2**64 - 1)], np.uint64).view(np.int32)
+        words = self._uploads.send(np.concatenate([floats, [max(sampling.top_k, 0)], seed]).astype(np.int32))
+        self._floats[:, start.row] = words[:3].to(torch.int32).view(torch.float32)
+        self._top_k[start.row] = words[3]
+        self._seeds[start.row] = (words[4] & 0xFFFFFFFF) | (words[5] << 32)
+
+    def choose(self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind) -> Tensor:
+        """int64 [G]: which column of `logits` [G, draft vocab] is the draft of each request. `target_ids` [draft vocab] are their tokens,
+        None: the columns are; `positions` int32 [G] those of the tokens before the drafts."""
+        if choice is DrawKind.LIKELIEST:
+            return logits.argmax(dim=-1)
+        temperature, top_p, min_p = self._floats[:, rows.long(), None]
+        is_random = temperature >= LEAST_TEMPERATURE
+        scores = logits.float() / torch.where(is_random, temperature, 1.0)
+        noise = self._noise(draw_keys(self._seeds[rows.long()], positions), self._vocab).clamp(min=LEAST_NOISE)
+        if target_ids is not None:
+            noise = noise.index_select(1, target_ids)
+        floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
+        if choice is DrawKind.FILTERED:
+            floor = torch.maximum(floor, _cut(scores, floor, self._top_k[rows.long(), None], top_p))
+        return torch.where(scores >= floor, scores + torch.where(is_random, noise, 0.0), -torch.inf).argmax(dim=-1)
+
+
+def _cut(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """[G, 1]: the least score that top-k and top-p leave, as the sampler applies them; minus infinity where that is none of the likeliest
+    few hundred. Sorting the vocabulary for a draft would cost more than what it might win."""
+    ranked = scores.topk(min(_CANDIDATES, scores.shape[-1]), dim=-1).values
+    num = ranked.shape[-1]
+    place = torch.arange(num, device=scores.device)[None, :]
+    keep = (ranked >= floor) & ((place < top_k) | (top_k == 0))
+    among = torch.where(keep, ranked, -torch.inf)
+    is_short = (top_k > 0) & (top_k <= num)
+    total = torch.where(is_short, among.logsumexp(-1, True), torch.where(scores >= floor, scores, -torch.inf).logsumexp(-1, True))
+    shares = (among - total).exp()
+    keep &= (shares.cumsum(dim=-1) - shares < top_p) | (place == 0)
+    least = torch.where(keep, ranked, torch.inf).amin(dim=-1, keepdim=True)
+    return torch.where(keep.all(dim=-1, keepdim=True), -torch.inf, least)
+
+
+def draw_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """int32 [2, G]: as `rows.draw_keys`, of int64 seeds whose bits are those of unsigned ones."""
+    x = seeds + (positions.long() + 1) * _STEP
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    x = x ^ _shifted(x, 31)
+    return torch.stack([x.to(torch.int32), (x >> 32).to(torch.int32)])
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """As an unsigned number."""
+    return (x >> by) & ((1 << (64 - by)) - 1)

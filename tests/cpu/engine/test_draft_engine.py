@@ -1,0 +1,543 @@
+"""A smaller model that proposes, in the engine: it never changes an answer, and where it is the target itself all that it drafts is kept.
+That holds only where its KV is complete wherever a request goes on from: computed, found on the device, in host memory, on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cpu.engine.test_tiers import forget, overlap_from, until
+from penstock import LLM, SamplingParams
+from penstock.config import Config, SpeculationConfig
+from penstock.contract import Fence, FinishReason
+from penstock.engine.build import build, layout_for
+from penstock.engine.engine import Engine
+from penstock.engine.execution.ahead import ModelGuesser
+from penstock.engine.scheduling.drafts import Decoding
+from penstock.errors import ConfigError
+from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.transfer.mover import Group
+from penstock.models.registry import BUILT_IN
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.draft import draft_arena, num_draft_layers
+from penstock.speculation.drafter import Speculation
+from penstock.testing.sanitized import check_silent
+from support.adapters import write_random_adapter
+from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.gates import gates
+
+Prompts = Callable[..., list[int]]
+TARGET, OTHER = "tiny-qwen3", "tiny-llama"
+SAMPLED = {"temperature": 0.9, "seed": 11}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"logprobs": 2},
+    {**SAMPLED, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {**SAMPLED, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 1},
+    {"prompt_logprobs": 1, "logprobs": 1},
+)
+
+
+def drafting(config: Config, draft: str = TARGET, drafts: int = 4) -> Config:
+    return replace(config, speculation=SpeculationConfig(f"draft:{draft}", drafts))
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture
+def make(device: str) -> Any:
+    """Engines whose drafts are all verified, under the sanitizer; `draft` None: one that drafts nothing."""
+    made: list[tuple[Engine, Sanitizer]] = []
+
+    def make(draft: str | None, drafts: int = 4, **settings: Any) -> Engine:
+        config = tiny_config(**{"device": device, **settings})
+        sanitizer = Sanitizer()
+        engine = build(config if draft is None else drafting(config, draft, drafts), sanitizer=sanitizer)
+        if engine._parts.speculation is not None:
+            engine._parts.speculation.force = lambda most: most
+        made.append((engine, sanitizer))
+        return engine
+
+    yield make
+    for engine, sanitizer in made:
+        engine.close(timeout_s=20.0)
+        check_silent(sanitizer)
+
+
+def assert_same(found: Collected, right: Collected) -> None:
+    assert found.error is None and found.finish is right.finish and found.tokens == right.tokens
+    for ours, theirs in zip(found.logprobs, right.logprobs, strict=True):
+        assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def drafted(found: Collected) -> tuple[int, int]:
+    """Tokens that were verified for it, and those that were kept."""
+    return sum(event.drafted for event in found.events), sum(event.accepted for event in found.events)
+
+
+def assert_all_kept(found: Collected) -> None:
+    num, kept = drafted(found)
+    assert num == kept > 0.4 * len(found.tokens)
+
+
+def assert_follows(engine: Engine, found: Collected) -> None:
+    """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may look."""
+    engine._parts.lanes[0].drain()
+    track = engine._parts.scheduler._tracks[found.request_id]
+    num, layers = min(track.num_committed, track.num_followed), BUILT_IN[TARGET].num_layers
+    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64"))]
+    rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
+    assert num > 20
+    torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------- never changes an answer
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "greedy")
+def test_a_draft_model_changes_no_answer(options: dict[str, Any], make: Any, prompts: Prompts) -> None:
+    """Another architecture with narrower KV, whose drafts are mostly wrong."""
+    plain, engine = make(None), make(OTHER)
+    for n, length in enumerate((1, 16, 100)):
+        right = generate(plain, prompts(length, seed=n), max_tokens=40, **options)
+        assert_same(generate(engine, prompts(length, seed=n), max_tokens=40, **options), right)
+        engine.check()
+    counts = engine._parts.scheduler.counts
+    assert counts.drafted_tokens > 100 and sum(counts.accepted_by_place) < counts.drafted_tokens
+
+
+@pytest.mark.parametrize("draft", [TARGET, OTHER])
+def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(draft: str, make: Any, prompts: Prompts) -> None:
+    sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
+    plain, engine = make(None, **sizes), make(draft, **sizes)
+    pairs = []
+    for n in range(8):
+        options = OPTIONS[n % 4]
+        right = generate(plain, prompts(10 + 11 * n, seed=n), max_tokens=70, **options)
+        pairs.append((submit(engine, prompts(10 + 11 * n, seed=n), max_tokens=70, **options), right))
+    run_all(engine)
+    engine.check()
+    for n, (found, right) in enumerate(pairs):
+        assert_same(found, right)
+        if draft == TARGET and n % 4 < 2:  # greedy: what went to host memory and came back has its KV as well
+            assert drafted(found)[0] == drafted(found)[1]
+    assert engine.stats().retractions > 1 and engine._parts.scheduler.counts.drafted_tokens > 50
+
+
+def test_with_adapters_it_is_the_same(make: Any, prompts: Prompts, tmp_path: Path) -> None:
+    """The draft has none of them."""
+    plain, engine = make(None), make(TARGET)
+    directory = write_random_adapter(tmp_path / "a", BUILT_IN[TARGET], 0)
+    theirs, ours = (one.adapters.load("a", directory).adapter for one in (plain, engine))
+    right = generate(plain, prompts(40), adapter=theirs, max_tokens=40)
+    assert_same(generate(engine, prompts(40), adapter=ours, max_tokens=40), right)
+    assert right.tokens != generate(plain, prompts(40), max_tokens=40).tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 6])
+def test_it_ends_where_plain_decoding_ends(num_tokens: int, make: Any, prompts: Prompts) -> None:
+    """By length, and by a token that stops it, both inside kept drafts."""
+    plain, engine = make(None), make(TARGET)
+    right = generate(plain, prompts(21), max_tokens=40)
+    short = generate(engine, prompts(21), max_tokens=num_tokens)
+    assert short.tokens == right.tokens[:num_tokens] and short.finish is FinishReason.LENGTH
+    stop = right.tokens[10 + num_tokens]
+    stopped = generate(engine, prompts(21), max_tokens=40, stop_token_ids=frozenset({stop}))
+    assert stopped.tokens == right.tokens[: right.tokens.index(stop)] and stopped.finish is FinishReason.STOP
+    engine.check()
+
+
+def test_stop_strings_and_several_answers_to_one_prompt_are_the_same() -> None:
+    """Texts end where a stop string begins, though the drafts that it is in were kept."""
+    answers = []
+    for speculate in (None, f"draft:{OTHER}"):
+        options = {"load_format": "dummy", "device": "cpu", "device_kv_blocks": 256, "kv_offload": False, "show_progress": False}
+        with LLM(OTHER, **options, **({} if speculate is None else {"speculate": speculate})) as llm:
+            if (speculation := llm._engine._parts.speculation) is not None:
+                speculation.force = lambda most: most
+            sampled = [SamplingParams(max_tokens=40, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(3)]
+            texts = [llm.generate("hello", one).text for one in sampled]
+            middle = texts[0][len(texts[0]) // 2 :][:3]
+            stopped = llm.generate("hello", replace(sampled[0], stop=(middle,)))
+            answers.append([*texts, middle, stopped.text, stopped.finish])
+            assert stopped.finish == "stop" and stopped.text == texts[0][: texts[0].index(middle)]
+            assert speculate is None or sum(llm._engine.stats().accepted) > 50
+    assert answers[0] == answers[1] and len(set(answers[0][:3])) == 3
+
+
+def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(make: Any, prompts: Prompts) -> None:
+    sizes = {"blocks": 64, "host_blocks": 512, "max_model_len": 2048, "resident_tokens": 256}
+    plain, engine = make(None, **sizes), make(TARGET, **sizes)
+    right = [generate(plain, prompts(length, seed=length), max_tokens=20) for length in (900, 60)]
+    found = [submit(engine, prompts(length, seed=length), max_tokens=20) for length in (900, 60)]
+    run_all(engine)
+    engine.check()
+    for one, wanted in zip(found, right, strict=True):
+        assert_same(one, wanted)
+    assert [drafted(one)[0] > 0 for one in found] == [False, True]
+
+
+# ------------------------------------------------------------------------------------------------- a draft that is the target
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 16])
+def test_of_a_draft_that_is_the_target_all_is_kept(drafts: int, make: Any, prompts: Prompts) -> None:
+    """Over the ends of blocks, whatever the prompt's length: drafts have slots ahead of their request."""
+    engine = make(TARGET, drafts)
+    for length in (1, 15, 16, 17, 100):
+        assert_all_kept(generate(engine, prompts(length, seed=length), max_tokens=60))
+        engine.check()
+
+
+DRAWN: tuple[dict[str, Any], ...] = (
+    SAMPLED,
+    {"temperature": 1.3, "seed": -(2**62) - 5},
+    {**SAMPLED, "top_k": 20},
+    {**SAMPLED, "top_p": 0.8},
+    {**SAMPLED, "min_p": 0.05},
+    {**SAMPLED, "top_k": 100, "top_p": 0.9, "min_p": 0.01},
+)
+
+
+@pytest.mark.parametrize("options", DRAWN, ids=lambda options: ",".join(options))
+def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(options: dict[str, Any], make: Any, prompts: Prompts) -> None:
+    """Both draw with the same noise: that of the request's seed, of the place and of the token."""
+    plain, engine = make(None), make(TARGET)
+    for length in (1, 15, 100):
+        found = generate(engine, prompts(length, seed=length), max_tokens=60, **options)
+        assert_same(found, generate(plain, prompts(length, seed=length), max_tokens=60, **options))
+        assert_all_kept(found)
+
+
+def test_greedy_and_drawn_requests_share_steps_and_rows(make: Any, prompts: Prompts) -> None:
+    """A row that somebody who samples has left is a greedy request's as any other."""
+    engine = make(TARGET, max_batch=3)
+    options = (*DRAWN, {}, {}, {})
+    found = [submit(engine, prompts(10 + n, seed=n), max_tokens=20 + 3 * n, **options[n]) for n in (0, 6, 2, 7, 3, 8, 5, 1, 4)]
+    run_all(engine)
+    for one in found:
+        assert_all_kept(one)
+
+
+def test_many_requests_at_once_keep_all(make: Any, prompts: Prompts) -> None:
+    """Beside prompts that are computed in chunks."""
+    engine = make(TARGET, max_batch=5, prefill_chunk=32)
+    found = [submit(engine, prompts(5 + 13 * n, seed=n), max_tokens=30 + n) for n in range(9)]
+    run_all(engine)
+    for one in found:
+        assert_all_kept(one)
+
+
+def test_its_kv_is_the_targets_own_whatever_steps_are_made_of(make: Any, prompts: Prompts) -> None:
+    """Chunks of prompts alone, beside decodes, decodes with drafts: it has passed over every token."""
+    engine = make(TARGET, prefill_chunk=32)
+    found = [submit(engine, prompts(length, seed=length), max_tokens=60) for length in (100, 150, 7)]
+    for num in (1, 20, 50):
+        while len(found[1].tokens) < num:
+            engine.step()
+        for one in found:
+            if one.finish is None:
+                assert_follows(engine, one)
+    run_all(engine)
+
+
+def test_requests_that_come_to_the_end_of_a_block_together_do_not_share_what_lies_behind_it(make: Any, prompts: Prompts) -> None:
+    """Each has slots of its own there."""
+    engine = make(TARGET, 8)
+    found = [submit(engine, prompts(24, seed=n), max_tokens=64, temperature=1.5, seed=n) for n in range(6)]
+    run_all(engine)
+    for one in found:
+        assert_all_kept(one)
+
+
+@pytest.mark.parametrize("block_tokens", [8, 32])
+def test_blocks_of_any_size_hold_it(block_tokens: int, make: Any, prompts: Prompts) -> None:
+    engine = make(TARGET, 16, block_tokens=block_tokens)
+    assert_all_kept(generate(engine, prompts(37), max_tokens=50))
+
+
+def test_its_kv_is_found_again_on_the_device_and_in_host_memory(make: Any, prompts: Prompts) -> None:
+    engine = make(TARGET, host_blocks=128, prefill_chunk=32)
+    first = generate(engine, prompts(90), max_tokens=40)
+    history = [*prompts(90), *first.tokens, 3]
+    again = generate(engine, history, max_tokens=30)
+    assert again.source is not None and again.source.device >= 112
+    assert_all_kept(again)
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    run_all(engine)
+    third = generate(engine, history, max_tokens=30)
+    assert third.source is not None and third.source.host >= 112
+    assert_all_kept(third)
+    assert third.tokens == again.tokens
+
+
+def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Prompts, tmp_path: Path) -> None:
+    """And that of another draft model with the same shape is not."""
+    dims, sources = BUILT_IN[TARGET], []
+    shape = {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim, "num_hidden_layers": dims.num_layers}
+    other = write_shape(tmp_path / "other", **shape)
+    for draft in (TARGET, TARGET, other):
+        engine = make(draft, host_blocks=128, ssd_dir=str(tmp_path / "ssd"))
+        found = generate(engine, prompts(90), max_tokens=30)
+        assert draft == other or drafted(found)[0] == drafted(found)[1] > 15
+        settle_all(engine)
+        persisting = engine.cache.persist()
+        while persisting is not None and not persisting.settled:
+            engine.step()
+            engine.wait_work(1.0)
+        assert found.source is not None
+        sources.append(found.source.ssd)
+        engine.close(timeout_s=20.0)
+    assert sources[0] == 0 and sources[1] >= 80 and sources[2] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- while nothing is drafted
+
+
+class Switched(Speculation):
+    """Drafts while `is_on`, and never else."""
+
+    is_on = False
+
+    @property
+    def num_ahead(self) -> int:
+        return self._max_drafts if self.is_on else 0
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        return super().propose(requests, num_others) if self.is_on else [()] * len(requests)
+
+
+def switched(engine: Engine) -> Switched:
+    speculation = engine._parts.speculation
+    assert speculation is not None
+    speculation.__class__ = Switched
+    assert isinstance(speculation, Switched)
+    return speculation
+
+
+def needs_eager_passes(engine: Engine) -> None:
+    if engine._parts.arena.tensor.is_cuda:
+        pytest.skip("nobody sees a captured pass run, or can change it")
+
+
+def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every pass of the draft model."""
+    run, sizes = ModelGuesser._run, []
+
+    def count(self: ModelGuesser, inputs: Any, at: slice) -> Any:
+        sizes.append(len(inputs.tokens))
+        return run(self, inputs, at)
+
+    monkeypatch.setattr(ModelGuesser, "_run", count)
+    return sizes
+
+
+@pytest.mark.parametrize("num_off", [1, 2, 15, 16, 17, 40])
+def test_what_was_missed_while_nothing_was_drafted_is_caught_up_with(
+    num_off: int, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass for a block of tokens, not one for each step; when drafts begin all of them are right."""
+    engine, sizes = make(TARGET), counted_passes(monkeypatch)
+    needs_eager_passes(engine)
+    speculation = switched(engine)
+    found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=100) for n in range(3)]
+    while len(found[0].tokens) < num_off:
+        engine.step()
+    assert len(sizes) <= 4 + num_off // 10, "a prompt's step, and one in a block of steps"
+    speculation.is_on = True
+    while len(found[0].tokens) < 60:
+        engine.step()
+    for one in found:
+        assert_follows(engine, one)
+    run_all(engine)
+    engine.check()
+    for one in found:
+        num, kept = drafted(one)
+        assert num == kept > 0.5 * (100 - num_off)
+
+
+@pytest.mark.parametrize("num_off", [1, 3, 7])
+def test_rejected_drafts_before_nothing_was_drafted_leave_nothing_behind(num_off: int, make: Any, prompts: Prompts) -> None:
+    """What the draft model has passed over ends where the request does, not where its drafts would have."""
+    engine = make(TARGET)
+    needs_eager_passes(engine)
+    speculation, ahead = switched(engine), engine._parts.executor.ahead
+    assert ahead is not None
+    choose = ahead.draws.choose
+    ahead.draws.choose = lambda *given: (choose(*given) + 1) % 512  # type: ignore[method-assign]
+    speculation.is_on = True
+    found = submit(engine, prompts(20), max_tokens=90)
+    while len(found.tokens) < 13:
+        engine.step()
+    num, kept = drafted(found)
+    assert num > 20 and kept < 3
+    speculation.is_on = False
+    ahead.draws.choose = choose  # type: ignore[method-assign]
+    while len(found.tokens) < 15 + num_off:
+        engine.step()
+    before, speculation.is_on = len(found.events), True
+    while len(found.tokens) < 60:
+        engine.step()
+    assert_follows(engine, found)
+    run_all(engine)
+    later = Collected(events=found.events[before:])
+    assert drafted(later)[0] == drafted(later)[1] > 40
+
+
+def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(make: Any, prompts: Prompts) -> None:
+    """A key promises what is in its block: no block gets one before the draft model has passed over it."""
+    engine = make(TARGET, host_blocks=128)
+    speculation = switched(engine)
+    first = generate(engine, prompts(30), max_tokens=60)
+    speculation.is_on = True
+    history = [*prompts(30), *first.tokens, 5]
+    again = generate(engine, history, max_tokens=40)
+    assert again.source is not None and again.source.device >= 48
+    assert_all_kept(again)
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    run_all(engine)
+    third = generate(engine, history, max_tokens=40)
+    assert third.source is not None and third.source.host >= 48
+    assert_all_kept(third)
+
+
+def test_a_request_that_was_retracted_while_nothing_was_drafted_goes_on_with_right_drafts(make: Any, prompts: Prompts) -> None:
+    sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
+    plain, engine = make(None, **sizes), make(TARGET, **sizes)
+    speculation = switched(engine)
+    right = [generate(plain, prompts(10 + 11 * n, seed=n), max_tokens=70) for n in range(6)]
+    found = [submit(engine, prompts(10 + 11 * n, seed=n), max_tokens=70) for n in range(6)]
+    while engine.stats().retractions < 2 and engine.has_work():
+        engine.step()
+    speculation.is_on = True
+    run_all(engine)
+    engine.check()
+    for one, wanted in zip(found, right, strict=True):
+        assert_same(one, wanted)
+        assert drafted(one)[0] == drafted(one)[1]
+    assert engine.stats().retractions >= 2 and engine._parts.scheduler.counts.drafted_tokens > 50
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["drafting", "later"])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(
+    captured: bool, is_on: bool, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the end of the step at the latest: whoever passes over its tokens later has nothing to wait for. The sanitizer sees it."""
+    engine = make(TARGET, host_blocks=64)
+    speculation = switched(engine)
+    speculation.is_on = is_on
+    overlap_from(engine, 1 << 30 if captured else 0)
+    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
+    cold = generate(engine, prompts(80), max_tokens=4)
+    forget(engine)
+    load, _ = gates(engine)
+    load.hold()
+    load.let(len(each) - 1 if captured else 0)
+    lane = engine._parts.lanes[0]
+    wait, waited = lane.wait, list[Fence]()
+    monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
+    returning = submit(engine, prompts(80), max_tokens=30)
+    until(engine, lambda: engine._running is not None)
+    running, waited_for = engine._running, list(waited)
+    load.let()
+    speculation.is_on = True
+    run_all(engine)
+    assert running is not None and returning.tokens[:4] == cold.tokens
+    copies = [copy for one in running.loads if isinstance(one, BlockLoad) for copy in one.copies]
+    parts = [arrival.fence for copy in copies for arrival in copy.arrivals or ()]
+    assert len(parts) == len(each) and all(fence in waited_for for fence in parts)
+    assert_all_kept(returning)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_pass_that_fails_costs_nobody_an_answer(make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run and those that come later decode as without drafts."""
+    plain, engine = make(None), make(TARGET)
+    needs_eager_passes(engine)
+    right = generate(plain, prompts(20), max_tokens=40)
+    run, calls = ModelGuesser._run, []
+
+    def fail(self: ModelGuesser, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 9:
+            raise RuntimeError("no idea")
+        return run(self, *args)
+
+    monkeypatch.setattr(ModelGuesser, "_run", fail)
+    found = [submit(engine, prompts(20), max_tokens=40), submit(engine, prompts(20), max_tokens=40)]
+    run_all(engine)
+    found.append(generate(engine, prompts(20), max_tokens=40))
+    for one in found:
+        assert_same(one, right)
+    assert drafted(found[0])[1] > 0 and drafted(found[2]) == (0, 0) and len(calls) == 9
+    engine.check()
+
+
+def test_other_tokens_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"draft: its tokens are not the model's: 512 is b'<512>' and not b''.*and 48637 more"):
+        build(drafting(tiny_config(), "smollm2-135m"))
+    with pytest.raises(ConfigError, match="draft needs a model: draft:PATH"):
+        SpeculationConfig("draft")
+
+
+def write_shape(directory: Path, **fields: Any) -> str:
+    """The config.json of a tiny Llama, for random weights."""
+    directory.mkdir()
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    stated = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **sizes, **fields}
+    (directory / "config.json").write_text(json.dumps(stated))
+    return str(directory)
+
+
+def test_fewer_positions_are_refused_where_more_are_asked_for(make: Any, tmp_path: Path) -> None:
+    short = write_shape(tmp_path / "short", max_position_embeddings=512)
+    with pytest.raises(ConfigError, match="it has 512 positions, and sequences have up to 513 tokens; lower --max-model-len"):
+        build(drafting(tiny_config(max_model_len=513), short))
+    assert make(short).max_model_len == 512
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "layers"), [(1, 16, 1), (4, 48, 2), (3, 32, 3)], ids=["narrower", "wider", "of odd width"])
+def test_kv_of_any_width_finds_room(heads: int, head_dim: int, layers: int, make: Any, prompts: Prompts, tmp_path: Path) -> None:
+    """As many layers of a block as it fills, and fewer than it is wide more, so that a slot is a whole number of its blocks."""
+    shape = {"num_key_value_heads": heads, "num_attention_heads": 2 * heads, "head_dim": head_dim, "num_hidden_layers": layers}
+    draft = write_shape(tmp_path / "draft", **shape)
+    dims, config = BUILT_IN[TARGET], tiny_config()
+    width = dims.num_kv_heads * dims.head_dim
+    least = layers * heads * head_dim / width
+    extra = layout_for(drafting(config, draft), dims, torch.device("cpu")).num_layers - dims.num_layers
+    assert least <= extra < least + 1 + heads * head_dim / 16
+    plain, engine = make(None), make(draft)
+    for length in (5, 40, 100):
+        right = generate(plain, prompts(length), max_tokens=40)
+        assert_same(generate(engine, prompts(length), max_tokens=40), right)
+        assert_same(
+            generate(engine, [*prompts(length), *right.tokens], max_tokens=20),
+            generate(plain, [*prompts(length), *right.tokens], max_tokens=20),
+        )
+    assert engine._parts.scheduler.counts.drafted_tokens > 100
+
+
+def test_its_kv_lies_in_its_own_layers_alone(tmp_path: Path, prompts: Prompts) -> None:
+    """What it writes is seen by the target as little as what the target writes by it: drafts do not depend on the target's KV."""
+    arena = torch.zeros(5, 7, 2, 4, 2, 8)
+    target, draft = (replace(BUILT_IN[TARGET], num_layers=n, num_kv_heads=h, head_dim=d) for n, h, d in ((3, 2, 8), (2, 3, 8)))
+    part = draft_arena(arena, target, draft)
+    part.fill_(1.0)
+    assert arena[:, :3].sum() == 0 and arena.sum() == part.numel() == 5 * 2 * 2 * 4 * 24
+    assert num_draft_layers(target, draft) == 3
