@@ -12,8 +12,8 @@ from starlette.responses import Response
 from penstock.contract import LoadedAdapter
 from penstock.errors import InvalidRequest
 from penstock.server import schema
+from penstock.server.connection import read_body
 from penstock.server.faults import Refused, json_response
-from penstock.server.limits import read_body
 from penstock.server.service import Service
 
 

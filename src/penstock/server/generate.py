@@ -20,9 +20,9 @@ from penstock.engine.text import stop_strings
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.server import messages, responses, schema, text
 from penstock.server.access import Exchange, exchange_of
+from penstock.server.connection import read_body
 from penstock.server.faults import fault_of
-from penstock.server.limits import read_body
-from penstock.server.replies import CallingReply, ChatReply, ChunkedReply, CompletionReply, Heading, Reply, heading, usage_of
+from penstock.server.replies import ChatReply, CompletionReply, Heading, Reply, heading, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.snapshots import prompts_after
@@ -59,17 +59,8 @@ class Posted(NamedTuple):
     num_bytes: int
 
 
-def completion_reply(tokenizer: TextCodec, body: CompletionBody, head: Heading, read_as: AnswerFormat | None) -> Reply:
-    return ChunkedReply(CompletionReply(tokenizer, head, body.num_logprobs), body)
-
-
-def chat_reply(tokenizer: TextCodec, body: ChatBody, head: Heading, read_as: AnswerFormat | None) -> Reply:
-    shapes = ChatReply(tokenizer, head, body.num_logprobs)
-    return ChunkedReply(shapes if read_as is None else CallingReply(shapes, read_as), body)
-
-
-COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, completion_reply, "cmpl-")
-CHAT = RouteKind(ChatBody, text.chat_prompts, chat_reply, "chatcmpl-")
+COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl-")
+CHAT = RouteKind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl-")
 MESSAGES = RouteKind(
     messages.MessagesBody,
     text.chat_prompts,

@@ -19,9 +19,9 @@ from penstock.figures import Traffic
 from penstock.server import about, messages, metrics, schema
 from penstock.server.adapters import Adapters, adapter_card
 from penstock.server.client import FlushLevel
+from penstock.server.connection import read_body
 from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Generate, in_words_of
-from penstock.server.limits import read_body
 from penstock.server.service import Service
 from penstock.server.snapshots import SnapshotRoutes
 from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
@@ -34,31 +34,23 @@ LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the 
 
 def make_routes(service: Service) -> list[Route]:
     small, adapters, snapshots = Small(service), Adapters(service), SnapshotRoutes(service)
-    return [
-        Route("/v1/completions", Generate(service, COMPLETIONS), methods=["POST"]),
-        Route("/v1/chat/completions", Generate(service, CHAT), methods=["POST"]),
-        Route("/v1/responses", Generate(service, RESPONSES), methods=["POST"]),
-        Route("/v1/messages", Generate(service, MESSAGES), methods=["POST"]),
-        Route("/v1/messages/count_tokens", small.count_tokens, methods=["POST"]),
-        Route("/v1/models", small.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", small.model, methods=["GET"]),
-        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
-        Route("/v1/snapshots", snapshots.collection, methods=["GET", "POST"]),
-        Route("/v1/snapshots/{name:path}", snapshots.one, methods=["GET", "DELETE"]),
-        Route("/tokenize", small.tokenize, methods=["POST"]),
-        Route("/detokenize", small.detokenize, methods=["POST"]),
-        Route("/cache/flush", small.cache_flush, methods=["POST"]),
-        Route("/cache/prefetch", small.cache_prefetch, methods=["POST"]),
-        Route("/cache/reset", small.cache_reset, methods=["POST"]),
-        Route("/cache/stats", small.cache_stats, methods=["GET"]),
-        Route("/health", small.health, methods=["GET"]),
-        Route("/live", small.live, methods=["GET"]),
-        Route("/metrics", small.metrics, methods=["GET"]),
-        Route("/version", small.version, methods=["GET"]),
-        Route("/openapi.json", small.openapi, methods=["GET"]),
-        Route("/", small.landing, methods=["GET"]),
-    ]
+    generating = {"completions": COMPLETIONS, "chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
+    endpoints: dict[str, Any] = {
+        **{f"/v1/{path}": Generate(service, kind) for path, kind in generating.items()},
+        "/v1/messages/count_tokens": small.count_tokens,
+        "/v1/models": small.models,
+        "/v1/models/{model}": small.model,
+        "/v1/load_lora_adapter": adapters.load,
+        "/v1/unload_lora_adapter": adapters.unload,
+        "/v1/snapshots": snapshots.collection,
+        "/v1/snapshots/{name}": snapshots.one,
+        **{f"/cache/{name}": getattr(small, f"cache_{name}") for name in ("flush", "prefetch", "reset", "stats")},
+        **{f"/{name}": getattr(small, name) for name in ("tokenize", "detokenize", "health", "live", "metrics", "version")},
+        "/openapi.json": small.openapi,
+        "/": small.landing,
+    }
+    methods = {path: methods.upper().split() for path, (methods, _, _) in about.ROUTES.items()}
+    return [Route(path.replace("}", ":path}"), one, methods=methods.get(path, ["GET"])) for path, one in endpoints.items()]
 
 
 class Small:

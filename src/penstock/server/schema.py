@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 from penstock.config import MAX_SPANS, ResidencyName
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
-from penstock.server.structured import Asked, Structured
+from penstock.server.structured import Asked, ResponseFormat, Schema, StructuredOutputs, Text, Words, asked_of
 from penstock.server.tools import ToolCall, ToolChoice, ToolRequest, Tools, asking
 
 MAX_INT = 2**31 - 1
@@ -102,7 +102,24 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
         return CacheHint(self.retain_s, None if self.priority is None else Weight[self.priority.upper()], bool(self.release))
 
 
-class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
+class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of this server's own that every generating route takes, whoever's API it is of."""
+
+    seed: int | None = None
+    cache_salt: Label | None = None
+    priority: Priority | None = None  # lower is handled earlier
+    session_id: Name | None = None
+    cache_hint: CacheHintOptions | None = None
+    kv_residency: ResidencyName | None = None
+    kv_pin_spans: Spans | None = None
+    snapshot: SnapshotName | None = None  # what the prompt goes on from
+
+
+def own_fields(body: msgspec.Struct) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
+
+
+class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     """Fields that both generating routes share. Null means absent, as clients that always send every field expect."""
 
     model: str
@@ -111,7 +128,6 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
-    seed: int | None = None
     ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -121,18 +137,18 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: Count | None = None
-    cache_salt: Label | None = None
-    priority: Priority | None = None  # lower is handled earlier
-    session_id: Name | None = None
-    prompt_cache_key: Name | None = None  # OpenAI's name for the same
-    cache_hint: CacheHintOptions | None = None
-    kv_residency: ResidencyName | None = None
-    kv_pin_spans: Spans | None = None
-    snapshot: SnapshotName | None = None  # what the prompt goes on from
+    prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
     logit_bias: Biases | None = None
+    # At most one of these may ask for something.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Words | None = None
+    guided_grammar: Text | None = None
     # What follows is in NEUTRAL.
     service_tier: str | None = None
     store: bool | None = None
@@ -146,6 +162,9 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    def asked(self) -> Asked | None:
+        return asked_of(self)
 
     @property
     def num_choices(self) -> int:
@@ -208,13 +227,6 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
                 raise InvalidRequest(message, "cache_hint")
 
 
-OWN = ("seed", "cache_salt", "priority", "session_id", "cache_hint")  # fields of ours that routes of other APIs take, too
-
-
-def own_fields(body: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(body, name) for name in OWN}
-
-
 def check_neutral(body: msgspec.Struct, table: Mapping[str, Neutral]) -> None:
     """Nothing that would change the answer is ignored."""
     for name, neutral in table.items():
@@ -263,6 +275,11 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+def text_of(content: Any) -> str:
+    """Parts are separate pieces of text, so a line break keeps them apart."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. The null-only fields are those that clients send back to us from our own replies."""
 
@@ -286,10 +303,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("tool_call_id goes with the role tool, and with no other")
 
     def as_dict(self) -> dict[str, Any]:
-        """What chat templates take. Parts are separate pieces of text, so a line break keeps them apart."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        """What chat templates take."""
         role = "system" if self.role == "developer" else self.role  # OpenAI's later name for it
-        fields: dict[str, Any] = {"role": role, "content": text}
+        fields: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.tool_calls:
             fields["tool_calls"] = [call.as_dict() for call in self.tool_calls]
         if self.tool_call_id is not None:

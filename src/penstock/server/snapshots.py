@@ -12,8 +12,8 @@ from starlette.responses import Response
 from penstock.contract import Snapshot, SnapshotContent, SnapshotRequest
 from penstock.errors import InvalidRequest
 from penstock.server import schema
+from penstock.server.connection import read_body
 from penstock.server.faults import json_response
-from penstock.server.limits import read_body
 from penstock.server.schema import ChatBody, CompletionBody, SnapshotBody
 from penstock.server.text import Prompt, Rules, chat_prompts, continued_prompts, encode_chat, encode_prompt, within_context
 

@@ -13,7 +13,7 @@ import msgspec
 from penstock.contract import Grammar
 from penstock.errors import InvalidRequest
 from penstock.server.structured import ANY_OBJECT, Asked
-from penstock.server.tool_parsers import MARKERS, READERS, Arguments, MessageParser, Sink, TextReader, Thinking
+from penstock.server.tool_parsers import MARKERS, READERS, THINK, MessageParser, Sink, named_call, thinking
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
@@ -24,6 +24,7 @@ MOST_CALLS = 16  # in one answer that has to call
 
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -58,6 +59,10 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+def chosen(name: str) -> NamedTool:
+    return NamedTool("function", NamedFunction(name))
+
+
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: FunctionName
     arguments: str
@@ -66,7 +71,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A call in an assistant's message, as we or others gave it out."""
 
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # of those who put streams together
@@ -191,11 +196,11 @@ class AnswerFormat(NamedTuple):
 
     def parser(self) -> MessageParser:
         sink = Sink(self.most_calls)
-        reader: TextReader = Arguments(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
-        return MessageParser(sink, Thinking(sink, reader, self.begun) if self.thinks else reader)
+        reading = named_call(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
+        return MessageParser(sink, thinking(sink, reading, self.begun) if self.thinks else reading)
 
     def call_id(self) -> str:
-        """MistralCalls's templates take ids of nine characters only."""
+        """Mistral's templates take ids of nine characters only."""
         return uuid4().hex[:9] if self.reader == "mistral" else f"call_{uuid4().hex[:24]}"
 
 
@@ -212,14 +217,14 @@ def format_of(
     thinks = not is_formed and reasons(config, tokenizer)
     if reader == "none" and forced is None and not thinks:
         return None
-    begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(Thinking.begin)
+    begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(THINK[0])
     return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1)
 
 
 def reasons(config: ServerConfig, tokenizer: TextCodec) -> bool:
     """Whether reasoning may come before an answer."""
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-    return config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and Thinking.end in template)
+    return config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and THINK[1] in template)
 
 
 def parser_name(chosen: str, template: str) -> str:
@@ -247,6 +252,6 @@ def showing(tokenizer: TextCodec, reading: AnswerFormat | None) -> Any:
     """What the text of an answer is made with."""
     if reading is None:
         return tokenizer
-    marks = (*MARKERS[reading.reader], *((Thinking.begin, Thinking.end) if reading.thinks else ()))
+    marks = (*MARKERS[reading.reader], *(THINK if reading.thinks else ()))
     ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
     return MarkedTokens(tokenizer.token_bytes, tokenizer.errors, tokenizer.is_special, frozenset(some[0] for some in ids if len(some) == 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,38 @@ def test_a_conversation_goes_on_with_its_messages(server: Tiered) -> None:
     assert part["choices"][0]["message"] == whole["choices"][0]["message"]
     assert part["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     assert part["usage"]["prompt_tokens_details"]["kv_source"]["host"] >= 48, "what is pinned is not reset"
+
+
+ROUTES: dict[
+    str, tuple[dict[str, Any], Callable[[Any], Any], Callable[[Any], Any]]
+] = {  # what is asked, the answer's text, where its KV came from
+    "/v1/responses": (
+        {"input": "and now?", "max_output_tokens": 12},
+        lambda answer: answer["output"][0]["content"][0]["text"],
+        lambda answer: answer["usage"]["input_tokens_details"]["kv_source"],
+    ),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "and now?"}], "max_tokens": 12},
+        lambda answer: answer["content"][0]["text"],
+        lambda answer: answer["usage"]["kv_source"],
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_conversation_goes_on_in_the_words_of_other_apis(server: Tiered, path: str) -> None:
+    body, text_of, source_of = ROUTES[path]
+    chat = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+    whole = server.http.post("/v1/chat/completions", json={**chat, "messages": [*TURN, {"role": "user", "content": "and now?"}]}).json()
+    server.http.post("/v1/chat/completions", json={**chat, "messages": TURN})
+    take(server, messages=TURN, name="chat", cache_salt="")
+    forget(server, "device")
+    reply = server.http.post(path, json={"model": MODEL, "temperature": 0, **body, "snapshot": "chat"})
+    assert reply.status_code == 200, reply.text
+    assert text_of(reply.json()) == whole["choices"][0]["message"]["content"]
+    assert source_of(reply.json())["host"] >= 32
+    missing = server.http.post(path, json={"model": MODEL, **body, "snapshot": "another"})
+    assert missing.status_code == 404 and missing.json()["error"]["param"] == "snapshot"
 
 
 def test_a_snapshot_without_messages_is_no_conversation(server: Tiered) -> None:

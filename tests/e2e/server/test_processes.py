@@ -344,6 +344,39 @@ def test_a_front_that_is_killed_is_started_again_and_its_requests_are_cancelled(
         assert server.process.wait(DEADLINE_S) == 0
 
 
+def test_a_front_that_stands_still_holds_up_nobody_and_is_started_again() -> None:
+    with running(*TINY, "--api-processes", "2", "--max-concurrent", "2") as server:
+        victim, other = server.children("front")
+        paused = server.connect(victim)
+        stream = begin(paused, max_tokens=1000)
+        victim.suspend()
+        victim.resume()
+        assert stream.read().endswith(b"data: [DONE]\n\n")  # a moment is no matter
+        paused.close()
+        kept = server.connect(other)
+        also = begin(kept)
+        lost = server.connect(victim)
+        lost.request("POST", "/v1/completions", json.dumps({**LONG, "stream": False}), {"Content-Type": "application/json"})
+        until(lambda: server.num_open() == 2, "both are running")
+        before = server.engine().memory_info().rss
+        victim.suspend()
+        assert all(also.readline() for _ in range(40))
+        with pytest.raises((http.client.HTTPException, OSError)):
+            lost.getresponse()
+        until(lambda: "is started again" in server.log(), "there is no new front")
+        assert "is cut off: it has said nothing for 20 s" in server.log()
+        assert all(also.readline() for _ in range(40))
+        assert server.engine().memory_info().rss - before < 64 << 20
+        (new,) = (front for front in server.children("front") if front.pid != other.pid)
+        fresh = server.connect(new)
+        assert ask(fresh, "/v1/completions", SHORT)[0] == 200  # its seat is free
+        for connection in (also, kept, fresh):
+            connection.close()
+        server.assert_idle()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(DEADLINE_S) == 0
+
+
 def test_an_engine_that_is_killed_ends_every_request_with_an_error_and_the_server_with_it() -> None:
     with running(*TINY, "--api-processes", "2") as server:
         one, other = server.children("front")
