@@ -23,6 +23,7 @@ import numpy as np
 
 from penstock.commands.answer import Answer
 from penstock.commands.arguments import Parser, config_of, engine_flags, lora_flag
+from penstock.commands.hub import fetched
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config
 from penstock.contract import Adapter, KvSource, SamplingParams, Snapshot, SnapshotContent, SnapshotRequest, TokenLogprob
@@ -67,7 +68,7 @@ class LLM:
         config = _config(model, options)
         with contextlib.ExitStack() as stack:
             progress: Progress = stack.enter_context(ProgressBar()) if show_progress else silent
-            self._engine = build(config, progress)
+            self._engine = build(fetched(config), progress)
             self._loop = EngineLoop(self._engine)
             self._lock = threading.Lock()
             self._closed = False

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from penstock.contract import LoadedAdapter
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.connection import read_body
 from penstock.server.faults import Refused, json_response
 from penstock.server.service import Service
 
@@ -27,7 +26,7 @@ class Adapters:
     async def load(self, request: Request) -> Response:
         self._check_allowed()
         with self._service.loads.take(1):
-            body = schema.decode(await self._data(request), schema.LoadLoraBody)
+            body, _ = await self._service.body(request, schema.LoadLoraBody)
             if body.lora_name in self._service.names:
                 raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")
             store = self._service.engine.adapters
@@ -36,14 +35,10 @@ class Adapters:
 
     async def unload(self, request: Request) -> Response:
         self._check_allowed()
-        body = schema.decode(await self._data(request), schema.UnloadLoraBody)
+        body, _ = await self._service.body(request, schema.UnloadLoraBody)
         if not await anyio.to_thread.run_sync(self._service.engine.adapters.unload, body.lora_name, limiter=self._turn):
             raise Refused(404, f"there is no adapter {body.lora_name!r} here", param="lora_name", code="model_not_found")
         return json_response({"id": body.lora_name, "object": "model", "deleted": True})
-
-    async def _data(self, request: Request) -> bytes:
-        schema.check_query(request.query_params)
-        return await read_body(request.scope, request.receive, self._service.config)
 
     def _check_allowed(self) -> None:
         if self._service.engine.adapters.root is None:

@@ -194,16 +194,18 @@ class Generate:
         choices: list[ChoiceText] = []
         read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
         codec = showing(engine.tokenizer, read_as)
-        stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
+        stops, asked = stop_strings(body.stops), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
                 for i in range(body.num_choices):
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
+                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
-        head = heading(self._kind.id_prefix, reading.id, body.model, body.usage_in_stream)
+        options = body.streaming
+        with_usage = bool(options.include_usage or options.continuous_usage_stats)
+        head = heading(self._kind.id_prefix, reading.id, body.model, with_usage)
         exchange.model, exchange.stream = body.model, bool(body.stream)
         reply = self._kind.reply(engine.tokenizer, posted.given, head, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)

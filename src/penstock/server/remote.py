@@ -11,10 +11,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Overloaded, PenstockError
 from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
-from penstock.server.boundary import Frames, FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
+from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
 from penstock.server.client import AdapterNames, EngineClient, Fronts, SnapshotStore
 from penstock.server.request_figures import RequestFigures
 from penstock.server.seats import SeatBook
@@ -47,17 +47,8 @@ class _Asked(NamedTuple):
     listener: Listener
 
 
-class Greeting(NamedTuple):
-    """What came first, and what was read behind it."""
-
-    hello: Hello
-    early: list[FromEngine]
-    frames: Frames[FromEngine]
-
-
-def greeted(sock: socket.socket) -> Greeting:
+def greeted(wire: Wire[FromEngine]) -> Hello:
     """Block until the engine has said what it is. Raises EngineClosed where it never does, ProtocolBroken where it is another version."""
-    wire: Wire[FromEngine] = Wire(sock, FromEngine)
     hello = wire.receive()
     if hello is None:
         raise EngineClosed("the engine's process ended before it was ready")
@@ -65,7 +56,7 @@ def greeted(sock: socket.socket) -> Greeting:
         raise ProtocolBroken(f"the engine began with {type(hello).__name__}")
     if hello.version != boundary.VERSION:
         raise ProtocolBroken(f"the engine speaks version {hello.version} of the protocol, and this process {boundary.VERSION}")
-    return Greeting(hello, wire.left(), wire.frames)
+    return hello
 
 
 def _result(future: Future[Any], timeout_s: float) -> Any:
@@ -95,8 +86,10 @@ def asked(method: Callable[Concatenate[Any, P], R], timeout_s: float) -> Callabl
 class RemoteEngine:
     """`EngineClient` and `EngineLife` over a socket. Messages are read on the event loop, from `start` on; anybody may call."""
 
-    def __init__(self, sock: socket.socket, greeting: Greeting) -> None:
-        hello = greeting.hello
+    def __init__(self, sock: socket.socket) -> None:
+        """Blocks until the engine has said what it is, see `greeted`."""
+        wire: Wire[FromEngine] = Wire(sock, FromEngine)
+        hello = greeted(wire)
         facts = hello.facts
         self.name, self.max_model_len = facts.name, facts.limits.max_model_len
         self.sampling: Mapping[str, Any] = facts.sampling
@@ -109,9 +102,9 @@ class RemoteEngine:
         self.own_figures: RequestFigures | None = None
         self._limits = facts.limits
         self._sock = sock
-        self._early = greeting.early
-        self._frames = greeting.frames
-        self._numbers = itertools.count(1)
+        self._early = wire.left()  # what was read behind the greeting
+        self._frames = wire.frames
+        self.next_number = itertools.count(1).__next__
         self._asked: dict[int, _Asked] = {}
         self._number_of: dict[str, int] = {}
         self._calls: dict[int, tuple[Future[Any], Any]] = {}  # with the type of the answer
@@ -161,7 +154,7 @@ class RemoteEngine:
         """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
         self._check_alive()
         _, known = self._limits.checked(prompt, sampling)
-        number = next(self._numbers)
+        number = self.next_number()
         request_id = request_id or f"request-{number}"
         self._asked[number] = _Asked(request_id, listener)
         self._number_of[request_id] = number
@@ -205,7 +198,7 @@ class RemoteEngine:
         """Its number, and a future that ends with the answer or when the engine is gone. Its owner may cancel it: the answer goes nowhere
         then."""
         self._check_alive()
-        number, future = next(self._numbers), Future[Any]()
+        number, future = self.next_number(), Future[Any]()
         self._calls[number] = future, boundary.CALLS[name].gives
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
         if self._error is not None:  # it has failed meanwhile, and may have missed this one
@@ -368,9 +361,19 @@ class RemoteAdapters:
     def find(self, name: str) -> LoadedAdapter | None:
         return self.loaded.get(name)
 
-    def try_hold(self, name: str) -> RemoteHold | None:
+    def try_hold(self, name: str) -> AbstractContextManager[Adapter] | None:
         found = self.loaded.get(name)
-        return None if found is None else RemoteHold(self.engine, found.adapter)
+        return None if found is None else self._hold(found.adapter)
+
+    @contextmanager
+    def _hold(self, adapter: Adapter) -> Iterator[Adapter]:
+        """Requests that are sent meanwhile find the adapter as it was: the engine reads one message after another."""
+        number = self.engine.next_number()
+        self.engine.send(boundary.HoldAdapter(number, adapter))
+        try:
+            yield adapter
+        finally:
+            self.engine.send(boundary.LetGo(number))
 
     load_inside = asked(AdapterNames.load_inside, SLOW_S)
     unload = asked(AdapterNames.unload, SLOW_S)
@@ -387,22 +390,6 @@ class RemoteSnapshots:
     find = asked(SnapshotStore.find, SNAPSHOT_S)
     open = asked(SnapshotStore.open, SNAPSHOT_S)
     delete = asked(SnapshotStore.delete, SNAPSHOT_S)
-
-
-class RemoteHold:
-    """Requests that are sent between its begin and its end find the adapter as it was: the engine reads one message after another."""
-
-    def __init__(self, engine: RemoteEngine, adapter: Adapter) -> None:
-        self._engine = engine
-        self._adapter = adapter
-        self._number = next(engine._numbers)
-        engine.send(boundary.HoldAdapter(self._number, adapter))
-
-    def __enter__(self) -> Adapter:
-        return self._adapter
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._engine.send(boundary.LetGo(self._number))
 
 
 class RemoteGrammars:

@@ -19,7 +19,7 @@ from penstock.server.tools import PLAIN, AnswerFormat
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
-    from penstock.server.schema import ChatBody, CompletionBody
+    from penstock.server.schema import StreamOptions
 
 Json = dict[str, Any]
 BlockKind = Literal["reasoning", "text", "call"]
@@ -69,7 +69,7 @@ class ChunkedReply:
 
     def __init__(self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None) -> None:
         self._tokenizer = tokenizer
-        self._body: CompletionBody | ChatBody = body
+        self._options: StreamOptions = body.streaming
         self._head = head
         self._read_as = read_as
         self._logprobs: int | None = body.num_logprobs
@@ -89,7 +89,7 @@ class ChunkedReply:
         return self._head.of(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage=usage)
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
-        so_far = usage() if self._body.usage_in_every_chunk else None
+        so_far = usage() if self._options.continuous_usage_stats else None
         choices = []
         for index, piece in pieces.items():
             if index not in self._opened and (opening := self.opening(index)) is not None:
@@ -97,10 +97,10 @@ class ChunkedReply:
             self._opened.add(index)
             choices.append(self.chunk_choice(index, piece))
         chunks = [self._head.chunk(self.chunk_kind, [choice], so_far) for choice in choices]
-        return b"".join(sse(obfuscated(chunk) if self._body.obfuscate else chunk) for chunk in chunks)
+        return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
-        return (sse(self._head.chunk(self.chunk_kind, [], usage())) if self._body.include_usage else b"") + SSE_DONE
+        return (sse(self._head.chunk(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
 
     def failed(self, fault: Fault) -> bytes:
         return sse(fault.body())

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, cast
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -75,7 +74,7 @@ class Small:
 
     async def tokenize(self, request: Request) -> Response:
         with self._service.side.take(1):
-            body, num_bytes = await self._body(request, schema.TokenizeBody)
+            body, num_bytes = await self._service.body(request, schema.TokenizeBody)
             body.check()
             tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
 
@@ -90,7 +89,7 @@ class Small:
 
     async def count_tokens(self, request: Request) -> Response:
         with self._service.side.take(1):
-            given, num_bytes = await self._body(request, messages.CountTokensBody, **messages.QUERIES)
+            given, num_bytes = await self._service.body(request, messages.CountTokensBody, **messages.QUERIES)
             tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
 
             def reply() -> Response:
@@ -103,7 +102,7 @@ class Small:
 
     async def detokenize(self, request: Request) -> Response:
         with self._service.side.take(1):
-            body, num_bytes = await self._body(request, schema.DetokenizeBody)
+            body, num_bytes = await self._service.body(request, schema.DetokenizeBody)
             tokenizer = self._service.engine.tokenizer
             check_num_tokens(body.tokens, self._service.side_rules.most, "tokens")
             check_ids(tokenizer, body.tokens, "tokens")
@@ -134,7 +133,7 @@ class Small:
     async def cache_prefetch(self, request: Request) -> Response:
         """Answers when it has begun."""
         with self._service.side.take(1):
-            body, num_bytes = await self._body(request, schema.PrefetchBody)
+            body, num_bytes = await self._service.body(request, schema.PrefetchBody)
             body.check()
             found = await self._service.prefetch(await self._service.compute(lambda: self._begin_prefetch(body), num_bytes))
             if found is None:
@@ -212,13 +211,6 @@ class Small:
             ("requests", requests or "none"),
             ("key", "needed" if service.config.api_key is not None else "not needed"),
         ]
-
-    async def _body(self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]) -> tuple[Any, int]:
-        schema.check_query(request.query_params, **queries)
-        data = await read_body(request.scope, request.receive, self._service.config)
-        body: Any = schema.decode(data, kind)
-        self._service.check_model(body.model)
-        return body, len(data)
 
     async def _no_fields(self, request: Request) -> None:
         """What somebody says in a body instead of the query is refused, not ignored."""

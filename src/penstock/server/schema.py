@@ -171,20 +171,8 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
         return self.n or 1
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def usage_in_every_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-    @property
-    def usage_in_stream(self) -> bool:
-        return self.include_usage or self.usage_in_every_chunk
-
-    @property
-    def obfuscate(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
+    def streaming(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
     @property
     def stops(self) -> tuple[str, ...]:

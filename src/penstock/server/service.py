@@ -14,13 +14,17 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
+from starlette.requests import Request
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason, Prefetched, SnapshotContent
 from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.server import schema
 from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, SnapshotStore
+from penstock.server.connection import read_body
 from penstock.server.faults import Refused
 from penstock.server.request_figures import RequestFigures
 from penstock.server.schema import ChatBody, CompletionBody
@@ -151,6 +155,14 @@ class Service:
         if self._bridge is None or self.stopping:
             raise EngineClosed("the server is not taking requests")
         return Generations(self.engine, self._bridge, self.generations.take(1), unique)
+
+    async def body(self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]) -> tuple[Any, int]:
+        """Of a route that does not generate, and how long it is."""
+        schema.check_query(request.query_params, **queries)
+        data = await read_body(request.scope, request.receive, self.config)
+        body: Any = schema.decode(data, kind)
+        self.check_model(getattr(body, "model", None))
+        return body, len(data)
 
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is neither the model's nor an adapter's."""

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from penstock.contract import Snapshot, SnapshotContent, SnapshotRequest
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.connection import read_body
 from penstock.server.faults import json_response
 from penstock.server.schema import ChatBody, CompletionBody, SnapshotBody
 from penstock.server.text import Prompt, Rules, chat_prompts, continued_prompts, encode_chat, encode_prompt, within_context
@@ -52,13 +51,10 @@ class SnapshotRoutes:
 
     async def _take(self, request: Request) -> Response:
         """Answers when its blocks and its manifest are where they outlive the process, where they can."""
-        schema.check_query(request.query_params)
         with self._service.side.take(1):
-            data = await read_body(request.scope, request.receive, self._service.config)
-            body = schema.decode(data, SnapshotBody)
+            body, num_bytes = await self._service.body(request, SnapshotBody)
             body.check()
-            self._service.check_model(body.model)
-            asked = await self._service.compute(lambda: self._asked(body), len(data))
+            asked = await self._service.compute(lambda: self._asked(body), num_bytes)
             return json_response(_card(await self._service.on_snapshots(lambda snapshots: snapshots.take(asked))))
 
     def _asked(self, body: SnapshotBody) -> SnapshotRequest:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest, PenstockError, PromptTooLong, StepFailed
-from penstock.server.tools import told
+from penstock.server.tools import MarkedTokens, told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -134,21 +134,11 @@ def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
 
     What the tokenizer put around the client's text (special tokens, a leading blank) lies at its ends and does not shift the rest.
     """
-    stream = TextStream(_Shown(tokenizer.token_bytes, tokenizer.errors))
+    stream = TextStream(MarkedTokens(tokenizer.token_bytes, tokenizer.errors))  # special tokens are what the client wrote
     delta = stream.push(prompt.ids)
     text = delta.text + stream.finish()
     extra = max(0, text.rfind(prompt.text))
     return [min(max(0, offset - extra), len(prompt.text)) for offset in delta.offsets] if prompt.text in text else list(delta.offsets)
-
-
-class _Shown(NamedTuple):
-    """A tokenizer whose special tokens have text: in a prompt they are what the client wrote."""
-
-    token_bytes: Callable[..., bytes]
-    errors: str
-
-    def is_special(self, id: int) -> bool:
-        return False
 
 
 # -------------------------------------------------------------------------------------------------------------- choices

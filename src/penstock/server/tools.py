@@ -237,12 +237,12 @@ def parser_name(chosen: str, template: str) -> str:
 
 
 class MarkedTokens(NamedTuple):
-    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them."""
+    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them. Alone, all of them have."""
 
     token_bytes: Callable[..., bytes]
     errors: str
-    hidden: Callable[[int], bool]
-    shown: frozenset[int]
+    hidden: Callable[[int], bool] = lambda id: False
+    shown: frozenset[int] = frozenset()
 
     def is_special(self, id: int) -> bool:
         return id not in self.shown and self.hidden(id)

@@ -450,7 +450,7 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
     engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
 
     async def run() -> None:
-        client = RemoteEngine(front, greeted(front))
+        client = RemoteEngine(front)
         client.start()
         heard: list[TokenEvent] = []
         client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
@@ -485,7 +485,7 @@ def test_a_beat_says_how_long_the_loop_has_been_silent() -> None:
     engine.sendall(frame(hello) + frame(boundary.Beat(50.0)))
 
     async def run() -> None:
-        client = RemoteEngine(front, greeted(front))
+        client = RemoteEngine(front)
         assert client.beat_age_s() < 50.0
         client.start()
         assert 50.0 <= client.beat_age_s() < 100.0
@@ -508,7 +508,7 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
     )
 
     async def run() -> None:
-        client = RemoteEngine(front, greeted(front))
+        client = RemoteEngine(front)
         client.start()
         assert client.adapters.find("new") == loaded
         wire: Wire[FromFront] = Wire(engine, FromFront)
