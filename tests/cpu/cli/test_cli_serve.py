@@ -247,3 +247,10 @@ def test_weights_that_are_other_ones_are_not_taken(without_weights, monkeypatch)
     with pytest.raises(ModelError, match="is another file"):
         fetched(Config(ModelSource()))
     assert not embedded.embedded_cache().exists()
+
+
+def test_a_cache_that_cannot_be_written_to_is_said(without_weights, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="cannot be kept"):
+        fetched(Config(ModelSource()))
