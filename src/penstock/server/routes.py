@@ -7,16 +7,17 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, cast
 
+import anyio
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
-from penstock.contract import Prefetched
+from penstock.contract import LoadedAdapter, Prefetched
 from penstock.errors import InvalidRequest
 from penstock.figures import Traffic
 from penstock.server import about, messages, metrics, schema
-from penstock.server.adapters import Adapters, adapter_card
 from penstock.server.client import FlushLevel
 from penstock.server.connection import read_body
 from penstock.server.faults import Refused, json_response
@@ -218,16 +219,47 @@ class Small:
             schema.decode(data, schema.NoFields)
 
     def _card(self, name: str) -> dict[str, Any]:
-        engine = self._service.engine
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._service.created,
-            "owned_by": "penstock",
-            "root": engine.name,
-            "parent": None,
-            "max_model_len": engine.max_model_len,
-        }
+        return model_card(self._service, name, self._service.created, self._service.engine.name)
+
+
+def model_card(service: Service, name: str, created: int, root: str, parent: str | None = None) -> dict[str, Any]:
+    """As it is listed."""
+    card = {"id": name, "object": "model", "created": created, "owned_by": "penstock", "root": root, "parent": parent}
+    return {**card, "max_model_len": service.engine.max_model_len}
+
+
+class Adapters:
+    """Both routes answer 403 unless the server was told which directory clients may load from."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._turn = anyio.CapacityLimiter(1)  # each reads and holds a whole file; the threads for prompts are others
+
+    async def load(self, request: Request) -> Response:
+        self._check_allowed()
+        with self._service.loads.take(1):
+            body, _ = await self._service.body(request, schema.LoadLoraBody)
+            if body.lora_name in self._service.names:
+                raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")
+            store = self._service.engine.adapters
+            loaded = await anyio.to_thread.run_sync(store.load_inside, body.lora_name, body.lora_path, limiter=self._turn)
+            return json_response({**adapter_card(self._service, loaded), "replaced": loaded.replaced})
+
+    async def unload(self, request: Request) -> Response:
+        self._check_allowed()
+        body, _ = await self._service.body(request, schema.UnloadLoraBody)
+        if not await anyio.to_thread.run_sync(self._service.engine.adapters.unload, body.lora_name, limiter=self._turn):
+            raise Refused(404, f"there is no adapter {body.lora_name!r} here", param="lora_name", code="model_not_found")
+        return json_response({"id": body.lora_name, "object": "model", "deleted": True})
+
+    def _check_allowed(self) -> None:
+        if self._service.engine.adapters.root is None:
+            message = "adapters cannot be loaded or unloaded over HTTP here: the server was started without --lora-dir"
+            raise Refused(403, message, code="lora_loading_off")
+
+
+def adapter_card(service: Service, loaded: LoadedAdapter) -> dict[str, Any]:
+    return model_card(service, loaded.adapter.name, int(loaded.loaded_s), loaded.root, service.names[0])
 
 
 def _traffic(traffic: Traffic) -> dict[str, Any]:

@@ -84,10 +84,12 @@ def _all(body: Any) -> list[tuple[str, Grammar | None]]:
     ]
 
 
-def _json(schema: Schema | str | None) -> Grammar | None:
-    if schema is None:
-        return None
+def schema_grammar(schema: Schema | str) -> Grammar:
     return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+
+
+def _json(schema: Schema | str | None) -> Grammar | None:
+    return None if schema is None else schema_grammar(schema)
 
 
 def _text(kind: Literal["regex", "lark"], text: str | None) -> Grammar | None:

@@ -10,9 +10,8 @@ from uuid import uuid4
 
 import msgspec
 
-from penstock.contract import Grammar
 from penstock.errors import InvalidRequest
-from penstock.server.structured import ANY_OBJECT, Asked
+from penstock.server.structured import ANY_OBJECT, Asked, schema_grammar
 from penstock.server.tool_parsers import MARKERS, READERS, THINK, MessageParser, Sink, named_call, thinking
 
 if TYPE_CHECKING:
@@ -111,16 +110,14 @@ class ToolRequest(NamedTuple):
         if isinstance(self.choice, NamedTool):
             name = self.choice.function.name
             schema = next((tool.function.parameters for tool in self.tools if tool.function.name == name), None)
-            return Asked("tools", _schema(schema or ANY_OBJECT))
-        return Asked("tools", _schema(_one_of(self.tools, MOST_CALLS if self.parallel else 1))) if self.choice == "required" else None
+            return Asked("tools", schema_grammar(schema or ANY_OBJECT))
+        return (
+            Asked("tools", schema_grammar(_one_of(self.tools, MOST_CALLS if self.parallel else 1))) if self.choice == "required" else None
+        )
 
 
 def asking(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolRequest:
     return ToolRequest(tools or (), choice or ("auto" if tools else "none"), parallel is not False)
-
-
-def _schema(schema: Mapping[str, Any]) -> Grammar:
-    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
 def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
