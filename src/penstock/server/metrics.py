@@ -22,7 +22,7 @@ from penstock.server.request_figures import RequestFigures
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-class Shown(Collector):
+class MadeFamilies(Collector):
     """Families that are made already."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
@@ -90,9 +90,9 @@ def _drafts(drafted: Sequence[int], accepted: Sequence[int]) -> Iterator[Metric]
     if not drafted:
         return
     places, num = [str(place) for place in range(1, len(drafted) + 1)], drafted[0]
-    for name, what, counts in (("draft", "verified", drafted), ("accepted_draft", "kept", accepted)):
+    for name, what, counts in (("penstock_draft_tokens", "verified", drafted), ("penstock_accepted_draft_tokens", "kept", accepted)):
         about = f"Draft tokens that were {what}, by their place behind the last token."
-        yield counter(f"penstock_{name}_tokens", about, dict(zip(places, counts, strict=True)), "place")
+        yield counter(name, about, dict(zip(places, counts, strict=True)), "place")
     buckets = [(str(float(kept)), num - more) for kept, more in enumerate(accepted)]
     about = "Draft tokens of one request that a step kept."
     yield HistogramMetricFamily("penstock_accepted_draft_length", about, buckets=[*buckets, ("+Inf", num)], sum_value=sum(accepted))
@@ -201,7 +201,7 @@ def exposition(stats: EngineStats, figures: RequestFigures, model: str, engine_p
     whichever process answers."""
     registry = CollectorRegistry(auto_describe=False)
     vllm = _vllm(stats, figures, {"model_name": model, "engine": "0"})
-    registry.register(Shown([*_of_engine(stats), *_of_requests(figures, model), *vllm]))
+    registry.register(MadeFamilies([*_of_engine(stats), *_of_requests(figures, model), *vllm]))
     PlatformCollector(registry=registry)
     if engine_pid is None:
         GCCollector(registry=registry)

@@ -49,8 +49,8 @@ def make_routes(service: Service) -> list[Route]:
         "/openapi.json": small.openapi,
         "/": small.landing,
     }
-    methods = {path: methods.upper().split() for path, (methods, _, _) in about.ROUTES.items()}
-    return [Route(path.replace("}", ":path}"), one, methods=methods.get(path, ["GET"])) for path, one in endpoints.items()]
+    methods = {"/": "get", **{path: methods for path, (methods, _, _) in about.ROUTES.items()}}
+    return [Route(path.replace("}", ":path}"), one, methods=methods[path].upper().split()) for path, one in endpoints.items()]
 
 
 class Small:

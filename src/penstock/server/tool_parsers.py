@@ -91,7 +91,7 @@ class Sink:
         return Parts(content, reasoning, tuple(calls), row)
 
 
-class Reader:
+class FedReading:
     """A reading that somebody else feeds. What comes behind its end is dropped."""
 
     def __init__(self, reading: Reading[None]) -> None:
@@ -108,7 +108,7 @@ class Reader:
 
 def _begun(reading: Reading[None], text: str, over: bool = False) -> Reading[None]:
     """`reading`, which has missed `text`; `over`: and the end behind it."""
-    reader = Reader(reading)
+    reader = FedReading(reading)
     reader.push(text, over)
     while not over:
         character = yield
@@ -297,7 +297,7 @@ def hermes_calls(sink: Sink) -> Reading[None]:
             blanks = ""
 
     while (yield from _until(HERMES[0], say)):
-        blanks, calls = "", Reader(json_calls(sink))
+        blanks, calls = "", FedReading(json_calls(sink))
         over = not (yield from _until(HERMES[1], calls.push))
         calls.push("", last=True)
         if over:
@@ -393,7 +393,7 @@ class MessageParser:
 
     def __init__(self, sink: Sink, reading: Reading[None]) -> None:
         self._sink = sink
-        self._reader = Reader(reading)
+        self._reader = FedReading(reading)
 
     @property
     def num_calls(self) -> int:
