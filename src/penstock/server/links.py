@@ -39,7 +39,7 @@ logger = logging.getLogger("penstock.server")
 MOST_EVENTS = 1 << 16  # that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
 MOST_MESSAGES = 1 << 12  # of any kind
 BEAT_S = 0.25
-SILENT_S = 20.0  # a front answers every beat; one that says nothing for so long stands still, and is started again
+SILENT_BEATS = 80  # a front answers every beat; one that says nothing for 20 s of them stands still. Where this process does, none come
 ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
 DRAIN_S = 5.0  # for a front to read what it is told last
 COMPILE_MARGIN_S = 0.5  # sooner than the front gives up, which cannot know whose fault it is
@@ -69,7 +69,10 @@ class FrontLink:
         self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
         self._compiling: list[_Compiling] = []
         self._is_cut = False
-        self._heard_s: float | None = None  # when it last said something; None while that is dealt with, and before the first time
+        self._num_beats = 0  # that it was told of
+        self._heard_at: int | None = (
+            None  # their number when it last said something; None while that is dealt with, and before
+        )
         self._gone = False  # nobody reads what it says any more
         self._over = threading.Lock()  # taken for good by whoever sees that nothing of it is left
         self._threads = [
@@ -119,10 +122,11 @@ class FrontLink:
         with contextlib.suppress(OSError):
             self._wire.sock.shutdown(socket.SHUT_RDWR)
 
-    def check_awake(self) -> None:
-        heard_s = self._heard_s
-        if heard_s is not None and time.monotonic() - heard_s > SILENT_S:
-            self.cut(f"has said nothing for {SILENT_S:g} s")
+    def beat(self, age_s: float) -> None:
+        self.tell(boundary.Beat(age_s))
+        self._num_beats += 1
+        if (heard_at := self._heard_at) is not None and self._num_beats - heard_at > SILENT_BEATS:
+            self.cut(f"has said nothing for {SILENT_BEATS} beats")
 
     def close(self) -> None:
         """Behind everything that was left for it comes the end."""
@@ -162,9 +166,9 @@ class FrontLink:
     def _read_all(self) -> None:
         try:
             while (message := self._wire.receive()) is not None:
-                self._heard_s = None
+                self._heard_at = None
                 self._handle(message)
-                self._heard_s = time.monotonic()
+                self._heard_at = self._num_beats
         except ProtocolBroken as error:
             self.cut(f"says what cannot be: {error}")
         except ConnectionResetError:
@@ -351,9 +355,8 @@ class FrontLinks:
         while not self._stop.wait(BEAT_S):
             age_s = self._loop.beat_age_s()
             for link in self._links:
-                link.tell(boundary.Beat(age_s))
+                link.beat(age_s)
                 link.refuse_late()
-                link.check_awake()
 
     # ------------------------------------------------------------------------------------------------- what links have heard
 

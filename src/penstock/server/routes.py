@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, cast
@@ -24,7 +23,7 @@ from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Generate, in_words_of
 from penstock.server.service import Service
 from penstock.server.snapshots import SnapshotRoutes
-from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
+from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_given
 from penstock.server.tools import reasons
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
@@ -147,11 +146,7 @@ class Small:
         engine, rules, salt = self._service.engine, self._service.prompt_rules, body.cache_salt or ""
         if body.session_id is not None:
             return engine.prefetch(session=body.session_id, cache_salt=salt)
-        with within_context():
-            if body.messages is not None:
-                tokens: Sequence[int] = encode_chat(engine.tokenizer, body.messages, rules)
-            else:
-                tokens = encode_prompt(engine.tokenizer, body.prompt or "", rules)
+        tokens = encode_given(engine.tokenizer, body, rules)
         with self._service.hold_model(body.model or self._service.names[0]) as adapter:
             return engine.prefetch(tokens, cache_salt=salt, adapter=adapter)
 

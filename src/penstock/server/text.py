@@ -14,7 +14,7 @@ from penstock.server.tools import MarkedTokens, told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
-    from penstock.server.schema import ChatBody, CompletionBody, Message
+    from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
     from penstock.server.tools import Tool
 
 
@@ -109,6 +109,14 @@ def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules
         return tokenizer.encode(given, add_special=begins, most=rules.most)
     check_num_tokens(given, rules.most, "prompt")
     return given
+
+
+def encode_given(tokenizer: TextCodec, body: PrefetchBody, rules: Rules) -> list[int]:
+    """The prompt or the messages of a body that has one of them, as a generating route would take it."""
+    with within_context():
+        if body.messages is not None:
+            return encode_chat(tokenizer, body.messages, rules)
+        return list(encode_prompt(tokenizer, body.prompt or "", rules))
 
 
 def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules: Rules) -> Prompt:

@@ -95,7 +95,7 @@ class Linked:
 @pytest.fixture(autouse=True)
 def _fronts_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of these tests answer no beats."""
-    monkeypatch.setattr(links_module, "SILENT_S", float("inf"))
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 1 << 40)
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_a_front_that_says_nothing_any_more_is_cut_off_and_its_requests_are_canc
     stopped.send(submit(1, "stopped", max_tokens=1900))
     starting.sock.setblocking(False)
     until(lambda: linked.num_open == 1, "it runs")
-    monkeypatch.setattr(links_module, "SILENT_S", 0.0)
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 3)
     until(lambda: linked.detached == [0], "it was cut off")
     assert linked.open_then == [0]
     assert [link.index for link in linked.links._links] == [1]
@@ -316,9 +316,10 @@ def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(linked: 
     front.send(submit(1, max_tokens=2))
     assert entered.wait(DEADLINE_S)
     (link,) = linked.links._links
-    with monkeypatch.context() as patch:
-        patch.setattr(links_module, "SILENT_S", -1.0)
-        link.check_awake()
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 3)
+    for _ in range(10):
+        link.beat(0.0)
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 1 << 40)
     gate.set()
     assert any(one.event.finish is FinishReason.LENGTH for step in steps_of(front) for one in step.rest)
 
