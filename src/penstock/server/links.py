@@ -70,9 +70,7 @@ class FrontLink:
         self._compiling: list[_Compiling] = []
         self._is_cut = False
         self._num_beats = 0  # that it was told of
-        self._heard_at: int | None = (
-            None  # their number when it last said something; None while that is dealt with, and before
-        )
+        self._heard_at: int | None = None  # their number when it last said something; None while that is dealt with, and before
         self._gone = False  # nobody reads what it says any more
         self._over = threading.Lock()  # taken for good by whoever sees that nothing of it is left
         self._threads = [
