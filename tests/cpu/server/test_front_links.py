@@ -421,7 +421,7 @@ def test_another_version_is_refused() -> None:
         )
         engine.sendall(frame(hello))
         with pytest.raises(ProtocolBroken, match=f"version {boundary.VERSION + 1} of the protocol, and this process {boundary.VERSION}"):
-            greeted(front)
+            greeted(Wire(front, FromEngine))
         made.loop.start()
         made.close()
 

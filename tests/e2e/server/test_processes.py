@@ -95,7 +95,7 @@ class Running:
 @contextlib.contextmanager
 def running(*flags: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("a+") as log:  # appending: its place is shared with the processes that write to it
         source = str(Path(penstock.__file__).parents[1])  # the tree that these tests are of, whatever is installed
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True)
