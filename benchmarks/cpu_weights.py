@@ -22,7 +22,7 @@ from penstock.bench.machine import describe_machine
 from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
 from penstock.engine.build import build
-from penstock.models.loader import embedded_file
+from penstock.models.embedded import embedded_file
 
 CASES = (("decode", 1), ("decode", 4), ("decode", 8), ("prefill", 512))
 DECODED = 32  # tokens of each request

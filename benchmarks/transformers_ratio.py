@@ -21,7 +21,7 @@ from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config, KvConfig, ModelSource
 from penstock.engine.build import build
 from penstock.errors import ConfigError, PenstockError
-from penstock.models.loader import embedded_file
+from penstock.models.embedded import embedded_file
 
 PAD = 0  # any id: padded positions are masked
 

@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
 from penstock.commands.answer import Answer
 from penstock.commands.arguments import Parser, config_of, engine_flags, lora_flag
+from penstock.commands.hub import fetched
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config
 from penstock.contract import Adapter, KvSource, SamplingParams, Snapshot, SnapshotContent, SnapshotRequest, TokenLogprob
@@ -34,6 +35,7 @@ from penstock.models.progress import Progress, silent
 Message = Mapping[str, Any]  # "role" and "content"
 Prompt = str | Sequence[int]  # text, or token ids
 Messages = Sequence[Message]
+Sampling = SamplingParams | None  # None: as the model states, as far as the context goes
 
 _RETRY_S = 0.005  # between two tries where the engine has as many requests as it takes, none of them ours
 
@@ -50,6 +52,13 @@ class Completion:
     logprobs: list[TokenLogprob] | None  # of each token, where SamplingParams.logprobs asks for them
 
 
+class Of(TypedDict, total=False):
+    """What an answer is made with, besides the model itself."""
+
+    adapter: str | None
+    snapshot: str | None
+
+
 class LLM:
     """A loaded model. Every method may be called from any thread; `close`, or leaving the block, ends what is under way."""
 
@@ -59,7 +68,7 @@ class LLM:
         config = _config(model, options)
         with contextlib.ExitStack() as stack:
             progress: Progress = stack.enter_context(ProgressBar()) if show_progress else silent
-            self._engine = build(config, progress)
+            self._engine = build(fetched(config), progress)
             self._loop = EngineLoop(self._engine)
             self._lock = threading.Lock()
             self._closed = False
@@ -100,95 +109,57 @@ class LLM:
     # ------------------------------------------------------------------------------------------------------------ whole answers
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but one prompt
-        self, prompts: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> Completion: ...
-    @overload
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> list[Completion]: ...
+    def generate(self, prompts: Prompt, sampling: Sampling = None, **of: Unpack[Of]) -> Completion: ...  # type: ignore[overload-overlap]
+    @overload  # a str is a sequence of str, too, but one prompt
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = None, **of: Unpack[Of]) -> list[Completion]: ...
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        snapshot: str | None = None,
-    ) -> Completion | list[Completion]:
-        """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a list of them a list. The tokens
-        of `snapshot` come before each."""
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, **of: Unpack[Of]) -> Completion | list[Completion]:
+        """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a list of them a list. `adapter=`
+        names an adapter; the tokens of `snapshot=` come before each prompt."""
         # Text, or token ids: a list of whole numbers.
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = cast(Sequence[Prompt], [prompts] if single else prompts)
-        made = self._answer_all([self._continued(prompt, sampling, adapter, snapshot) for prompt in several])
+        made = self._answer_all([self._continued(prompt, sampling, **of) for prompt in several])
         return made[0] if single else made
 
     @overload
-    def chat(
-        self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> Completion: ...
+    def chat(self, messages: Messages, sampling: Sampling = None, **of: Unpack[Of]) -> Completion: ...
     @overload
-    def chat(
-        self,
-        messages: Sequence[Messages],
-        sampling: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        snapshot: str | None = None,
-    ) -> list[Completion]: ...
+    def chat(self, messages: Sequence[Messages], sampling: Sampling = None, **of: Unpack[Of]) -> list[Completion]: ...
 
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        snapshot: str | None = None,
-    ) -> Completion | list[Completion]:
-        """The answer to a conversation; with several conversations, their answers in order. The messages of `snapshot` come before each."""
+    def chat(self, messages: Messages | Sequence[Messages], sampling: Sampling = None, **of: Unpack[Of]) -> Completion | list[Completion]:
+        """The answer to a conversation; with several conversations, their answers in order. `adapter=` names an adapter; the messages of
+        `snapshot=` come before each conversation."""
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if single else messages)
-        made = self._answer_all([self._chatted(one, sampling, adapter, snapshot) for one in several])
+        made = self._answer_all([self._chatted(one, sampling, **of) for one in several])
         return made[0] if single else made
 
-    async def agenerate(
-        self, prompts: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> Any:
+    async def agenerate(self, prompts: Any, sampling: Sampling = None, **of: Unpack[Of]) -> Any:
         """As `generate`, for asyncio."""
-        return await asyncio.to_thread(self.generate, prompts, sampling, adapter=adapter, snapshot=snapshot)
+        return await asyncio.to_thread(lambda: self.generate(prompts, sampling, **of))
 
-    async def achat(
-        self, messages: Any, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> Any:
+    async def achat(self, messages: Any, sampling: Sampling = None, **of: Unpack[Of]) -> Any:
         """As `chat`, for asyncio."""
-        return await asyncio.to_thread(self.chat, messages, sampling, adapter=adapter, snapshot=snapshot)
+        return await asyncio.to_thread(lambda: self.chat(messages, sampling, **of))
 
     # ---------------------------------------------------------------------------------------------------------------- streams
 
-    def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling: Sampling = None, **of: Unpack[Of]) -> Iterator[str]:
         """Text as it becomes certain. Whoever stops reading cancels the rest."""
-        return _pieces(self._continued(prompt, sampling, adapter, snapshot))
+        return _pieces(self._continued(prompt, sampling, **of))
 
-    def stream_chat(
-        self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> Iterator[str]:
+    def stream_chat(self, messages: Messages, sampling: Sampling = None, **of: Unpack[Of]) -> Iterator[str]:
         """The same for a conversation."""
-        return _pieces(self._chatted(messages, sampling, adapter, snapshot))
+        return _pieces(self._chatted(messages, sampling, **of))
 
-    def astream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> AsyncIterator[str]:
+    def astream(self, prompt: Prompt, sampling: Sampling = None, **of: Unpack[Of]) -> AsyncIterator[str]:
         """As `stream`, for asyncio."""
-        return _async_pieces(self._continued(prompt, sampling, adapter, snapshot))
+        return _async_pieces(self._continued(prompt, sampling, **of))
 
-    def astream_chat(
-        self, messages: Messages, sampling: SamplingParams | None = None, *, adapter: str | None = None, snapshot: str | None = None
-    ) -> AsyncIterator[str]:
+    def astream_chat(self, messages: Messages, sampling: Sampling = None, **of: Unpack[Of]) -> AsyncIterator[str]:
         """As `stream_chat`, for asyncio."""
-        return _async_pieces(self._chatted(messages, sampling, adapter, snapshot))
+        return _async_pieces(self._chatted(messages, sampling, **of))
 
     # -------------------------------------------------------------------------------------------------------------- snapshots
 
@@ -223,12 +194,12 @@ class LLM:
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
-    def _continued(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None, snapshot: str | None) -> Answer:
+    def _continued(self, prompt: Prompt, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None) -> Answer:
         before = [] if snapshot is None else np.frombuffer(self._opened(snapshot, adapter).tokens, np.uint32).tolist()
         tokens = self._engine.tokenizer.encode(prompt, add_special=snapshot is None) if isinstance(prompt, str) else list(prompt)
         return self._asked([*before, *tokens], sampling, adapter, begins=False)
 
-    def _chatted(self, messages: Messages, sampling: SamplingParams | None, adapter: str | None, snapshot: str | None) -> Answer:
+    def _chatted(self, messages: Messages, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None) -> Answer:
         before: Messages = []
         if snapshot is not None:
             content = self._opened(snapshot, adapter)
@@ -240,7 +211,7 @@ class LLM:
     def _opened(self, snapshot: str, adapter: str | None) -> SnapshotContent:
         return self._engine.snapshots.open(snapshot, "", self._adapter(adapter))
 
-    def _asked(self, tokens: list[int], sampling: SamplingParams | None, adapter: str | None, begins: bool) -> Answer:
+    def _asked(self, tokens: list[int], sampling: Sampling, adapter: str | None, begins: bool) -> Answer:
         if self._closed:
             raise EngineClosed("this LLM is closed")
         if sampling is None:  # as far as the context goes

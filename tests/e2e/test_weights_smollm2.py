@@ -10,9 +10,10 @@ import torch
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
+from penstock.models.embedded import embedded_file
 from penstock.models.layers import TorchLayerOps
 from penstock.models.llama import SMOLLM2_135M
-from penstock.models.loader import LoadedModel, embedded_file, load_model
+from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
 from penstock.models.registry import layout
 

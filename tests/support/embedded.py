@@ -6,10 +6,10 @@ import functools
 import tempfile
 from pathlib import Path
 
+from penstock.models.embedded import embedded_file
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import WeightFile
 from penstock.models.llama import SMOLLM2_135M
-from penstock.models.loader import embedded_file
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
 

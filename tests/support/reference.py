@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from penstock.models.loader import embedded_file
+from penstock.models.embedded import embedded_file
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from penstock.figures import Histogram
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
 from penstock.models.tokenizer import ByteTokenizer
+from penstock.server.boundary import SubmitOptions
 
 Script = Callable[[Sequence[int], SamplingParams], Iterable["int | BaseException"]]
 
@@ -109,15 +110,11 @@ class ScriptedEngine:
         sampling: SamplingParams,
         listener: Listener,
         *,
-        cache_salt: str = "",
         request_id: str | None = None,
-        adapter: Adapter | None = None,
-        priority: int = 0,
-        session: str = "",
-        hint: CacheHint | None = None,
-        residency: ResidencyName | None = None,
-        pins: Sequence[tuple[int, int]] | None = None,
+        **options: Any,
     ) -> str:
+        given = SubmitOptions(**options)
+        adapter, cache_salt = given.adapter, given.cache_salt
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if len(prompt) + sampling.max_tokens > self.max_model_len:
@@ -132,8 +129,8 @@ class ScriptedEngine:
             request_id = request_id or f"request-{len(self.submitted)}"
             self.submitted.append((prompt, sampling, cache_salt))
             self.adapted.append(adapter)
-            self.hinted.append((priority, session, hint))
-            self.resident.append((residency, pins))
+            self.hinted.append((given.priority, given.session, given.hint))
+            self.resident.append((given.residency, given.pins))
             scope = (cache_salt, "" if adapter is None else adapter.digest)
             self._open[request_id] = _Open(request_id, prompt, sampling, scope, listener, iter(tokens))
             self._lock.notify_all()

@@ -112,9 +112,9 @@ def server() -> Iterator[str]:
 @contextlib.contextmanager
 def tokenizer_folder() -> Iterator[str]:
     """The embedded model's tokenizer as files, for clients that count tokens themselves."""
+    from penstock.models.embedded import embedded_file
     from penstock.models.gguf_file import GgufFile
     from penstock.models.hashed_file import WeightFile
-    from penstock.models.loader import embedded_file
     from penstock.models.tokenizer_files import tokenizer_files
 
     path = embedded_file()

@@ -216,7 +216,7 @@ def _free_bytes(device: str) -> float:
 
 
 def _cache_folder() -> Check:
-    from penstock.models.gguf_convert import cache_dir
+    from penstock.models.embedded import cache_dir
 
     folder = cache_dir()
     try:

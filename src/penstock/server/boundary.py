@@ -9,8 +9,8 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -20,23 +20,22 @@ from penstock.config import Config, ResidencyName, ServerConfig
 from penstock.contract import (
     Adapter,
     CacheHint,
-    FinishReason,
     Grammar,
-    KvSource,
     LoadedAdapter,
+    Prefetched,
     PromptLimits,
     PromptLogprobs,
     SamplingParams,
-    SnapshotRequest,
     TokenEvent,
-    TokenLogprob,
     TokenScores,
 )
+from penstock.engine.stats import EngineStats
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
-from penstock.figures import Histogram
 from penstock.models.tokenizer import TokenizerSpec
+from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, SnapshotStore
+from penstock.server.request_figures import RequestFigures
 
-VERSION = 2  # of everything below; both ends say it first
+VERSION = 3  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
 _LENGTH = struct.Struct("<I")
 
@@ -47,10 +46,14 @@ class ProtocolBroken(PenstockError):
     """The other end says what cannot be: another version, another program, or a defect."""
 
 
+class Sent(msgspec.Struct, array_like=True):
+    """What is sent is an array of its fields."""
+
+
 # --------------------------------------------------------------------------------------------------------------- plain data
 
 
-class SentError(msgspec.Struct, array_like=True, frozen=True):
+class SentError(Sent):
     """An exception of ours."""
 
     kind: str
@@ -83,7 +86,7 @@ def error_from(fault: SentError) -> Exception:
     return error
 
 
-class Facts(msgspec.Struct, array_like=True, frozen=True):
+class Facts(Sent):
     """What is the same for as long as an engine runs."""
 
     name: str
@@ -96,83 +99,32 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
     lora_root: bool  # whether clients may load adapters
 
 
-class FiguresState(msgspec.Struct, array_like=True):
-    """`RequestFigures` of one front process."""
-
-    by_status: dict[tuple[str, str], int]
-    by_finish: dict[str, int]
-    histograms: dict[str, Histogram]
-
-
-class Scores(msgspec.Struct, array_like=True):
-    """`TokenScores`, its arrays as bytes."""
-
-    num_top: int
-    tokens: bytes
-    logprobs: bytes
-    ranks: bytes
-    top_tokens: bytes
-    top_logprobs: bytes
-
-    @staticmethod
-    def of(scores: TokenScores) -> Scores:
-        return Scores(scores.top_tokens.shape[1], *(np.ascontiguousarray(one).tobytes() for one in scores))
-
-    def made(self) -> TokenScores:
-        tops = (np.frombuffer(self.top_tokens, np.int32), np.frombuffer(self.top_logprobs, np.float32))
-        num = len(self.tokens) // 4
-        return TokenScores(
-            np.frombuffer(self.tokens, np.int32),
-            np.frombuffer(self.logprobs, np.float32),
-            np.frombuffer(self.ranks, np.int32),
-            *(one.reshape(num, self.num_top) for one in tops),  # type: ignore[arg-type]
-        )
-
-
-class SentEvent(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A `TokenEvent` that has more to say than one token."""
+class SentEvent(Sent):
+    """A `TokenEvent` that has more to say than one token, without its request's id: the number stands for it."""
 
     number: int
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: list[Scores | None] | None = None
-    finish: FinishReason | None = None
-    stop_token: int | None = None
-    source: KvSource | None = None
-    error: str | None = None
-    waited_s: float | None = None
-    matched_s: float | None = None
-    loaded_s: float | None = None
+    event: TokenEvent
+    scores: list[TokenScores | None] | None = None
     fault: SentError | None = None
-    drafted: int = 0
-    accepted: int = 0
-    scored: bool = False
 
     @staticmethod
     def of(number: int, event: TokenEvent) -> SentEvent:
         scored = event.prompt_logprobs
-        parts = None
-        if isinstance(scored, PromptLogprobs):
-            parts = [None if part is None else Scores.of(part) for part in scored.parts]
+        scores = list(scored.parts) if isinstance(scored, PromptLogprobs) else None
         fault = None if event.failure is None else fault_from(event.failure)
-        times = event.waited_s, event.matched_s, event.loaded_s
-        rest = (event.finish, event.stop_token, event.source, event.error, *times, fault, event.drafted, event.accepted, event.scored)
-        return SentEvent(number, event.tokens, event.logprobs, parts, *rest)
+        return SentEvent(number, event._replace(request_id="", prompt_logprobs=None, failure=None), scores, fault)
 
     def made(self, request_id: str) -> TokenEvent:
-        scored = self.prompt_logprobs
-        prompt = None if scored is None else PromptLogprobs([None if part is None else part.made() for part in scored])
+        scored = None if self.scores is None else PromptLogprobs(self.scores)
         failure = None if self.fault is None else error_from(self.fault)
         given = failure if isinstance(failure, PenstockError) else None
-        times = self.waited_s, self.matched_s, self.loaded_s
-        rest = (self.finish, self.stop_token, self.source, self.error, *times, given, self.drafted, self.accepted, self.scored)
-        return TokenEvent(request_id, self.tokens, self.logprobs, prompt, *rest)
+        return self.event._replace(request_id=request_id, prompt_logprobs=scored, failure=given)
 
 
 # ---------------------------------------------------------------------------------------------------------- engine to front
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class Hello(Sent, tag=1):
     """The first message, once the model is loaded."""
 
     version: int
@@ -181,7 +133,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1):
     adapters: list[LoadedAdapter]
 
 
-class Tokens(msgspec.Struct, array_like=True, tag=2):
+class Tokens(Sent, tag=2):
     """Everything that a step has to say to one front process. An event that is one token is a pair of numbers, whose it is and which; the
     others of a message follow, of each request in order."""
 
@@ -189,36 +141,36 @@ class Tokens(msgspec.Struct, array_like=True, tag=2):
     rest: list[SentEvent]
 
 
-class Returned(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class Returned(Sent, tag=3):
     call: int
     value: bytes = b""  # MessagePack of what the call returns
     fault: SentError | None = None
 
 
-class Beat(msgspec.Struct, array_like=True, frozen=True, tag=4):
-    """The engine's process is alive; its loop came round so long ago."""
+class Beat(Sent, tag=4):
+    """The engine's process is alive; its loop came round so long ago. Answered with Awake."""
 
     age_s: float
 
 
-class AdapterList(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """All that are loaded now. Answered with AdaptersSeen."""
+class AdapterList(Sent, tag=5):
+    """All that are loaded now. Answered with Awake."""
 
     version: int
     loaded: list[LoadedAdapter]
 
 
-class WantFigures(msgspec.Struct, array_like=True, frozen=True, tag=6):
+class WantFigures(Sent, tag=6):
     """Answered with FrontFigures."""
 
 
-class Failed(msgspec.Struct, array_like=True, frozen=True, tag=7):
+class Failed(Sent, tag=7):
     """The engine will say no more, and why."""
 
     why: str
 
 
-class Bye(msgspec.Struct, array_like=True, frozen=True, tag=8):
+class Bye(Sent, tag=8):
     """The engine has closed as it was told to; every request has had its last event."""
 
 
@@ -227,140 +179,105 @@ FromEngine = Hello | Tokens | Returned | Beat | AdapterList | WantFigures | Fail
 # ---------------------------------------------------------------------------------------------------------- front to engine
 
 
-class Submit(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class SubmitOptions(Sent, kw_only=True):
+    """Of the engine's `submit`."""
+
+    cache_salt: str = ""
+    adapter: Adapter | None = None
+    priority: int = 0
+    session: str = ""
+    hint: CacheHint | None = None
+    residency: ResidencyName | None = None
+    pins: Sequence[tuple[int, int]] | None = None
+
+
+class Submit(Sent, tag=1):
     """Not answered: a refusal is the request's only event."""
 
     number: int
     request_id: str
     prompt: bytes  # of uint32
     sampling: SamplingParams
-    cache_salt: str
-    adapter: Adapter | None
-    priority: int
-    session: str
-    hint: CacheHint | None
-    residency: ResidencyName | None = None
-    pins: tuple[tuple[int, int], ...] | None = None
+    options: SubmitOptions = msgspec.field(default_factory=SubmitOptions)
 
 
-class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=2):
+class Cancel(Sent, tag=2):
     number: int
 
 
-class HoldAdapter(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class HoldAdapter(Sent, tag=3):
     """Keep what the adapter is now until LetGo."""
 
     number: int
     adapter: Adapter
 
 
-class LetGo(msgspec.Struct, array_like=True, frozen=True, tag=4):
+class LetGo(Sent, tag=4):
     """Of an adapter or a compiled grammar that was kept."""
 
     number: int
 
 
-class FrontFigures(msgspec.Struct, array_like=True, tag=5):
-    state: FiguresState
+class FrontFigures(Sent, tag=5):
+    figures: RequestFigures
 
 
-class AdaptersSeen(msgspec.Struct, array_like=True, frozen=True, tag=6):
-    version: int
+class Awake(Sent, tag=6):
+    """This front reads what it is told; which list of adapters it has."""
+
+    adapters: int
 
 
-class Stats(msgspec.Struct, array_like=True, frozen=True, tag=10):
-    call: int
+class Call(Sent, tag=7):
+    """One of CALLS. What compiling a grammar gives is kept until LetGo of `number`."""
 
-
-class Reset(msgspec.Struct, array_like=True, frozen=True, tag=11):
-    call: int
-    tiers: tuple[str, ...]
-
-
-class Flush(msgspec.Struct, array_like=True, frozen=True, tag=12):
-    call: int
-    level: Literal["captured", "visible", "persisted"]
-    timeout_s: float
-
-
-class BeginPrefetch(msgspec.Struct, array_like=True, frozen=True, tag=13):
-    call: int
-    prompt: bytes | None
-    session: str
-    cache_salt: str
-    adapter: Adapter | None
-
-
-class LoadAdapter(msgspec.Struct, array_like=True, frozen=True, tag=14):
-    call: int
+    number: int
     name: str
-    path: str
+    arguments: bytes  # MessagePack of what it takes
 
 
-class UnloadAdapter(msgspec.Struct, array_like=True, frozen=True, tag=15):
-    call: int
-    name: str
+FromFront = Submit | Cancel | HoldAdapter | LetGo | FrontFigures | Awake | Call
 
 
-class Compile(msgspec.Struct, array_like=True, frozen=True, tag=16):
-    """What it becomes is kept until LetGo of `call`."""
-
-    call: int
-    grammar: Grammar
+class CallTypes(NamedTuple):
+    takes: Any
+    gives: Any
 
 
-class TakeSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=17):
-    call: int
-    asked: SnapshotRequest
+def _types_of(method: Callable[..., Any]) -> CallTypes:
+    hints = get_type_hints(method)
+    gives = hints.pop("return")
+    return CallTypes(tuple[tuple(hints.values())], gives)  # type: ignore[misc]
 
 
-class ListSnapshots(msgspec.Struct, array_like=True, frozen=True, tag=18):
-    call: int
-    cache_salt: str
+CALLS = {
+    **{
+        method.__qualname__: _types_of(method)
+        for method in (
+            *(EngineClient.reset_cache, EngineClient.wait_flushed, AdapterNames.load_inside, AdapterNames.unload),
+            *(SnapshotStore.take, SnapshotStore.all, SnapshotStore.find, SnapshotStore.open, SnapshotStore.delete),
+        )
+    },
+    EngineClient.stats.__qualname__: CallTypes(tuple[()], tuple[EngineStats, list[RequestFigures]]),  # figures: of all other fronts
+    EngineClient.prefetch.__qualname__: CallTypes(tuple[bytes | None, str, str, Adapter | None], Prefetched | None),
+    GrammarCompiler.begin.__qualname__: CallTypes(tuple[Grammar], None),
+}
 
 
-class FindSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=19):
-    call: int
-    name: str
-    cache_salt: str
+def arguments_of(call: Call) -> Any:
+    """Raises ProtocolBroken at what is no call."""
+    if call.name not in CALLS:
+        raise ProtocolBroken(f"{call.name} is no call")
+    try:
+        return msgspec.msgpack.decode(call.arguments, type=CALLS[call.name].takes)
+    except msgspec.DecodeError as error:
+        raise ProtocolBroken(f"what came for {call.name} is not what it takes: {error}") from None
 
-
-class OpenSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=20):
-    call: int
-    name: str
-    cache_salt: str
-    adapter: Adapter | None
-
-
-class DeleteSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=21):
-    call: int
-    name: str
-    cache_salt: str
-
-
-SnapshotCall = TakeSnapshot | ListSnapshots | FindSnapshot | OpenSnapshot | DeleteSnapshot
-Call = Stats | Reset | Flush | BeginPrefetch | LoadAdapter | UnloadAdapter | Compile | SnapshotCall
-FromFront = (
-    Submit
-    | Cancel
-    | HoldAdapter
-    | LetGo
-    | FrontFigures
-    | AdaptersSeen
-    | Stats
-    | Reset
-    | Flush
-    | BeginPrefetch
-    | LoadAdapter
-    | UnloadAdapter
-    | Compile
-    | SnapshotCall
-)
 
 # --------------------------------------------------------------------------------------------- the parent and its processes
 
 
-class EngineSetup(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class EngineSetup(Sent, tag=1):
     version: int
     config: Config
     server: ServerConfig
@@ -368,7 +285,7 @@ class EngineSetup(msgspec.Struct, array_like=True, frozen=True, tag=1):
     url: str
 
 
-class FrontSetup(msgspec.Struct, array_like=True, frozen=True, tag=2):
+class FrontSetup(Sent, tag=2):
     version: int
     server: ServerConfig
     logs: tuple[str, str]
@@ -376,44 +293,38 @@ class FrontSetup(msgspec.Struct, array_like=True, frozen=True, tag=2):
     num_fronts: int
 
 
-class Attach(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class Attach(Sent, tag=3):
     """A front process is being started; its socket comes along."""
 
     index: int
 
 
-class Stop(msgspec.Struct, array_like=True, frozen=True, tag=4):
+class Stop(Sent, tag=4):
     """End in order; with `now`: without waiting for anybody's requests."""
 
     now: bool = False
 
 
-class SharedSeats(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """The memory with everybody's seats comes along."""
-
-    num_fronts: int
+FromParent = EngineSetup | FrontSetup | Attach | Stop
 
 
-FromParent = EngineSetup | FrontSetup | Attach | Stop | SharedSeats
-
-
-class Starting(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class Starting(Sent, tag=1):
     """The engine's process is up and checks what it was given."""
 
     device: str
 
 
-class Ready(msgspec.Struct, array_like=True, frozen=True, tag=2):
+class Ready(Sent, tag=2):
     """Requests are served from now on."""
 
 
-class Detached(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class Detached(Sent, tag=3):
     """Of a front process that is gone nothing is left in the engine."""
 
     index: int
 
 
-class Broken(msgspec.Struct, array_like=True, frozen=True, tag=4):
+class Broken(Sent, tag=4):
     """The process cannot go on, and why."""
 
     fault: SentError
@@ -423,7 +334,19 @@ ToParent = Starting | Ready | Detached | Broken
 
 # ------------------------------------------------------------------------------------------------------------------ frames
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+
+
+def _array(kind: Any, value: Any) -> Any:
+    (dtype,) = get_args(get_args(kind)[1])  # of NDArray[dtype]
+    return np.frombuffer(value[1], dtype).reshape(value[0])
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -437,7 +360,7 @@ class Frames(Generic[M]):
     """Bytes as they come in, cut into messages of `kind`."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_array)
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:

@@ -1,5 +1,6 @@
 """What the server asks of an engine, wherever that runs: in this process (`Engine` and `EngineLoop` as they are) or in one of its own
-(`RemoteEngine`). Owns the interface and nothing else."""
+(`RemoteEngine`). Owns the interface, and
+what fronts have in common."""
 
 from __future__ import annotations
 
@@ -9,10 +10,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from penstock.config import ResidencyName
 from penstock.contract import (
     Adapter,
-    CacheHint,
     Grammar,
     Listener,
     LoadedAdapter,
@@ -25,9 +24,8 @@ from penstock.contract import (
 )
 from penstock.engine.stats import EngineStats
 from penstock.models.tokenizer import TextCodec
-from penstock.server.limits import Count, OwnCount
 from penstock.server.request_figures import RequestFigures
-from penstock.server.seats import GateNumber
+from penstock.server.seats import Gate, GateNumber, SeatBook
 
 FlushLevel = Literal["captured", "visible", "persisted"]
 
@@ -93,21 +91,8 @@ class EngineClient(Protocol):
     @property
     def snapshots(self) -> SnapshotStore: ...
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        listener: Listener,
-        *,
-        cache_salt: str = "",
-        request_id: str | None = None,
-        adapter: Adapter | None = None,
-        priority: int = 0,
-        session: str = "",
-        hint: CacheHint | None = None,
-        residency: ResidencyName | None = None,
-        pins: Sequence[tuple[int, int]] | None = None,
-    ) -> str: ...
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *args: Any, **options: Any) -> str:
+        """`options` are those of `Engine.submit`."""
 
     def cancel(self, request_id: str) -> None: ...
 
@@ -115,7 +100,7 @@ class EngineClient(Protocol):
         self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
     ) -> Future[Prefetched | None]: ...
 
-    def reset_cache(self, tiers: Sequence[str] = ...) -> dict[str, int]: ...
+    def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]: ...
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None: ...
 
@@ -134,34 +119,20 @@ class EngineLife(Protocol):
     def close(self, deadline_s: float) -> None: ...
 
 
-class Fronts(Protocol):
-    """What all front processes of a server share."""
+class Fronts:
+    """What all front processes of a server share. This one is alone: HTTP and engine are one process."""
 
-    def count(self, gate: GateNumber) -> Count: ...
+    engine_pid: int | None = None  # None: it is this process
+
+    def __init__(self, engine: EngineClient, book: SeatBook | None = None, index: int = 0) -> None:
+        self.started_s = time.time()  # when the server was, as all of them say
+        self.book = SeatBook.make(1) if book is None else book
+        self.index = index
+        self._engine = engine
+
+    def gate(self, limit: int, what: str, number: GateNumber) -> Gate:
+        return Gate(limit, what, self.book, self.index, number)
 
     def snapshot(self, own: RequestFigures) -> tuple[EngineStats, RequestFigures]:
         """Of the engine, and of all fronts, `own` included. May block."""
-
-    @property
-    def engine_pid(self) -> int | None:
-        """None: it is this process."""
-
-    @property
-    def started_s(self) -> float:
-        """When the server was, as all of them say."""
-
-
-class OneFront:
-    """There are no others: HTTP and engine are one process."""
-
-    engine_pid: int | None = None
-
-    def __init__(self, engine: EngineClient) -> None:
-        self.started_s = time.time()
-        self._engine = engine
-
-    def count(self, gate: GateNumber) -> Count:
-        return OwnCount()
-
-    def snapshot(self, own: RequestFigures) -> tuple[EngineStats, RequestFigures]:
         return self._engine.stats(), own

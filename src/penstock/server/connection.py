@@ -1,5 +1,5 @@
-"""One client's connection and how long it may keep us waiting: for a header, for the rest of a body, for taking its reply. Owns deadlines
-and the size of a body's pieces; owns no request, which a cut connection cancels as any hang-up does."""
+"""One client's connection and how long it may keep us waiting: for a header, for the rest of a body, for taking its reply. Owns deadlines,
+and the size of a body and its pieces; owns no request, which a cut connection cancels as any hang-up does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import socket
 import struct
 from typing import Any
 
+import anyio
 import h11
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.server.faults import Refused, error_response
+from penstock.config import ServerConfig
+from penstock.server.faults import Hangup, Refused, error_response
 
 logger = logging.getLogger("penstock.server")
 
@@ -130,3 +134,33 @@ class _Pieces(h11.Connection):
 def connection_class(read_timeout_s: float, write_timeout_s: float) -> type[Connection]:
     """Uvicorn makes connections itself, from a class."""
     return type("Connection", (Connection,), {"read_timeout_s": read_timeout_s, "write_timeout_s": write_timeout_s})
+
+
+async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
+    """The whole body, or a refusal as soon as it is known to be too large or too slow; no more bytes than allowed are ever held."""
+    limit, timeout_s = config.max_body_bytes, config.read_timeout_s
+    headers = Headers(scope=scope)
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refused(415, "compressed bodies are not supported: send it without Content-Encoding")
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    with anyio.move_on_after(timeout_s):
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Hangup
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+    raise Refused(408, f"the body did not arrive within {timeout_s:g} seconds", code="timeout")
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")

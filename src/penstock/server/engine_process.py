@@ -13,7 +13,6 @@ from penstock.errors import EngineClosed, PenstockError
 from penstock.server import boundary
 from penstock.server.boundary import FromParent, ProtocolBroken, Wire, fault_from
 from penstock.server.links import FrontLinks
-from penstock.server.seats import SeatBook
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -32,7 +31,6 @@ class EngineProcess:
         self._parent = parent
         self._shutdown_s = shutdown_s
         self._links = FrontLinks(engine, loop, self._detached)
-        self._seats: SeatBook | None = None
         self._closed = threading.Event()
         self._error: BaseException | None = None  # of closing
 
@@ -61,8 +59,6 @@ class EngineProcess:
 
     def _do(self, message: FromParent) -> None:
         match message:
-            case boundary.SharedSeats():
-                self._seats = SeatBook(self._parent.take_fd(), message.num_fronts)
             case boundary.Attach():
                 self._links.add(message.index, socket.socket(fileno=self._parent.take_fd()))
             case boundary.Stop():
@@ -83,9 +79,7 @@ class EngineProcess:
         threading.Thread(target=self._detach, args=(index,), name=f"detach-{index}", daemon=True).start()
 
     def _detach(self, index: int) -> None:
-        """The seats of a front that is gone are free when the engine has ended all that it asked for, which is now."""
-        if self._seats is not None:
-            self._seats.clear(index)
+        """The parent frees the seats of a front that is gone: the engine has ended all that it asked for."""
         try:
             self._parent.send(boundary.Detached(index))
         except OSError:

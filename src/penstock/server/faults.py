@@ -17,8 +17,8 @@ from penstock.errors import (
     ContextExceeded,
     DeadlineExceeded,
     EngineClosed,
-    InvalidRequest,
     Overloaded,
+    PenstockError,
     SessionMissing,
     SnapshotMissing,
     SnapshotRefused,
@@ -93,43 +93,36 @@ def shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
+# The first that an error is an instance of: its status, its code, and what is said where it says nothing itself.
+_KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
+    (ContextExceeded, 400, "context_length_exceeded", ""),
+    (SessionMissing, 404, "session_not_found", ""),
+    (SnapshotMissing, 404, "snapshot_not_found", ""),
+    (SnapshotTaken, 409, "snapshot_exists", ""),
+    (SnapshotSpace, 409, "snapshot_space", ""),
+    (SnapshotRefused, 409, "snapshot_unusable", ""),
+    (UserError, 400, None, ""),
+    (Overloaded, 429, "overloaded", ""),
+    (EngineClosed, 503, "unavailable", "the engine is closed"),
+    (DeadlineExceeded, 504, "deadline_exceeded", ""),
+    (StoreFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),  # only of what was asked of a tier itself:
+    (TransferFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),  # a request computes instead
+    (StepFailed, 500, "step_failed", "the forward pass failed"),
+)
+
+
 def fault_of(error: BaseException) -> Fault:
     """The message of an unexpected exception stays in our log: it may name paths or values that are not the client's to see."""
-    text = str(error)
-    match error:
-        case Refused():
-            return Fault(error.status, text, _type_of(error.status), error.param, error.code)
-        case ContextExceeded():
-            return Fault(400, text, "invalid_request_error", error.param, "context_length_exceeded")
-        case InvalidRequest():
-            return Fault(400, text, "invalid_request_error", error.param)
-        case SessionMissing():
-            return Fault(404, text, _type_of(404), error.param, "session_not_found")
-        case SnapshotMissing():
-            return Fault(404, text, _type_of(404), error.param, "snapshot_not_found")
-        case SnapshotTaken():
-            return Fault(409, text, _type_of(409), error.param, "snapshot_exists")
-        case SnapshotSpace():
-            return Fault(409, text, _type_of(409), code="snapshot_space")
-        case SnapshotRefused():
-            return Fault(409, text, _type_of(409), error.param, "snapshot_unusable")
-        case UserError():
-            return Fault(400, text, "invalid_request_error")
-        case Overloaded():
-            wait_s = max(1, math.ceil(error.retry_after_s))
-            return Fault(429, text, _type_of(429), code="overloaded", headers={"Retry-After": str(wait_s)})
-        case EngineClosed():
-            return Fault(503, text or "the engine is closed", _type_of(503), code="unavailable")
-        case DeadlineExceeded():
-            return Fault(504, text, _type_of(504), code="deadline_exceeded")
-        case StoreFailed() | TransferFailed():  # only of what was asked of a tier itself: a request computes instead
-            return Fault(503, text or "a tier of the cache cannot be used now", _type_of(503), code="tier_failed")
-        case StepFailed():
-            return Fault(500, text or "the forward pass failed", _type_of(500), code="step_failed")
-        case HTTPException():
-            return _http_fault(error)
-        case _:
-            return Fault(500, "internal error; the server's log says more", _type_of(500), code="internal")
+    text, param = str(error), getattr(error, "param", None)
+    if isinstance(error, Refused):
+        return Fault(error.status, text, _type_of(error.status), param, error.code)
+    if isinstance(error, HTTPException):
+        return _http_fault(error)
+    for kind, status, code, instead in _KINDS:
+        if isinstance(error, kind):
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Overloaded) else {}
+            return Fault(status, text or instead, _type_of(status), param, code, headers)
+    return Fault(500, "internal error; the server's log says more", _type_of(500), code="internal")
 
 
 # Routes of other servers, by how their paths begin, and why they are not here.

@@ -16,7 +16,7 @@ import uvicorn
 
 from penstock.config import ServerConfig
 from penstock.server.boundary import FromParent, FrontSetup, Ready, Stop, Wire
-from penstock.server.remote import ManyFronts, RemoteEngine, greeted
+from penstock.server.remote import ManyFronts, RemoteEngine
 from penstock.server.run import BACKLOG, HttpServer
 from penstock.server.seats import SeatBook
 
@@ -116,8 +116,7 @@ class FrontServer(HttpServer):
 
 def run_front(setup: FrontSetup, parent: Wire[FromParent], engine: socket.socket, listener: socket.socket, seats_fd: int) -> None:
     """Blocks until the server ends."""
-    greeting = greeted(engine)
-    remote = RemoteEngine(engine, greeting)
+    remote = RemoteEngine(engine)
     config = replace(setup.server, max_concurrent=min(setup.server.max_concurrent, remote.max_open))
     fronts = ManyFronts(remote, SeatBook(seats_fd, setup.num_fronts), setup.index)
     FrontServer(remote, config, listener, fronts, parent).run()

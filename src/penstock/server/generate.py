@@ -20,9 +20,9 @@ from penstock.engine.text import stop_strings
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.server import messages, responses, schema, text
 from penstock.server.access import Exchange, exchange_of
+from penstock.server.connection import read_body
 from penstock.server.faults import fault_of
-from penstock.server.limits import read_body
-from penstock.server.replies import CallingReply, ChatReply, ChunkedReply, CompletionReply, Heading, Reply, heading, usage_of
+from penstock.server.replies import ChatReply, CompletionReply, Heading, Reply, heading, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
 from penstock.server.snapshots import prompts_after
@@ -59,17 +59,8 @@ class Posted(NamedTuple):
     num_bytes: int
 
 
-def completion_reply(tokenizer: TextCodec, body: CompletionBody, head: Heading, read_as: AnswerFormat | None) -> Reply:
-    return ChunkedReply(CompletionReply(tokenizer, head, body.num_logprobs), body)
-
-
-def chat_reply(tokenizer: TextCodec, body: ChatBody, head: Heading, read_as: AnswerFormat | None) -> Reply:
-    shapes = ChatReply(tokenizer, head, body.num_logprobs)
-    return ChunkedReply(shapes if read_as is None else CallingReply(shapes, read_as), body)
-
-
-COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, completion_reply, "cmpl-")
-CHAT = RouteKind(ChatBody, text.chat_prompts, chat_reply, "chatcmpl-")
+COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl-")
+CHAT = RouteKind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl-")
 MESSAGES = RouteKind(
     messages.MessagesBody,
     text.chat_prompts,
@@ -203,16 +194,18 @@ class Generate:
         choices: list[ChoiceText] = []
         read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
         codec = showing(engine.tokenizer, read_as)
-        stops, options = stop_strings(body.stops), body.options()  # one of each for all choices
+        stops, asked = stop_strings(body.stops), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
                 for i in range(body.num_choices):
                     seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **options)
+                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
-        head = heading(self._kind.id_prefix, reading.id, body.model, body.usage_in_stream)
+        options = body.streaming
+        with_usage = bool(options.include_usage or options.continuous_usage_stats)
+        head = heading(self._kind.id_prefix, reading.id, body.model, with_usage)
         exchange.model, exchange.stream = body.model, bool(body.stream)
         reply = self._kind.reply(engine.tokenizer, posted.given, head, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)

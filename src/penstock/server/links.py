@@ -2,7 +2,7 @@
 from submission to their last event, also where the front is gone; the engine and its loop are others'.
 
 Each front has a thread that reads and one that writes. The engine's thread only leaves a step's events as one list for each front: a front
-that does not read is cut off once too many have gathered, and holds up nobody.
+that does not read is cut off once too many have gathered, or once it has said nothing for too long, and holds up nobody.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from penstock.engine.execution.grammars import COMPILE_S
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import spec_of
 from penstock.server import boundary
-from penstock.server.boundary import FiguresState, FromFront, ProtocolBroken, Wire
+from penstock.server.boundary import FromFront, ProtocolBroken, Wire
+from penstock.server.request_figures import RequestFigures
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.server")
 
 MOST_EVENTS = 1 << 16  # that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
-MOST_MESSAGES = 1 << 12  # of any kind: a front that stands still is found by its beats, too, within minutes
+MOST_MESSAGES = 1 << 12  # of any kind
 BEAT_S = 0.25
+SILENT_BEATS = 80  # a front answers every beat; one that says nothing for 20 s of them stands still. Where this process does, none come
 ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
 DRAIN_S = 5.0  # for a front to read what it is told last
 COMPILE_MARGIN_S = 0.5  # sooner than the front gives up, which cannot know whose fault it is
@@ -54,7 +56,7 @@ class FrontLink:
 
     def __init__(self, index: int, sock: socket.socket, links: FrontLinks) -> None:
         self.index = index
-        self.figures: FiguresState | None = None
+        self.figures: RequestFigures | None = None
         self.num_figures = 0  # that have come
         self.adapters_seen = 0
         self._links = links
@@ -67,6 +69,8 @@ class FrontLink:
         self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
         self._compiling: list[_Compiling] = []
         self._is_cut = False
+        self._num_beats = 0  # that it was told of
+        self._heard_at: int | None = None  # their number when it last said something; None while that is dealt with, and before
         self._gone = False  # nobody reads what it says any more
         self._over = threading.Lock()  # taken for good by whoever sees that nothing of it is left
         self._threads = [
@@ -116,6 +120,12 @@ class FrontLink:
         with contextlib.suppress(OSError):
             self._wire.sock.shutdown(socket.SHUT_RDWR)
 
+    def beat(self, age_s: float) -> None:
+        self.tell(boundary.Beat(age_s))
+        self._num_beats += 1
+        if (heard_at := self._heard_at) is not None and self._num_beats - heard_at > SILENT_BEATS:
+            self.cut(f"has said nothing for {SILENT_BEATS} beats")
+
     def close(self) -> None:
         """Behind everything that was left for it comes the end."""
         self.tell(boundary.Bye())
@@ -154,7 +164,9 @@ class FrontLink:
     def _read_all(self) -> None:
         try:
             while (message := self._wire.receive()) is not None:
+                self._heard_at = None
                 self._handle(message)
+                self._heard_at = self._num_beats
         except ProtocolBroken as error:
             self.cut(f"says what cannot be: {error}")
         except ConnectionResetError:
@@ -179,14 +191,11 @@ class FrontLink:
             case boundary.LetGo():
                 _end_kept(self._kept.pop(message.number, None))
             case boundary.FrontFigures():
-                self._links.note(self, figures=message.state)
-            case boundary.AdaptersSeen():
-                self._links.note(self, adapters_seen=message.version)
-            case boundary.BeginPrefetch() | boundary.Compile():
-                self._begin(message)
-            case _:
-                work = functools.partial(self._answer, message.call, functools.partial(self._links.do, message, self))
-                threading.Thread(target=work, name=f"front-call-{self.index}", daemon=True).start()
+                self._links.note(self, figures=message.figures)
+            case boundary.Awake():
+                self._links.note(self, adapters_seen=message.adapters)
+            case boundary.Call():
+                self._call(message)
 
     def _submit(self, message: boundary.Submit) -> None:
         self._open[message.number] = message.request_id
@@ -195,14 +204,8 @@ class FrontLink:
                 np.frombuffer(message.prompt, np.uint32),  # type: ignore[arg-type]
                 message.sampling,
                 functools.partial(self.hear, message.number),
-                cache_salt=message.cache_salt,
                 request_id=message.request_id,
-                adapter=message.adapter,
-                priority=message.priority,
-                session=message.session,
-                hint=message.hint,
-                residency=message.residency,
-                pins=message.pins,
+                **msgspec.structs.asdict(message.options),
             )
         except Exception as error:
             self._open.pop(message.number, None)
@@ -212,25 +215,27 @@ class FrontLink:
             refusal = TokenEvent(message.request_id, finish=FinishReason.ERROR, error=str(error), failure=failure)
             self.tell(tokens_of([(message.number, refusal)]))
 
-    def _begin(self, message: boundary.BeginPrefetch | boundary.Compile) -> None:
-        """What the engine answers with a future; never blocks."""
+    def _call(self, call: boundary.Call) -> None:
+        """Never blocks: what the engine answers with a future is begun here, all else is done on a thread of its own."""
+        arguments = boundary.arguments_of(call)
         try:
-            if isinstance(message, boundary.Compile):
-                future: Future[Any] = self._engine.grammars.begin(message.grammar)
-                pending = _Compiling(time.monotonic() + COMPILE_S - COMPILE_MARGIN_S, message.call, future)
-                self._compiling.append(pending)
-                future.add_done_callback(functools.partial(self._compiled, pending))
-                return
-            prompt = None if message.prompt is None else np.frombuffer(message.prompt, np.uint32)
-            future = self._engine.prefetch(
-                prompt,  # type: ignore[arg-type]
-                session=message.session,
-                cache_salt=message.cache_salt,
-                adapter=message.adapter,
-            )
-            future.add_done_callback(lambda done: self._answer(message.call, done.result))
+            match call.name:
+                case "GrammarCompiler.begin":
+                    future: Future[Any] = self._engine.grammars.begin(*arguments)
+                    pending = _Compiling(time.monotonic() + COMPILE_S - COMPILE_MARGIN_S, call.number, future)
+                    self._compiling.append(pending)
+                    future.add_done_callback(functools.partial(self._compiled, pending))
+                case "EngineClient.prefetch":
+                    prompt, session, salt, adapter = arguments
+                    tokens: Any = None if prompt is None else np.frombuffer(prompt, np.uint32)
+                    begun = self._engine.prefetch(tokens, session=session, cache_salt=salt, adapter=adapter)
+                    begun.add_done_callback(lambda done: self._answer(call.number, done.result))
+                case _:
+                    work = functools.partial(self._links.do, call.name, arguments, self)
+                    answer = functools.partial(self._answer, call.number, work)
+                    threading.Thread(target=answer, name=f"front-call-{self.index}", daemon=True).start()
         except Exception as error:
-            self.tell(boundary.Returned(message.call, fault=_fault(error)))
+            self.tell(boundary.Returned(call.number, fault=_fault(error)))
 
     def _compiled(self, pending: _Compiling, future: Future[Any]) -> None:
         """It is kept until its front has submitted what it is for."""
@@ -289,7 +294,7 @@ class FrontLinks:
         self._detached = detached
         self._links: list[FrontLink] = []
         self._changed = threading.Condition()  # of what links have heard, and of which there are
-        self._past: list[FiguresState] = []  # of fronts that are gone
+        self._past: list[RequestFigures] = []  # of fronts that are gone
         self._adapters_version = 0
         self._busy: set[str] = set()
         self._loading = threading.Lock()
@@ -348,12 +353,12 @@ class FrontLinks:
         while not self._stop.wait(BEAT_S):
             age_s = self._loop.beat_age_s()
             for link in self._links:
-                link.tell(boundary.Beat(age_s))
+                link.beat(age_s)
                 link.refuse_late()
 
     # ------------------------------------------------------------------------------------------------- what links have heard
 
-    def note(self, link: FrontLink, figures: FiguresState | None = None, adapters_seen: int = 0, gone: bool = False) -> None:
+    def note(self, link: FrontLink, figures: RequestFigures | None = None, adapters_seen: int = 0, gone: bool = False) -> None:
         with self._changed:
             if figures is not None:
                 link.figures = figures
@@ -370,32 +375,20 @@ class FrontLinks:
 
     # ------------------------------------------------------------------------------------------------------------- slow calls
 
-    def do(self, message: FromFront, asking: FrontLink) -> Any:
+    def do(self, name: str, arguments: Any, asking: FrontLink) -> Any:
         """On a thread of its own."""
-        match message:
-            case boundary.Stats():
-                return self.engine.stats(), self._figures(asking)
-            case boundary.Reset():
-                with self._alone("a cache reset is in progress"):
-                    return self.engine.reset_cache(message.tiers)
-            case boundary.Flush():
-                with self._alone("a cache flush is in progress"):
-                    return self.engine.wait_flushed(message.level, message.timeout_s)
-            case boundary.LoadAdapter():
-                return self._change(message.name, lambda: self.engine.adapters.load_inside(message.name, message.path))
-            case boundary.UnloadAdapter():
-                return self._change(message.name, lambda: self.engine.adapters.unload(message.name))
-            case boundary.TakeSnapshot():
-                return self.engine.snapshots.take(message.asked)
-            case boundary.ListSnapshots():
-                return self.engine.snapshots.all(message.cache_salt)
-            case boundary.FindSnapshot():
-                return self.engine.snapshots.find(message.name, message.cache_salt)
-            case boundary.OpenSnapshot():
-                return self.engine.snapshots.open(message.name, message.cache_salt, message.adapter)
-            case boundary.DeleteSnapshot():
-                return self.engine.snapshots.delete(message.name, message.cache_salt)
-        raise ProtocolBroken(f"{type(message).__name__} is no call")
+        owner, method = name.split(".")
+        parts: dict[str, Any] = {"EngineClient": self.engine, "AdapterNames": self.engine.adapters, "SnapshotStore": self.engine.snapshots}
+        work = functools.partial(getattr(parts[owner], method), *arguments)
+        match method:
+            case "stats":
+                return work(), self._figures(asking)
+            case "reset_cache" | "wait_flushed":
+                with self._alone("a cache reset is in progress" if method == "reset_cache" else "a cache flush is in progress"):
+                    return work()
+            case "load_inside" | "unload":
+                return self._change(arguments[0], work)
+        return work()
 
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -409,7 +402,7 @@ class FrontLinks:
             with self._changed:
                 self._busy.discard(what)
 
-    def _figures(self, asking: FrontLink) -> list[FiguresState]:
+    def _figures(self, asking: FrontLink) -> list[RequestFigures]:
         """Of all fronts but the one that asks. One that does not answer in time counts as it last did."""
         with self._changed:
             asked = [(link, link.num_figures) for link in self._links if link is not asking]

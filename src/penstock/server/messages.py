@@ -4,7 +4,7 @@ the model sees a chat like any other."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -12,52 +12,26 @@ import msgspec
 from penstock.config import ResidencyName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
-from penstock.server.replies import Blocks, BlockStep, Heading, Json, event
-from penstock.server.schema import (
-    CacheHintOptions,
-    ChatBody,
-    Count,
-    Label,
-    Message,
-    Name,
-    Neutral,
-    Priority,
-    Spans,
-    TopK,
-    Unsupported,
-    check_neutral,
-    own_fields,
-)
+from penstock.server import schema
+from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event
 from penstock.server.structured import JsonSchema, ResponseFormat
 from penstock.server.text import ChoiceDelta
-from penstock.server.tools import (
-    MOST_TOOLS,
-    PLAIN,
-    AnswerFormat,
-    CalledFunction,
-    Function,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from penstock.server.tools import MOST_TOOLS, AnswerFormat, CalledFunction, CallId, Function, Tool, ToolCall, ToolChoice, chosen
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
 QUERIES = {"beta": ("true",)}  # of Anthropic's clients for what is in beta there; the fields say what is asked for
-NEUTRAL: dict[str, Neutral] = {
-    "service_tier": Neutral(("auto", "standard_only"), "there is one tier; priority says who goes first"),
-    "speed": Neutral(("standard",), "there is one speed"),
+NEUTRAL: dict[str, schema.Neutral] = {
+    "service_tier": schema.Neutral(("auto", "standard_only"), "there is one tier; priority says who goes first"),
+    "speed": schema.Neutral(("standard",), "there is one speed"),
 }
 NO_EFFECT = ("cache_control", "metadata")  # prefixes are cached wherever they are; labels are nobody's concern here
 # What a field of the chat is called here.
 NAMES = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
-CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -72,22 +46,22 @@ class _Block(msgspec.Struct, tag_field="type", forbid_unknown_fields=True, kw_on
 
 class TextBlock(_Block, tag="text"):
     text: str
-    citations: Unsupported = None
+    citations: schema.Unsupported = None
 
 
 class ToolUseBlock(_Block, tag="tool_use"):
     id: CallId
     name: ToolName
     input: dict[str, Any]
-    caller: Unsupported = None
-    toolset_name: Unsupported = None
+    caller: schema.Unsupported = None
+    toolset_name: schema.Unsupported = None
 
 
 class ToolResultBlock(_Block, tag="tool_result"):
     tool_use_id: CallId
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    toolset_name: Unsupported = None
+    toolset_name: schema.Unsupported = None
 
 
 class ThinkingBlock(_Block, tag="thinking"):
@@ -119,17 +93,17 @@ class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
             if self.role not in _ROLES.get(type(block), (self.role,)):
                 raise ValueError(f"a block of the type {block.__struct_config__.tag} is not of the role {self.role}")
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[schema.Message]:
         """Results of tools are messages of their own; what else is said stays together, in its order."""
         if isinstance(self.content, str):
-            yield Message(role=self.role, content=self.content)
+            yield schema.Message(role=self.role, content=self.content)
             return
         said: list[str] = []
         calls: list[ToolCall] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
                 if said:
-                    yield Message(role=self.role, content="\n".join(said))
+                    yield schema.Message(role=self.role, content="\n".join(said))
                     said = []
                 yield _result(block)
             elif isinstance(block, TextBlock):
@@ -138,13 +112,13 @@ class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
                 called = CalledFunction(block.name, json.dumps(block.input, ensure_ascii=False))
                 calls.append(ToolCall(id=block.id, function=called))
         if said or calls or self.role == "assistant":
-            yield Message(role=self.role, content="\n".join(said), tool_calls=calls or None)
+            yield schema.Message(role=self.role, content="\n".join(said), tool_calls=calls or None)
 
 
-def _result(block: ToolResultBlock) -> Message:
+def _result(block: ToolResultBlock) -> schema.Message:
     """Chats have no mark for a failure, so the text says it."""
-    text = block.content if isinstance(block.content, str) else "\n".join(part.text for part in block.content or ())
-    return Message(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
+    text = schema.text_of(block.content)
+    return schema.Message(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
 
 
 class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -156,8 +130,8 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None  # inputs are always streamed as they come
     defer_loading: Literal[False] | None = None
-    input_examples: Unsupported = None
-    allowed_callers: Unsupported = None
+    input_examples: schema.Unsupported = None
+    allowed_callers: schema.Unsupported = None
 
     def tool(self) -> Tool:
         function = Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
@@ -175,13 +149,13 @@ class Choice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def choice(self) -> ToolChoice:
         if self.name is not None:
-            return NamedTool("function", NamedFunction(self.name))
+            return chosen(self.name)
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
 class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None
+    budget_tokens: schema.Count | None = None
     display: Literal["summarized"] | None = None
 
     def check(self, reasons: bool) -> None:
@@ -203,7 +177,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class UserMetadata(msgspec.Struct, forbid_unknown_fields=True):
-    user_id: Label | None = None
+    user_id: schema.Label | None = None
 
 
 class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -218,18 +192,18 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: str | None = None
-    context_management: Unsupported = None
-    mcp_servers: Unsupported = None
-    user_profile_id: Unsupported = None
-    workspace_id: Unsupported = None
+    context_management: schema.Unsupported = None
+    mcp_servers: schema.Unsupported = None
+    user_profile_id: schema.Unsupported = None
+    workspace_id: schema.Unsupported = None
 
-    def chat_messages(self) -> list[Message]:
+    def chat_messages(self) -> list[schema.Message]:
         if self.messages[-1].role == "assistant":
             message = "messages: the last one is the assistant's; the model answers the last message and does not continue it"
             raise InvalidRequest(message, "messages")
-        system = self.system if isinstance(self.system, str) else "\n".join(block.text for block in self.system or ())
+        system = schema.text_of(self.system)
         turns = [message for turn in self.messages for message in turn.messages()]
-        return [Message(role="system", content=system), *turns] if system else turns
+        return [schema.Message(role="system", content=system), *turns] if system else turns
 
     def chat_fields(self) -> dict[str, Any]:
         choice = self.tool_choice
@@ -246,42 +220,43 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
-    max_tokens: Count
+    max_tokens: schema.Count
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: TopK | None = None
+    top_k: schema.TopK | None = None
     metadata: UserMetadata | None = None
     service_tier: str | None = None
-    container: Unsupported = None
-    diagnostics: Unsupported = None
-    inference_geo: Unsupported = None
-    # Our own.
+    container: schema.Unsupported = None
+    diagnostics: schema.Unsupported = None
+    inference_geo: schema.Unsupported = None
+    # Those of schema.OwnFields, which a struct with another parent cannot have from there.
     seed: int | None = None
-    cache_salt: Label | None = None
-    priority: Priority | None = None
-    session_id: Name | None = None
-    cache_hint: CacheHintOptions | None = None
+    cache_salt: schema.Label | None = None
+    priority: schema.Priority | None = None
+    session_id: schema.Name | None = None
+    cache_hint: schema.CacheHintOptions | None = None
     kv_residency: ResidencyName | None = None
-    kv_pin_spans: Spans | None = None
+    kv_pin_spans: schema.Spans | None = None
+    snapshot: schema.SnapshotName | None = None
 
 
-class FittingChat(ChatBody, kw_only=True):
+class FittingChat(schema.ChatBody, kw_only=True):
     """A chat whose answer ends where the context does, though more was allowed: Anthropic's clients do not know the length of a prompt."""
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         return self._params(defaults, min(self.max_tokens or 0, max(room, 1)), None)
 
 
-def as_chat(given: MessagesBody, reasons: bool) -> ChatBody:
+def as_chat(given: MessagesBody, reasons: bool) -> schema.ChatBody:
     """`reasons`: the model does, before it answers."""
-    check_neutral(given, NEUTRAL)
+    schema.check_neutral(given, NEUTRAL)
     if given.thinking is not None:
         given.thinking.check(reasons)
     return FittingChat(
         **given.chat_fields(),
-        **own_fields(given),
+        **schema.own_fields(given),
         max_tokens=given.max_tokens,
         stop=given.stop_sequences,
         stream=given.stream,
@@ -291,35 +266,33 @@ def as_chat(given: MessagesBody, reasons: bool) -> ChatBody:
     )
 
 
-def as_counted(given: CountTokensBody, reasons: bool) -> ChatBody:
-    check_neutral(given, NEUTRAL)
+def as_counted(given: CountTokensBody, reasons: bool) -> schema.ChatBody:
+    schema.check_neutral(given, NEUTRAL)
     if given.thinking is not None and given.thinking.type != "enabled":  # how long it thinks is no matter here
         given.thinking.check(reasons)
-    return ChatBody(**given.chat_fields())
+    return schema.ChatBody(**given.chat_fields())
 
 
 # ------------------------------------------------------------------------------------------------------------- the answer
 
 
-class MessagesReply:
+class MessagesReply(BlockReply):
     """One message of blocks, as a whole or as the events that put it together."""
 
     def __init__(self, tokenizer: TextCodec, given: MessagesBody, head: Heading, read_as: AnswerFormat | None) -> None:
+        super().__init__(read_as)
         self._most = given.max_tokens
-        self._reading = read_as or PLAIN
-        self._blocks = Blocks(self._reading)
         self._content: list[Json] = []
         self._input = ""  # of the call that is open
         self._stop: str | None = None  # the sequence that ended it
         self._message: Json = {"id": head.id, "type": "message", "role": "assistant", "model": head.model}
         self._begun = False
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        list(self._take(pieces[0]))
+    def ended(self, usage: Json) -> Json:
         return {**self._message, "content": self._content, **self._end(usage), "usage": usage_of(usage)}
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
-        return b"".join(map(event, [*self._begin(usage), *(made for piece in pieces.values() for made in self._take(piece))]))
+        return b"".join(map(event, [*self._begin(usage), *(made for piece in pieces.values() for made in self.take(piece))]))
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
         counted = usage()
@@ -335,45 +308,40 @@ class MessagesReply:
             open_end = {"stop_reason": None, "stop_sequence": None, "usage": usage_of(usage())}
             yield {"type": "message_start", "message": {**self._message, "content": [], **open_end}}
 
-    def _take(self, piece: ChoiceDelta) -> Iterator[Json]:
+    def take(self, piece: ChoiceDelta) -> Iterator[Json]:
         self._stop = piece.stop
-        for step in self._blocks.steps(piece):
-            yield from self._write(step)
+        return super().take(piece)
 
-    def _write(self, step: BlockStep) -> Iterator[Json]:
-        if step.what == "open":
-            self._content.append(self._block(step))
-            yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(self._content[-1])}
-            return
-        index, block = len(self._content) - 1, self._content[-1]
-        if step.what == "add":
-            yield {"type": "content_block_delta", "index": index, "delta": self._add(step, block)}
-            return
-        if step.kind == "reasoning":
-            yield {"type": "content_block_delta", "index": index, "delta": {"type": "signature_delta", "signature": ""}}
-        elif step.kind == "call":
-            block["input"] = _object(self._input)
-        yield {"type": "content_block_stop", "index": index}
+    def opened(self, kind: BlockKind, name: str) -> Iterator[Json]:
+        block: Json = {"type": "text", "text": ""}
+        if kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif kind == "call":
+            self._input = ""
+            block = {"type": "tool_use", "id": self.reading.call_id().replace("call_", "toolu_"), "name": name, "input": {}}
+        self._content.append(block)
+        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(block)}
 
-    def _block(self, step: BlockStep) -> Json:
-        match step.kind:
-            case "reasoning":
-                return {"type": "thinking", "thinking": "", "signature": ""}
-            case "text":
-                return {"type": "text", "text": ""}
-        self._input = ""
-        return {"type": "tool_use", "id": self._reading.call_id().replace("call_", "toolu_"), "name": step.text, "input": {}}
+    def added(self, kind: BlockKind, text: str) -> Json:
+        if kind == "call":
+            self._input += text
+            return self._delta("input_json_delta", "partial_json", text)
+        name = "thinking" if kind == "reasoning" else "text"
+        self._content[-1][name] += text
+        return self._delta(f"{name}_delta", name, text)
 
-    def _add(self, step: BlockStep, block: Json) -> Json:
-        if step.kind == "call":
-            self._input += step.text
-            return {"type": "input_json_delta", "partial_json": step.text}
-        name = "thinking" if step.kind == "reasoning" else "text"
-        block[name] += step.text
-        return {"type": f"{name}_delta", name: step.text}
+    def closed(self, kind: BlockKind) -> Iterator[Json]:
+        if kind == "reasoning":
+            yield self._delta("signature_delta", "signature", "")
+        elif kind == "call":
+            self._content[-1]["input"] = _object(self._input)
+        yield {"type": "content_block_stop", "index": len(self._content) - 1}
+
+    def _delta(self, kind: str, name: str, text: str) -> Json:
+        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": {"type": kind, name: text}}
 
     def _end(self, usage: Json) -> Json:
-        finish = self._blocks.finish or "stop"
+        finish = self.finish or "stop"
         reason = "stop_sequence" if self._stop is not None else STOP_REASONS[finish]
         if finish == "length" and usage["completion_tokens"] < self._most:
             reason = "model_context_window_exceeded"
@@ -391,12 +359,12 @@ def _object(text: str) -> Json:
 
 def usage_of(usage: Json) -> Json:
     """Tokens that were cached are not among `input_tokens` there."""
-    prompt = usage["prompt_tokens_details"]
-    cached = prompt["cached_tokens"]
+    details = dict(usage["prompt_tokens_details"])
+    cached = details.pop("cached_tokens")
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
-        **({"kv_residency": prompt["kv_residency"]} if "kv_residency" in prompt else {}),
+        **details,
     }

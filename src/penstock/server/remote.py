@@ -4,45 +4,30 @@ list of adapters as it was last told; the requests themselves are the engine's."
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from types import TracebackType
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
-from penstock.config import ResidencyName
-from penstock.contract import (
-    Adapter,
-    CacheHint,
-    FinishReason,
-    Grammar,
-    Listener,
-    LoadedAdapter,
-    Prefetched,
-    SamplingParams,
-    Snapshot,
-    SnapshotContent,
-    SnapshotList,
-    SnapshotRequest,
-    TokenEvent,
-)
+from penstock.contract import Adapter, FinishReason, Grammar, Listener, LoadedAdapter, Prefetched, SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Overloaded, PenstockError
 from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
-from penstock.server.boundary import FiguresState, Frames, FromEngine, Hello, ProtocolBroken, Wire
-from penstock.server.client import FlushLevel
-from penstock.server.limits import Count
+from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
+from penstock.server.client import AdapterNames, EngineClient, Fronts, SnapshotStore
 from penstock.server.request_figures import RequestFigures
-from penstock.server.seats import GateNumber, SeatBook, SharedCount
+from penstock.server.seats import SeatBook
 
 logger = logging.getLogger("penstock.server")
 
@@ -53,23 +38,17 @@ CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadlin
 FIGURES_S = 1.0  # how often figures are sent, where they have changed: so much is lost at most when this process is killed
 RECEIVE_BYTES = 1 << 18
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class _Asked(NamedTuple):
     request_id: str
     listener: Listener
 
 
-class Greeting(NamedTuple):
-    """What came first, and what was read behind it."""
-
-    hello: Hello
-    early: list[FromEngine]
-    frames: Frames[FromEngine]
-
-
-def greeted(sock: socket.socket) -> Greeting:
+def greeted(wire: Wire[FromEngine]) -> Hello:
     """Block until the engine has said what it is. Raises EngineClosed where it never does, ProtocolBroken where it is another version."""
-    wire: Wire[FromEngine] = Wire(sock, FromEngine)
     hello = wire.receive()
     if hello is None:
         raise EngineClosed("the engine's process ended before it was ready")
@@ -77,28 +56,55 @@ def greeted(sock: socket.socket) -> Greeting:
         raise ProtocolBroken(f"the engine began with {type(hello).__name__}")
     if hello.version != boundary.VERSION:
         raise ProtocolBroken(f"the engine speaks version {hello.version} of the protocol, and this process {boundary.VERSION}")
-    return Greeting(hello, wire.left(), wire.frames)
+    return hello
+
+
+def _result(future: Future[Any], timeout_s: float) -> Any:
+    """Block for the answer, which the event loop reads: on its own thread nobody would."""
+    if asyncio._get_running_loop() is not None:
+        raise InvariantBroken("the event loop would wait for itself: call this on another thread")
+    try:
+        return future.result(timeout_s)
+    except FutureTimeout:
+        future.cancel()
+        raise DeadlineExceeded(f"the engine's process did not answer within {timeout_s:g} s") from None
+
+
+def asked(method: Callable[Concatenate[Any, P], R], timeout_s: float) -> Callable[Concatenate[Any, P], R]:
+    """A method of the interface that the engine's process answers. Blocks."""
+    signature = inspect.signature(method)
+
+    def ask(self: Any, /, *args: P.args, **options: P.kwargs) -> R:
+        bound = signature.bind(self, *args, **options)
+        bound.apply_defaults()
+        answer: R = _result(self.engine.call(method.__qualname__, *bound.args[1:])[1], timeout_s)
+        return answer
+
+    return ask
 
 
 class RemoteEngine:
     """`EngineClient` and `EngineLife` over a socket. Messages are read on the event loop, from `start` on; anybody may call."""
 
-    def __init__(self, sock: socket.socket, greeting: Greeting) -> None:
-        hello = greeting.hello
+    def __init__(self, sock: socket.socket) -> None:
+        """Blocks until the engine has said what it is, see `greeted`."""
+        wire: Wire[FromEngine] = Wire(sock, FromEngine)
+        hello = greeted(wire)
         facts = hello.facts
         self.name, self.max_model_len = facts.name, facts.limits.max_model_len
         self.sampling: Mapping[str, Any] = facts.sampling
         self.tiers, self.max_open, self.pid, self.started_s = facts.tiers, facts.max_open, facts.pid, facts.started_s
         self.tokenizer = tokenizer_of(hello.tokenizer)
+        self.engine = self  # of its own calls, as of those of the parts below
         self.adapters = RemoteAdapters(self, hello.adapters, facts.lora_root)
         self.grammars = RemoteGrammars(self)
         self.snapshots = RemoteSnapshots(self)
         self.own_figures: RequestFigures | None = None
         self._limits = facts.limits
         self._sock = sock
-        self._early = greeting.early
-        self._frames = greeting.frames
-        self._numbers = itertools.count(1)
+        self._early = wire.left()  # what was read behind the greeting
+        self._frames = wire.frames
+        self.next_number = itertools.count(1).__next__
         self._asked: dict[int, _Asked] = {}
         self._number_of: dict[str, int] = {}
         self._calls: dict[int, tuple[Future[Any], Any]] = {}  # with the type of the answer
@@ -142,29 +148,18 @@ class RemoteEngine:
         sampling: SamplingParams,
         listener: Listener,
         *,
-        cache_salt: str = "",
         request_id: str | None = None,
-        adapter: Adapter | None = None,
-        priority: int = 0,
-        session: str = "",
-        hint: CacheHint | None = None,
-        residency: ResidencyName | None = None,
-        pins: Sequence[tuple[int, int]] | None = None,
+        **options: Any,
     ) -> str:
         """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
         self._check_alive()
         _, known = self._limits.checked(prompt, sampling)
-        number = next(self._numbers)
+        number = self.next_number()
         request_id = request_id or f"request-{number}"
         self._asked[number] = _Asked(request_id, listener)
         self._number_of[request_id] = number
         try:
-            self.send(
-                boundary.Submit(
-                    *(number, request_id, known.tobytes(), sampling, cache_salt, adapter, priority, session, hint),
-                    *(residency, None if pins is None else tuple(pins)),
-                ),
-            )
+            self.send(boundary.Submit(number, request_id, known.tobytes(), sampling, SubmitOptions(**options)))
         except BaseException:
             self._forget(number)
             raise
@@ -186,37 +181,29 @@ class RemoteEngine:
         self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
     ) -> Future[Prefetched | None]:
         tokens = None if prompt is None else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
-        call = next(self._numbers)
-        return self.call(boundary.BeginPrefetch(call, tokens, session, cache_salt, adapter), call, Prefetched | None)
+        return self.call("EngineClient.prefetch", tokens, session, cache_salt, adapter)[1]
 
-    def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
-        call = next(self._numbers)
-        forgotten: dict[str, int] = _result(self.call(boundary.Reset(call, tuple(tiers)), call, dict[str, int]), SLOW_S)
-        return forgotten
-
-    def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
-        call = next(self._numbers)
-        _result(self.call(boundary.Flush(call, level, timeout_s), call, None), timeout_s + STATS_S)
+    reset_cache = asked(EngineClient.reset_cache, SLOW_S)
+    wait_flushed = asked(EngineClient.wait_flushed, SLOW_S)
 
     def stats(self) -> EngineStats:
         return self.stats_and_figures()[0]
 
-    def stats_and_figures(self) -> tuple[EngineStats, list[FiguresState]]:
+    def stats_and_figures(self) -> tuple[EngineStats, list[RequestFigures]]:
         """And the figures of all other front processes."""
-        call = next(self._numbers)
-        asked = self.call(boundary.Stats(call), call, tuple[EngineStats, list[FiguresState]])
-        answer: tuple[EngineStats, list[FiguresState]] = _result(asked, STATS_S)
+        answer: tuple[EngineStats, list[RequestFigures]] = _result(self.call("EngineClient.stats")[1], STATS_S)
         return answer
 
-    def call(self, message: boundary.Call, call: int, kind: Any) -> Future[Any]:
-        """The future ends with the answer, of `kind`, or when the engine is gone. Its owner may cancel it: the answer goes nowhere then."""
+    def call(self, name: str, *arguments: Any) -> tuple[int, Future[Any]]:
+        """Its number, and a future that ends with the answer or when the engine is gone. Its owner may cancel it: the answer goes nowhere
+        then."""
         self._check_alive()
-        future: Future[Any] = Future()
-        self._calls[call] = future, kind
-        self.send(message)
+        number, future = self.next_number(), Future[Any]()
+        self._calls[number] = future, boundary.CALLS[name].gives
+        self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
         if self._error is not None:  # it has failed meanwhile, and may have missed this one
             self._end_calls(self._error)
-        return future
+        return number, future
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -288,14 +275,15 @@ class RemoteEngine:
                 self._settle(message)
             case boundary.Beat():
                 self._beat_s, self._beat_age_s = time.monotonic(), message.age_s
+                self.send(boundary.Awake(self.adapters.version))
                 while self.dropped:
                     self.send(boundary.LetGo(self.dropped.popleft()))
             case boundary.AdapterList():
-                self.adapters.loaded = {one.adapter.name: one for one in message.loaded}
-                self.send(boundary.AdaptersSeen(message.version))
+                self.adapters.loaded, self.adapters.version = {one.adapter.name: one for one in message.loaded}, message.version
+                self.send(boundary.Awake(message.version))
             case boundary.WantFigures():
                 if self.own_figures is not None:
-                    self.send(boundary.FrontFigures(self.own_figures.state()))
+                    self.send(boundary.FrontFigures(self.own_figures))
             case boundary.Failed():
                 self._fail(EngineClosed(f"the engine has failed: {message.why}"))
             case boundary.Bye():
@@ -309,7 +297,7 @@ class RemoteEngine:
             if (one := asked.get(number)) is not None:
                 one.listener(TokenEvent(one.request_id, (token,)))
         for event in message.rest:
-            found = asked.get(event.number) if event.finish is None else self._forget(event.number)
+            found = asked.get(event.number) if event.event.finish is None else self._forget(event.number)
             if found is not None:
                 found.listener(event.made(found.request_id))
 
@@ -325,9 +313,9 @@ class RemoteEngine:
     def _send_figures(self, before: bytes | None) -> None:
         now = before
         if self.own_figures is not None:
-            now = boundary.frame(boundary.FrontFigures(self.own_figures.state()))
+            now = boundary.frame(boundary.FrontFigures(self.own_figures))
             if now != before:
-                self.send(boundary.FrontFigures(self.own_figures.state()))
+                self.send(boundary.FrontFigures(self.own_figures))
         if self._loop is not None and not self._over.is_set():
             self._loop.call_later(FIGURES_S, self._send_figures, now)
 
@@ -358,24 +346,14 @@ class RemoteEngine:
                 future.set_exception(EngineClosed(str(error)))
 
 
-def _result(future: Future[Any], timeout_s: float) -> Any:
-    """Block for the answer, which the event loop reads: on its own thread nobody would."""
-    if asyncio._get_running_loop() is not None:
-        raise InvariantBroken("the event loop would wait for itself: call this on another thread")
-    try:
-        return future.result(timeout_s)
-    except FutureTimeout:
-        future.cancel()
-        raise DeadlineExceeded(f"the engine's process did not answer within {timeout_s:g} s") from None
-
-
 class RemoteAdapters:
     """Names as the engine last said: it waits for every front to know of a change before that counts as made."""
 
     def __init__(self, engine: RemoteEngine, loaded: Sequence[LoadedAdapter], may_load: bool) -> None:
         self.loaded = {one.adapter.name: one for one in loaded}
         self.root = True if may_load else None
-        self._engine = engine
+        self.version = 0  # of that list
+        self.engine = engine
 
     def all(self) -> tuple[LoadedAdapter, ...]:
         return tuple(self.loaded.values())
@@ -383,66 +361,35 @@ class RemoteAdapters:
     def find(self, name: str) -> LoadedAdapter | None:
         return self.loaded.get(name)
 
-    def try_hold(self, name: str) -> RemoteHold | None:
+    def try_hold(self, name: str) -> AbstractContextManager[Adapter] | None:
         found = self.loaded.get(name)
-        return None if found is None else RemoteHold(self._engine, found.adapter)
+        return None if found is None else self._hold(found.adapter)
 
-    def load_inside(self, name: str, path: str) -> LoadedAdapter:
-        call = next(self._engine._numbers)
-        loaded: LoadedAdapter = _result(self._engine.call(boundary.LoadAdapter(call, name, path), call, LoadedAdapter), SLOW_S)
-        return loaded
+    @contextmanager
+    def _hold(self, adapter: Adapter) -> Iterator[Adapter]:
+        """Requests that are sent meanwhile find the adapter as it was: the engine reads one message after another."""
+        number = self.engine.next_number()
+        self.engine.send(boundary.HoldAdapter(number, adapter))
+        try:
+            yield adapter
+        finally:
+            self.engine.send(boundary.LetGo(number))
 
-    def unload(self, name: str) -> bool:
-        call = next(self._engine._numbers)
-        return bool(_result(self._engine.call(boundary.UnloadAdapter(call, name), call, bool), SLOW_S))
+    load_inside = asked(AdapterNames.load_inside, SLOW_S)
+    unload = asked(AdapterNames.unload, SLOW_S)
 
 
 class RemoteSnapshots:
     """Each call waits for the engine's process, which waits for its tiers."""
 
     def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
+        self.engine = engine
 
-    def take(self, asked: SnapshotRequest) -> Snapshot:
-        call = next(self._engine._numbers)
-        taken: Snapshot = _result(self._engine.call(boundary.TakeSnapshot(call, asked), call, Snapshot), SNAPSHOT_S)
-        return taken
-
-    def all(self, cache_salt: str = "") -> SnapshotList:
-        call = next(self._engine._numbers)
-        found: SnapshotList = _result(self._engine.call(boundary.ListSnapshots(call, cache_salt), call, SnapshotList), SNAPSHOT_S)
-        return found
-
-    def find(self, name: str, cache_salt: str = "") -> Snapshot:
-        call = next(self._engine._numbers)
-        found: Snapshot = _result(self._engine.call(boundary.FindSnapshot(call, name, cache_salt), call, Snapshot), SNAPSHOT_S)
-        return found
-
-    def open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> SnapshotContent:
-        call = next(self._engine._numbers)
-        message = boundary.OpenSnapshot(call, name, cache_salt, adapter)
-        content: SnapshotContent = _result(self._engine.call(message, call, SnapshotContent), SNAPSHOT_S)
-        return content
-
-    def delete(self, name: str, cache_salt: str = "") -> None:
-        call = next(self._engine._numbers)
-        _result(self._engine.call(boundary.DeleteSnapshot(call, name, cache_salt), call, None), SNAPSHOT_S)
-
-
-class RemoteHold:
-    """Requests that are sent between its begin and its end find the adapter as it was: the engine reads one message after another."""
-
-    def __init__(self, engine: RemoteEngine, adapter: Adapter) -> None:
-        self._engine = engine
-        self._adapter = adapter
-        self._number = next(engine._numbers)
-        engine.send(boundary.HoldAdapter(self._number, adapter))
-
-    def __enter__(self) -> Adapter:
-        return self._adapter
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._engine.send(boundary.LetGo(self._number))
+    take = asked(SnapshotStore.take, SNAPSHOT_S)
+    all = asked(SnapshotStore.all, SNAPSHOT_S)
+    find = asked(SnapshotStore.find, SNAPSHOT_S)
+    open = asked(SnapshotStore.open, SNAPSHOT_S)
+    delete = asked(SnapshotStore.delete, SNAPSHOT_S)
 
 
 class RemoteGrammars:
@@ -450,8 +397,7 @@ class RemoteGrammars:
         self._engine = engine
 
     def begin(self, grammar: Grammar) -> Future[Any]:
-        call = next(self._engine._numbers)
-        asked = self._engine.call(boundary.Compile(call, grammar), call, None)
+        call, compiled = self._engine.call("GrammarCompiler.begin", grammar)
         kept: Future[Any] = Future()
 
         def settle(done: Future[Any]) -> None:
@@ -460,7 +406,7 @@ class RemoteGrammars:
             else:
                 kept.set_result(_KeptGrammar(self._engine, call))
 
-        asked.add_done_callback(settle)
+        compiled.add_done_callback(settle)
         return kept
 
     def late(self, future: Future[Any]) -> Exception:
@@ -479,29 +425,18 @@ class _KeptGrammar:
         self._engine.dropped.append(self._call)  # said with the next beat: this may run in the midst of anything
 
 
-class ManyFronts:
-    """`Fronts` of a server whose front processes share seats, and give each other their figures through the engine."""
+class ManyFronts(Fronts):
+    """Of a server whose front processes share seats, and give each other their figures through the engine."""
 
     def __init__(self, engine: RemoteEngine, book: SeatBook, index: int) -> None:
-        self._engine = engine
-        self._book = book
-        self._index = index
-
-    def count(self, gate: GateNumber) -> Count:
-        return SharedCount(self._book, self._index, gate)
+        super().__init__(engine, book, index)
+        self.engine_pid, self.started_s = engine.pid, engine.started_s
+        self._remote = engine
 
     def snapshot(self, own: RequestFigures) -> tuple[EngineStats, RequestFigures]:
-        stats, others = self._engine.stats_and_figures()
+        stats, others = self._remote.stats_and_figures()
         return stats, own.with_others(others)
 
     def note_connections(self, num: int) -> int:
         """This front has `num` open; returns what the one with the fewest has."""
-        return self._book.note_connections(self._index, num)
-
-    @property
-    def engine_pid(self) -> int | None:
-        return self._engine.pid
-
-    @property
-    def started_s(self) -> float:
-        return self._engine.started_s
+        return self.book.note_connections(self.index, num)

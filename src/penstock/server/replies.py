@@ -4,23 +4,25 @@ shapes, not where their content came from."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from penstock.contract import TokenLogprob
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken
 from penstock.server.tool_parsers import CallDelta, MessageParser, Parts
-from penstock.server.tools import AnswerFormat
+from penstock.server.tools import PLAIN, AnswerFormat
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
-    from penstock.server.schema import Generating
+    from penstock.server.schema import StreamOptions
 
 Json = dict[str, Any]
+BlockKind = Literal["reasoning", "text", "call"]
 OBFUSCATION_BYTES = 512  # a chunk without logprobs is smaller than that
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 
@@ -38,47 +40,6 @@ class Reply(Protocol):
 
     def failed(self, fault: Fault) -> bytes:
         """In place of what would have come: the status line is out."""
-
-
-class ChunkShapes(Protocol):
-    """The objects of one of OpenAI's routes whose streams are chunks of choices."""
-
-    def opening(self, index: int) -> Json | None:
-        """A chunk to be sent with the first that the choice says, right before it: clients time the first token by it."""
-
-    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json: ...
-
-    def usage_chunk(self, usage: Json) -> Json: ...
-
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json: ...
-
-
-class ChunkedReply:
-    """Chunks of choices in a row, then perhaps the usage, then `[DONE]`."""
-
-    def __init__(self, shapes: ChunkShapes, body: Generating) -> None:
-        self._shapes = shapes
-        self._body = body
-        self._opened: set[int] = set()  # choices that have said something
-
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        return self._shapes.whole(pieces, usage)
-
-    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
-        so_far = usage() if self._body.usage_in_every_chunk else None
-        chunks = []
-        for index, piece in pieces.items():
-            if index not in self._opened and (opening := self._shapes.opening(index)) is not None:
-                chunks.append(opening if so_far is None else {**opening, "usage": so_far})
-            self._opened.add(index)
-            chunks.append(self._shapes.chunk(index, piece, so_far))
-        return b"".join(sse(obfuscated(chunk) if self._body.obfuscate else chunk) for chunk in chunks)
-
-    def closing(self, usage: Callable[[], Json]) -> bytes:
-        return (sse(self._shapes.usage_chunk(usage())) if self._body.include_usage else b"") + SSE_DONE
-
-    def failed(self, fault: Fault) -> bytes:
-        return sse(fault.body())
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +62,54 @@ def heading(prefix: str, request_id: str, model: str, with_usage: bool) -> Headi
     return Heading(f"{prefix}{request_id}", model, int(time.time()), with_usage)
 
 
-class CompletionReply:
-    def __init__(self, tokenizer: TextCodec, head: Heading, logprobs: int | None) -> None:
+class ChunkedReply:
+    """Of OpenAI's routes whose streams are chunks of choices in a row, then perhaps the usage, then `[DONE]`."""
+
+    kind = chunk_kind = ""
+
+    def __init__(self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None) -> None:
         self._tokenizer = tokenizer
+        self._options: StreamOptions = body.streaming
         self._head = head
-        self._logprobs = logprobs
+        self._read_as = read_as
+        self._logprobs: int | None = body.num_logprobs
+        self._opened: set[int] = set()  # choices that have said something
+
+    def choice(self, index: int, piece: ChoiceDelta) -> Json:
+        raise NotImplementedError
+
+    def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
+        return self.choice(index, piece)
 
     def opening(self, index: int) -> Json | None:
+        """Of a chunk to be sent with the first that the choice says, right before it: clients time the first token by it."""
         return None
 
-    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json:
-        return self._head.chunk("text_completion", [self._choice(index, piece)], usage)
-
-    def usage_chunk(self, usage: Json) -> Json:
-        return self._head.chunk("text_completion", [], usage)
-
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
-        return self._head.of("text_completion", choices, usage=usage)
+        return self._head.of(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage=usage)
 
-    def _choice(self, index: int, piece: ChoiceDelta) -> Json:
+    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
+        so_far = usage() if self._options.continuous_usage_stats else None
+        choices = []
+        for index, piece in pieces.items():
+            if index not in self._opened and (opening := self.opening(index)) is not None:
+                choices.append(opening)
+            self._opened.add(index)
+            choices.append(self.chunk_choice(index, piece))
+        chunks = [self._head.chunk(self.chunk_kind, [choice], so_far) for choice in choices]
+        return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
+
+    def closing(self, usage: Callable[[], Json]) -> bytes:
+        return (sse(self._head.chunk(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
+
+    def failed(self, fault: Fault) -> bytes:
+        return sse(fault.body())
+
+
+class CompletionReply(ChunkedReply):
+    kind = chunk_kind = "text_completion"
+
+    def choice(self, index: int, piece: ChoiceDelta) -> Json:
         scores = None if self._logprobs is None else self._scores(piece.tokens)
         return {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
 
@@ -146,35 +135,54 @@ class CompletionReply:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-class ChatReply:
-    def __init__(self, tokenizer: TextCodec, head: Heading, logprobs: int | None) -> None:
-        self._tokenizer = tokenizer
-        self._head = head
-        self._logprobs = logprobs
+class ChatReply(ChunkedReply):
+    """With `read_as`, text is taken apart on its way out: reasoning, content, calls."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None) -> None:
+        super().__init__(tokenizer, body, head, read_as)
+        self._parsers: dict[int, MessageParser] = {}
 
     def opening(self, index: int) -> Json | None:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._head.chunk("chat.completion.chunk", [choice])
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json:
-        delta = {"content": piece.text} if piece.text else {}
-        choice = {"index": index, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": piece.finish}
-        return self._head.chunk("chat.completion.chunk", [choice], usage)
+    def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
+        parts, finish = self._parse(index, piece)
+        delta: Json = {"content": parts.content} if parts.content else {}
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            delta["tool_calls"] = [self._call(call) for call in parts.calls]
+        return {"index": index, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
 
-    def usage_chunk(self, usage: Json) -> Json:
-        return self._head.chunk("chat.completion.chunk", [], usage)
+    def choice(self, index: int, piece: ChoiceDelta) -> Json:
+        parts, finish = self._parse(index, piece)
+        message: Json = {"role": "assistant", "content": parts.content, "refusal": None}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            calls = [self._call(call) for call in parts.calls]
+            message["content"] = parts.content or None
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        return {"index": index, "message": message, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                "logprobs": self._scores(piece.tokens),
-                "finish_reason": piece.finish,
-            }
-            for index, piece in enumerate(pieces)
-        ]
-        return self._head.of("chat.completion", choices, usage=usage)
+    def _parse(self, index: int, piece: ChoiceDelta) -> tuple[Parts, str | None]:
+        if self._read_as is None:
+            return Parts(piece.text), piece.finish
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self._read_as.parser()
+        parts = parser.push(piece.text, last=piece.finish is not None)
+        return parts, "tool_calls" if piece.finish == "stop" and parser.num_calls else piece.finish
+
+    def _call(self, call: CallDelta) -> Json:
+        """The first news of a call has its id and name."""
+        assert self._read_as is not None
+        if call.name is None:
+            return {"index": call.number, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.number, "id": self._read_as.call_id(), "type": "function", "function": function}
 
     def _scores(self, tokens: Sequence[ScoredToken]) -> Json | None:
         if self._logprobs is None:
@@ -189,62 +197,6 @@ class ChatReply:
         """Bytes as they stand in the message: those of its tokens in a row are the message."""
         raw = self._tokenizer.token_bytes(token, first)
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
-
-
-class CallingReply:
-    """A chat's reply whose text is taken apart on its way out: reasoning, content, calls."""
-
-    def __init__(self, inner: ChunkShapes, reading: AnswerFormat) -> None:
-        self._inner = inner
-        self._reading = reading
-        self._parsers: dict[int, MessageParser] = {}
-
-    def opening(self, index: int) -> Json | None:
-        return self._inner.opening(index)
-
-    def usage_chunk(self, usage: Json) -> Json:
-        return self._inner.usage_chunk(usage)
-
-    def chunk(self, index: int, piece: ChoiceDelta, usage: Json | None = None) -> Json:
-        parts, finish = self._parse(index, piece)
-        made = self._inner.chunk(index, piece._replace(text=parts.content, finish=finish), usage)
-        delta = made["choices"][0]["delta"]
-        if parts.reasoning:
-            delta["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            delta["tool_calls"] = [self._call(call) for call in parts.calls]
-        return made
-
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        parsed = [self._parse(index, piece) for index, piece in enumerate(pieces)]
-        texts = [piece._replace(text=parts.content, finish=finish) for piece, (parts, finish) in zip(pieces, parsed, strict=True)]
-        made = self._inner.whole(texts, usage)
-        for choice, (parts, _) in zip(made["choices"], parsed, strict=True):
-            message = choice["message"]
-            if parts.reasoning:
-                message["reasoning_content"] = parts.reasoning
-            if parts.calls:
-                message["content"] = parts.content or None
-                message["tool_calls"] = [_without(self._call(call), "index") for call in parts.calls]
-        return made
-
-    def _parse(self, index: int, piece: ChoiceDelta) -> tuple[Parts, str | None]:
-        parser = self._parsers.get(index)
-        if parser is None:
-            parser = self._parsers[index] = self._reading.parser()
-        parts = parser.push(piece.text, last=piece.finish is not None)
-        return parts, "tool_calls" if piece.finish == "stop" and parser.num_calls else piece.finish
-
-    def _call(self, call: CallDelta) -> Json:
-        """The first news of a call has its id and name."""
-        if call.name is None:
-            return {"index": call.number, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.number, "id": self._reading.call_id(), "type": "function", "function": function}
-
-
-def _without(fields: Json, name: str) -> Json:
-    return {key: value for key, value in fields.items() if key != name}
 
 
 def _finite(logprob: float) -> float:
@@ -278,23 +230,35 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
 # ------------------------------------------------------------------------------------------------- answers made of blocks
 
 
-class BlockStep(NamedTuple):
-    """One step in writing an answer that is a row of blocks: each is opened, added to, and closed before the next."""
+class BlockReply:
+    """An answer that is a row of blocks, whole or as events: each block is opened, added to, and closed before the next. There is at least
+    one, though it be empty. Their shapes are those of the API that was asked."""
 
-    what: Literal["open", "add", "close"]
-    kind: Literal["reasoning", "text", "call"]
-    text: str = ""  # what is added; of a call that is opened, its name
-
-
-class Blocks:
-    """Takes an answer apart into blocks as it comes. There is at least one, though it be empty."""
-
-    def __init__(self, reading: AnswerFormat) -> None:
+    def __init__(self, read_as: AnswerFormat | None) -> None:
         self.finish: str | None = None
-        self._parser = reading.parser()
-        self._kind: Literal["reasoning", "text", "call"] | None = None  # of the block that is open
+        self.reading = read_as or PLAIN
+        self._parser = self.reading.parser()
+        self._kind: BlockKind | None = None  # of the block that is open
 
-    def steps(self, piece: ChoiceDelta) -> Iterator[BlockStep]:
+    def opened(self, kind: BlockKind, name: str) -> Iterator[Json]:
+        raise NotImplementedError
+
+    def added(self, kind: BlockKind, text: str) -> Json:
+        raise NotImplementedError
+
+    def closed(self, kind: BlockKind) -> Iterator[Json]:
+        raise NotImplementedError
+
+    def ended(self, usage: Json) -> Json:
+        """All of it."""
+        raise NotImplementedError
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
+        deque(self.take(pieces[0]), maxlen=0)
+        return self.ended(usage)
+
+    def take(self, piece: ChoiceDelta) -> Iterator[Json]:
+        """Events."""
         for kind, text in self._parser.push(piece.text, last=piece.finish is not None).row:
             if kind == "call":
                 yield from self._open("call", text)
@@ -306,19 +270,19 @@ class Blocks:
                 yield from self._open("text")
             yield from self._close()
 
-    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockStep]:
+    def _add(self, kind: BlockKind, text: str) -> Iterator[Json]:
         if self._kind != kind:
             yield from self._open(kind)
-        yield BlockStep("add", kind, text)
+        yield self.added(kind, text)
 
-    def _open(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[BlockStep]:
+    def _open(self, kind: BlockKind, name: str = "") -> Iterator[Json]:
         yield from self._close()
         self._kind = kind
-        yield BlockStep("open", kind, name)
+        yield from self.opened(kind, name)
 
-    def _close(self) -> Iterator[BlockStep]:
+    def _close(self) -> Iterator[Json]:
         if self._kind is not None:
-            yield BlockStep("close", self._kind)
+            yield from self.closed(self._kind)
 
 
 def event(content: Json) -> bytes:

@@ -8,58 +8,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from penstock.config import ResidencyName
 from penstock.errors import InvalidRequest
-from penstock.server.replies import Blocks, BlockStep, Heading, Json, event, obfuscated
-from penstock.server.schema import (
-    CacheHintOptions,
-    ChatBody,
-    Count,
-    Label,
-    Message,
-    Metadata,
-    Name,
-    Neutral,
-    Priority,
-    Spans,
-    StreamOptions,
-    Unsupported,
-    check_neutral,
-    own_fields,
-)
+from penstock.server import schema
+from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event, obfuscated
 from penstock.server.structured import JsonSchema, ResponseFormat, Schema
 from penstock.server.text import ChoiceDelta
-from penstock.server.tools import (
-    MOST_TOOLS,
-    PLAIN,
-    AnswerFormat,
-    CalledFunction,
-    Function,
-    FunctionName,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from penstock.server.tools import MOST_TOOLS, AnswerFormat, CalledFunction, CallId, Function, FunctionName, Tool, ToolCall, chosen
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
 _NOT_STORED = "answers are not stored: send the whole conversation as input"
-NEUTRAL: dict[str, Neutral] = {
-    "background": Neutral((False,), "answers come while the client waits"),
-    "conversation": Neutral((), _NOT_STORED),
-    "include": Neutral(([], ["reasoning.encrypted_content"]), "answers have nothing else to include; reasoning is not encrypted"),
-    "max_tool_calls": Neutral((), "this server runs no tools itself"),
-    "previous_response_id": Neutral((), _NOT_STORED),
-    "prompt": Neutral((), "prompts are not stored: send instructions and input"),
-    "prompt_cache_retention": Neutral(("in_memory", "in-memory"), "cache_hint.retain_s says how long KV is wanted"),
-    "service_tier": Neutral(("auto", "default"), "there is one tier; priority says who goes first"),
-    "store": Neutral((False,), _NOT_STORED),
-    "top_logprobs": Neutral((0,), "logprobs are a field of /v1/chat/completions"),
-    "truncation": Neutral(("disabled",), "a conversation that does not fit is refused and not cut"),
+NEUTRAL: dict[str, schema.Neutral] = {
+    "background": schema.Neutral((False,), "answers come while the client waits"),
+    "conversation": schema.Neutral((), _NOT_STORED),
+    "include": schema.Neutral(([], ["reasoning.encrypted_content"]), "answers have nothing else to include; reasoning is not encrypted"),
+    "max_tool_calls": schema.Neutral((), "this server runs no tools itself"),
+    "previous_response_id": schema.Neutral((), _NOT_STORED),
+    "prompt": schema.Neutral((), "prompts are not stored: send instructions and input"),
+    "prompt_cache_retention": schema.Neutral(("in_memory", "in-memory"), "cache_hint.retain_s says how long KV is wanted"),
+    "service_tier": schema.Neutral(("auto", "default"), "there is one tier; priority says who goes first"),
+    "store": schema.Neutral((False,), _NOT_STORED),
+    "top_logprobs": schema.Neutral((0,), "logprobs are a field of /v1/chat/completions"),
+    "truncation": schema.Neutral(("disabled",), "a conversation that does not fit is refused and not cut"),
 }
 NO_EFFECT = ("metadata", "safety_identifier", "user")
 # What a field of the chat is called here.
@@ -80,26 +52,25 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 Content = str | list[ContentPart]
-CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One item of the input. A message need not say that it is one, so the types share their fields."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    id: Label | None = None
+    id: schema.Label | None = None
     status: _STATUS | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None
-    phase: Label | None = None
+    phase: schema.Label | None = None
     call_id: CallId | None = None
     name: FunctionName | None = None
     arguments: str | None = None
     output: Content | None = None
     summary: list[Any] | None = None  # of reasoning, which is not shown to the model again
     encrypted_content: str | None = None
-    namespace: Unsupported = None
-    caller: Unsupported = None
+    namespace: schema.Unsupported = None
+    caller: schema.Unsupported = None
 
     def __post_init__(self) -> None:
         needed, allowed = _FIELDS[self.type]
@@ -110,8 +81,7 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        said = self.output if self.type == "function_call_output" else self.content
-        return said if isinstance(said, str) else "\n".join(part.text for part in said or ())
+        return schema.text_of(self.output if self.type == "function_call_output" else self.content)
 
 
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: what is needed, what else there may be
@@ -123,17 +93,9 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: what
 _ALL_FIELDS = ("role", "content", "phase", "call_id", "name", "arguments", "output", "summary", "encrypted_content")
 
 
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class FunctionTool(Function, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # as of chats: forced calls always fit
     defer_loading: Literal[False] | None = None
-
-    def tool(self) -> Tool:
-        function = Function(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
-        return Tool(type="function", function=function)
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -168,20 +130,20 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """These models have no such settings."""
 
-    effort: Unsupported = None
+    effort: schema.Unsupported = None
     summary: Literal["auto"] | None = None
-    generate_summary: Unsupported = None
+    generate_summary: schema.Unsupported = None
 
 
 class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
     model: str
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: schema.Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
@@ -191,70 +153,58 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    prompt_cache_key: Name | None = None
-    user: Label | None = None
-    safety_identifier: Label | None = None
-    metadata: Metadata | None = None
-    context_management: Unsupported = None
-    moderation: Unsupported = None
-    prompt_cache_options: Unsupported = None
-    # Our own.
-    seed: int | None = None
-    cache_salt: Label | None = None
-    priority: Priority | None = None
-    session_id: Name | None = None
-    cache_hint: CacheHintOptions | None = None
-    kv_residency: ResidencyName | None = None
-    kv_pin_spans: Spans | None = None
+    prompt_cache_key: schema.Name | None = None
+    user: schema.Label | None = None
+    safety_identifier: schema.Label | None = None
+    metadata: schema.Metadata | None = None
+    context_management: schema.Unsupported = None
+    moderation: schema.Unsupported = None
+    prompt_cache_options: schema.Unsupported = None
     # What follows is in NEUTRAL.
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
     include: list[str] | None = None
-    max_tool_calls: Count | None = None
+    max_tool_calls: schema.Count | None = None
     previous_response_id: str | None = None
     prompt: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
     store: bool | None = None
-    top_logprobs: Count | None = None
+    top_logprobs: schema.Count | None = None
     truncation: str | None = None
 
-    def messages(self) -> list[Message]:
-        said = [Message(role="system", content=self.instructions)] if self.instructions else []
+    def messages(self) -> list[schema.Message]:
+        said = [schema.Message(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
-            return [*said, Message(role="user", content=self.input)]
+            return [*said, schema.Message(role="user", content=self.input)]
         said += _messages(self.input)
         if not said:
             raise InvalidRequest("input has no message", "input")
         return said
 
-    def choice(self) -> ToolChoice | None:
-        chosen = self.tool_choice
-        return NamedTool("function", NamedFunction(chosen.name)) if isinstance(chosen, ChosenFunction) else chosen
 
-
-def _messages(items: Sequence[Item]) -> list[Message]:
+def _messages(items: Sequence[Item]) -> list[schema.Message]:
     """Calls in a row are one message of the assistant, together with what it said right before them."""
-    made: list[Message] = []
+    made: list[schema.Message] = []
     for item in items:
         if item.type == "function_call":
             call = ToolCall(id=item.call_id or "", function=CalledFunction(item.name or "", item.arguments or ""))
             if not made or made[-1].role != "assistant":
-                made.append(Message(role="assistant", content=""))
+                made.append(schema.Message(role="assistant", content=""))
             made[-1].tool_calls = [*(made[-1].tool_calls or ()), call]
         elif item.type == "function_call_output":
-            made.append(Message(role="tool", content=item.text, tool_call_id=item.call_id))
+            made.append(schema.Message(role="tool", content=item.text, tool_call_id=item.call_id))
         elif item.role is not None:
-            made.append(Message(role=item.role, content=item.text))
+            made.append(schema.Message(role=item.role, content=item.text))
     return made
 
 
-def as_chat(given: ResponsesBody, reasons: bool) -> ChatBody:
-    check_neutral(given, NEUTRAL)
+def as_chat(given: ResponsesBody, reasons: bool) -> schema.ChatBody:
+    schema.check_neutral(given, NEUTRAL)
     form = None if given.text is None or given.text.format is None else given.text.format.response_format()
-    options = None if given.stream_options is None else StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
-    return ChatBody(
-        **own_fields(given),
+    options = None if given.stream_options is None else schema.StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
+    return schema.ChatBody(
+        **schema.own_fields(given),
         model=given.model,
         messages=given.messages(),
         max_tokens=given.max_output_tokens,
@@ -262,8 +212,8 @@ def as_chat(given: ResponsesBody, reasons: bool) -> ChatBody:
         top_p=given.top_p,
         stream=given.stream,
         stream_options=options,
-        tools=None if given.tools is None else [tool.tool() for tool in given.tools],
-        tool_choice=given.choice(),
+        tools=None if given.tools is None else [Tool(type="function", function=tool) for tool in given.tools],
+        tool_choice=chosen(given.tool_choice.name) if isinstance(given.tool_choice, ChosenFunction) else given.tool_choice,
         parallel_tool_calls=given.parallel_tool_calls,
         response_format=form,
         prompt_cache_key=given.prompt_cache_key,
@@ -273,57 +223,49 @@ def as_chat(given: ResponsesBody, reasons: bool) -> ChatBody:
 # ------------------------------------------------------------------------------------------------------------- the answer
 
 
-class ResponsesReply:
+class ResponsesReply(BlockReply):
     """One response of items, as a whole or as the numbered events that put it together."""
 
     def __init__(self, tokenizer: TextCodec, given: ResponsesBody, head: Heading, read_as: AnswerFormat | None) -> None:
+        super().__init__(read_as)
         self._tokenizer = tokenizer
-        self._reading = read_as or PLAIN
-        self._blocks = Blocks(self._reading)
         self._output: list[Json] = []
         self._response = _echoed(given, head)
         self._unique = head.id.removeprefix("resp_")
         self._padded = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
         self._number = 0  # of the next event
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        list(self._take(pieces[0]))
-        return self._ended(usage)
-
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
-        made = [] if self._number else [("response.created", self._so_far()), ("response.in_progress", self._so_far())]
-        made += [one for piece in pieces.values() for one in self._take(piece)]
-        return b"".join(self._event(name, fields) for name, fields in made)
+        so_far = {"response": {**self._response, "output": []}}
+        made = [] if self._number else [{"type": name, **so_far} for name in ("response.created", "response.in_progress")]
+        made += [one for piece in pieces.values() for one in self.take(piece)]
+        return b"".join(map(self._event, made))
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
-        response = self._ended(usage())
-        return self._event(f"response.{response['status']}", {"response": response})
+        response = self.ended(usage())
+        return self._event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, fault: Fault) -> bytes:
         error = {"code": "server_error", "message": fault.body()["error"]["message"]}
-        return self._event("response.failed", {"response": {**self._response, "status": "failed", "output": self._output, "error": error}})
+        response = {**self._response, "status": "failed", "output": self._output, "error": error}
+        return self._event({"type": "response.failed", "response": response})
 
-    def _event(self, name: str, fields: Json) -> bytes:
-        made = {"type": name, "sequence_number": self._number, **fields}
+    def _event(self, made: Json) -> bytes:
+        made["sequence_number"] = self._number
         self._number += 1
-        return event(obfuscated(made) if self._padded and name.endswith(".delta") else made)
+        return event(obfuscated(made) if self._padded and made["type"].endswith(".delta") else made)
 
-    def _so_far(self) -> Json:
-        return {"response": {**self._response, "output": []}}
-
-    def _ended(self, usage: Json) -> Json:
-        cut = self._blocks.finish == "length"
+    def ended(self, usage: Json) -> Json:
+        cut = self.finish == "length"
         details = {"reason": "max_output_tokens"} if cut else None
         ending = {"status": "incomplete" if cut else "completed", "incomplete_details": details, "output": self._output}
         return {**self._response, **ending, "usage": self._usage(usage)}
 
     def _usage(self, usage: Json) -> Json:
-        prompt = usage["prompt_tokens_details"]
-        residency = {name: prompt[name] for name in ("kv_residency",) if name in prompt}
         thought = "".join(part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"])
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": prompt["cached_tokens"], "cache_write_tokens": 0, **residency},
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": len(self._tokenizer.encode(thought, add_special=False)) if thought else 0},
             "total_tokens": usage["total_tokens"],
@@ -331,61 +273,51 @@ class ResponsesReply:
 
     # ---- items
 
-    def _take(self, piece: ChoiceDelta) -> Iterator[tuple[str, Json]]:
-        for step in self._blocks.steps(piece):
-            if step.what == "open":
-                yield from self._open(step)
-            elif step.what == "add":
-                yield self._add(step)
-            else:
-                yield from self._close(step)
-
-    def _open(self, step: BlockStep) -> Iterator[tuple[str, Json]]:
+    def opened(self, kind: BlockKind, name: str) -> Iterator[Json]:
         number = len(self._output)
-        prefix = {"text": "msg", "call": "fc", "reasoning": "rs"}[step.kind]
+        prefix = {"text": "msg", "call": "fc", "reasoning": "rs"}[kind]
         item: Json = {"id": f"{prefix}_{self._unique}_{number}", "status": "in_progress"}
-        match step.kind:
+        match kind:
             case "text":
                 item |= {"type": "message", "role": "assistant", "content": []}
             case "reasoning":
                 item |= {"type": "reasoning", "summary": [], "content": []}
             case "call":
-                item |= {"type": "function_call", "call_id": self._reading.call_id(), "name": step.text, "arguments": ""}
+                item |= {"type": "function_call", "call_id": self.reading.call_id(), "name": name, "arguments": ""}
         self._output.append(item)
-        yield "response.output_item.added", {"output_index": number, "item": _copied(item)}
-        if step.kind != "call":
-            item["content"].append(_part(step.kind))
-            yield "response.content_part.added", {**self._at(item), "part": _part(step.kind)}
+        yield {"type": "response.output_item.added", "output_index": number, "item": _copied(item)}
+        if kind != "call":
+            item["content"].append(_part(kind))
+            yield self._at("content_part.added", part=_part(kind))
 
-    def _add(self, step: BlockStep) -> tuple[str, Json]:
+    def added(self, kind: BlockKind, text: str) -> Json:
         item = self._output[-1]
-        if step.kind == "call":
-            item["arguments"] += step.text
-            return "response.function_call_arguments.delta", {**self._of(item), "delta": step.text}
-        item["content"][0]["text"] += step.text
-        scores: Json = {"logprobs": []} if step.kind == "text" else {}
-        return f"response.{_STREAMED[step.kind]}.delta", {**self._at(item), "delta": step.text, **scores}
+        if kind == "call":
+            item["arguments"] += text
+            return self._of("function_call_arguments.delta", delta=text)
+        item["content"][0]["text"] += text
+        return self._at(f"{_STREAMED[kind]}.delta", delta=text, **_SCORES[kind])
 
-    def _close(self, step: BlockStep) -> Iterator[tuple[str, Json]]:
+    def closed(self, kind: BlockKind) -> Iterator[Json]:
         item = self._output[-1]
-        item["status"] = "incomplete" if self._blocks.finish == "length" else "completed"
-        if step.kind == "call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield "response.function_call_arguments.done", {**self._of(item), **done}
+        item["status"] = "incomplete" if self.finish == "length" else "completed"
+        if kind == "call":
+            yield self._of("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]
-            scores: Json = {"logprobs": []} if step.kind == "text" else {}
-            yield f"response.{_STREAMED[step.kind]}.done", {**self._at(item), "text": part["text"], **scores}
-            yield "response.content_part.done", {**self._at(item), "part": dict(part)}
-        yield "response.output_item.done", {"output_index": len(self._output) - 1, "item": _copied(item)}
+            yield self._at(f"{_STREAMED[kind]}.done", text=part["text"], **_SCORES[kind])
+            yield self._at("content_part.done", part=dict(part))
+        yield {"type": "response.output_item.done", "output_index": len(self._output) - 1, "item": _copied(item)}
 
-    def _of(self, item: Json) -> Json:
-        return {"item_id": item["id"], "output_index": len(self._output) - 1}
+    def _of(self, kind: str, **fields: Any) -> Json:
+        """About the item that is open."""
+        return {"type": f"response.{kind}", "item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **fields}
 
-    def _at(self, item: Json) -> Json:
-        return {**self._of(item), "content_index": 0}
+    def _at(self, kind: str, **fields: Any) -> Json:
+        return self._of(kind, content_index=0, **fields)
 
 
+_SCORES: dict[str, Json] = {"text": {"logprobs": []}, "reasoning": {}}
 _STREAMED = {"text": "output_text", "reasoning": "reasoning_text"}
 
 

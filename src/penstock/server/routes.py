@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, cast
 
-import msgspec
+import anyio
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
-from penstock.contract import Prefetched
+from penstock.contract import LoadedAdapter, Prefetched
 from penstock.errors import InvalidRequest
 from penstock.figures import Traffic
 from penstock.server import about, messages, metrics, schema
-from penstock.server.adapters import Adapters, adapter_card
 from penstock.server.client import FlushLevel
+from penstock.server.connection import read_body
 from penstock.server.faults import Refused, json_response
 from penstock.server.generate import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Generate, in_words_of
-from penstock.server.limits import read_body
 from penstock.server.service import Service
 from penstock.server.snapshots import SnapshotRoutes
-from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_prompt, within_context
+from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_given
 from penstock.server.tools import reasons
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
@@ -34,31 +33,23 @@ LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the 
 
 def make_routes(service: Service) -> list[Route]:
     small, adapters, snapshots = Small(service), Adapters(service), SnapshotRoutes(service)
-    return [
-        Route("/v1/completions", Generate(service, COMPLETIONS), methods=["POST"]),
-        Route("/v1/chat/completions", Generate(service, CHAT), methods=["POST"]),
-        Route("/v1/responses", Generate(service, RESPONSES), methods=["POST"]),
-        Route("/v1/messages", Generate(service, MESSAGES), methods=["POST"]),
-        Route("/v1/messages/count_tokens", small.count_tokens, methods=["POST"]),
-        Route("/v1/models", small.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", small.model, methods=["GET"]),
-        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
-        Route("/v1/snapshots", snapshots.collection, methods=["GET", "POST"]),
-        Route("/v1/snapshots/{name:path}", snapshots.one, methods=["GET", "DELETE"]),
-        Route("/tokenize", small.tokenize, methods=["POST"]),
-        Route("/detokenize", small.detokenize, methods=["POST"]),
-        Route("/cache/flush", small.cache_flush, methods=["POST"]),
-        Route("/cache/prefetch", small.cache_prefetch, methods=["POST"]),
-        Route("/cache/reset", small.cache_reset, methods=["POST"]),
-        Route("/cache/stats", small.cache_stats, methods=["GET"]),
-        Route("/health", small.health, methods=["GET"]),
-        Route("/live", small.live, methods=["GET"]),
-        Route("/metrics", small.metrics, methods=["GET"]),
-        Route("/version", small.version, methods=["GET"]),
-        Route("/openapi.json", small.openapi, methods=["GET"]),
-        Route("/", small.landing, methods=["GET"]),
-    ]
+    generating = {"completions": COMPLETIONS, "chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
+    endpoints: dict[str, Any] = {
+        **{f"/v1/{path}": Generate(service, kind) for path, kind in generating.items()},
+        "/v1/messages/count_tokens": small.count_tokens,
+        "/v1/models": small.models,
+        "/v1/models/{model}": small.model,
+        "/v1/load_lora_adapter": adapters.load,
+        "/v1/unload_lora_adapter": adapters.unload,
+        "/v1/snapshots": snapshots.collection,
+        "/v1/snapshots/{name}": snapshots.one,
+        **{f"/cache/{name}": getattr(small, f"cache_{name}") for name in ("flush", "prefetch", "reset", "stats")},
+        **{f"/{name}": getattr(small, name) for name in ("tokenize", "detokenize", "health", "live", "metrics", "version")},
+        "/openapi.json": small.openapi,
+        "/": small.landing,
+    }
+    methods = {"/": "get", **{path: methods for path, (methods, _, _) in about.ROUTES.items()}}
+    return [Route(path.replace("}", ":path}"), one, methods=methods[path].upper().split()) for path, one in endpoints.items()]
 
 
 class Small:
@@ -83,7 +74,7 @@ class Small:
 
     async def tokenize(self, request: Request) -> Response:
         with self._service.side.take(1):
-            body, num_bytes = await self._body(request, schema.TokenizeBody)
+            body, num_bytes = await self._service.body(request, schema.TokenizeBody)
             body.check()
             tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
 
@@ -98,7 +89,7 @@ class Small:
 
     async def count_tokens(self, request: Request) -> Response:
         with self._service.side.take(1):
-            given, num_bytes = await self._body(request, messages.CountTokensBody, **messages.QUERIES)
+            given, num_bytes = await self._service.body(request, messages.CountTokensBody, **messages.QUERIES)
             tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
 
             def reply() -> Response:
@@ -111,7 +102,7 @@ class Small:
 
     async def detokenize(self, request: Request) -> Response:
         with self._service.side.take(1):
-            body, num_bytes = await self._body(request, schema.DetokenizeBody)
+            body, num_bytes = await self._service.body(request, schema.DetokenizeBody)
             tokenizer = self._service.engine.tokenizer
             check_num_tokens(body.tokens, self._service.side_rules.most, "tokens")
             check_ids(tokenizer, body.tokens, "tokens")
@@ -142,7 +133,7 @@ class Small:
     async def cache_prefetch(self, request: Request) -> Response:
         """Answers when it has begun."""
         with self._service.side.take(1):
-            body, num_bytes = await self._body(request, schema.PrefetchBody)
+            body, num_bytes = await self._service.body(request, schema.PrefetchBody)
             body.check()
             found = await self._service.prefetch(await self._service.compute(lambda: self._begin_prefetch(body), num_bytes))
             if found is None:
@@ -155,11 +146,7 @@ class Small:
         engine, rules, salt = self._service.engine, self._service.prompt_rules, body.cache_salt or ""
         if body.session_id is not None:
             return engine.prefetch(session=body.session_id, cache_salt=salt)
-        with within_context():
-            if body.messages is not None:
-                tokens: Sequence[int] = encode_chat(engine.tokenizer, body.messages, rules)
-            else:
-                tokens = encode_prompt(engine.tokenizer, body.prompt or "", rules)
+        tokens = encode_given(engine.tokenizer, body, rules)
         with self._service.hold_model(body.model or self._service.names[0]) as adapter:
             return engine.prefetch(tokens, cache_salt=salt, adapter=adapter)
 
@@ -221,29 +208,53 @@ class Small:
             ("key", "needed" if service.config.api_key is not None else "not needed"),
         ]
 
-    async def _body(self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]) -> tuple[Any, int]:
-        schema.check_query(request.query_params, **queries)
-        data = await read_body(request.scope, request.receive, self._service.config)
-        body: Any = schema.decode(data, kind)
-        self._service.check_model(body.model)
-        return body, len(data)
-
     async def _no_fields(self, request: Request) -> None:
         """What somebody says in a body instead of the query is refused, not ignored."""
         if data := await read_body(request.scope, request.receive, self._service.config):
             schema.decode(data, schema.NoFields)
 
     def _card(self, name: str) -> dict[str, Any]:
-        engine = self._service.engine
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._service.created,
-            "owned_by": "penstock",
-            "root": engine.name,
-            "parent": None,
-            "max_model_len": engine.max_model_len,
-        }
+        return model_card(self._service, name, self._service.created, self._service.engine.name)
+
+
+def model_card(service: Service, name: str, created: int, root: str, parent: str | None = None) -> dict[str, Any]:
+    """As it is listed."""
+    card = {"id": name, "object": "model", "created": created, "owned_by": "penstock", "root": root, "parent": parent}
+    return {**card, "max_model_len": service.engine.max_model_len}
+
+
+class Adapters:
+    """Both routes answer 403 unless the server was told which directory clients may load from."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._turn = anyio.CapacityLimiter(1)  # each reads and holds a whole file; the threads for prompts are others
+
+    async def load(self, request: Request) -> Response:
+        self._check_allowed()
+        with self._service.loads.take(1):
+            body, _ = await self._service.body(request, schema.LoadLoraBody)
+            if body.lora_name in self._service.names:
+                raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")
+            store = self._service.engine.adapters
+            loaded = await anyio.to_thread.run_sync(store.load_inside, body.lora_name, body.lora_path, limiter=self._turn)
+            return json_response({**adapter_card(self._service, loaded), "replaced": loaded.replaced})
+
+    async def unload(self, request: Request) -> Response:
+        self._check_allowed()
+        body, _ = await self._service.body(request, schema.UnloadLoraBody)
+        if not await anyio.to_thread.run_sync(self._service.engine.adapters.unload, body.lora_name, limiter=self._turn):
+            raise Refused(404, f"there is no adapter {body.lora_name!r} here", param="lora_name", code="model_not_found")
+        return json_response({"id": body.lora_name, "object": "model", "deleted": True})
+
+    def _check_allowed(self) -> None:
+        if self._service.engine.adapters.root is None:
+            message = "adapters cannot be loaded or unloaded over HTTP here: the server was started without --lora-dir"
+            raise Refused(403, message, code="lora_loading_off")
+
+
+def adapter_card(service: Service, loaded: LoadedAdapter) -> dict[str, Any]:
+    return model_card(service, loaded.adapter.name, int(loaded.loaded_s), loaded.root, service.names[0])
 
 
 def _traffic(traffic: Traffic) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 from penstock.config import MAX_SPANS, ResidencyName
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
-from penstock.server.structured import Asked, Structured
+from penstock.server.structured import Asked, ResponseFormat, Schema, StructuredOutputs, Text, Words, asked_of
 from penstock.server.tools import ToolCall, ToolChoice, ToolRequest, Tools, asking
 
 MAX_INT = 2**31 - 1
@@ -102,7 +102,24 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
         return CacheHint(self.retain_s, None if self.priority is None else Weight[self.priority.upper()], bool(self.release))
 
 
-class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
+class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of this server's own that every generating route takes, whoever's API it is of."""
+
+    seed: int | None = None
+    cache_salt: Label | None = None
+    priority: Priority | None = None  # lower is handled earlier
+    session_id: Name | None = None
+    cache_hint: CacheHintOptions | None = None
+    kv_residency: ResidencyName | None = None
+    kv_pin_spans: Spans | None = None
+    snapshot: SnapshotName | None = None  # what the prompt goes on from
+
+
+def own_fields(body: msgspec.Struct) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
+
+
+class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     """Fields that both generating routes share. Null means absent, as clients that always send every field expect."""
 
     model: str
@@ -111,7 +128,6 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
-    seed: int | None = None
     ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -121,18 +137,18 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: Count | None = None
-    cache_salt: Label | None = None
-    priority: Priority | None = None  # lower is handled earlier
-    session_id: Name | None = None
-    prompt_cache_key: Name | None = None  # OpenAI's name for the same
-    cache_hint: CacheHintOptions | None = None
-    kv_residency: ResidencyName | None = None
-    kv_pin_spans: Spans | None = None
-    snapshot: SnapshotName | None = None  # what the prompt goes on from
+    prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
     logit_bias: Biases | None = None
+    # At most one of these may ask for something.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Words | None = None
+    guided_grammar: Text | None = None
     # What follows is in NEUTRAL.
     service_tier: str | None = None
     store: bool | None = None
@@ -147,25 +163,16 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    def asked(self) -> Asked | None:
+        return asked_of(self)
+
     @property
     def num_choices(self) -> int:
         return self.n or 1
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def usage_in_every_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-    @property
-    def usage_in_stream(self) -> bool:
-        return self.include_usage or self.usage_in_every_chunk
-
-    @property
-    def obfuscate(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
+    def streaming(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -206,13 +213,6 @@ class Generating(Structured, forbid_unknown_fields=True, kw_only=True):
             if self.session_id is None and self.prompt_cache_key is None:
                 message = "cache_hint is about a session: name it by session_id or prompt_cache_key"
                 raise InvalidRequest(message, "cache_hint")
-
-
-OWN = ("seed", "cache_salt", "priority", "session_id", "cache_hint")  # fields of ours that routes of other APIs take, too
-
-
-def own_fields(body: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(body, name) for name in OWN}
 
 
 def check_neutral(body: msgspec.Struct, table: Mapping[str, Neutral]) -> None:
@@ -263,6 +263,11 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+def text_of(content: Any) -> str:
+    """Parts are separate pieces of text, so a line break keeps them apart."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. The null-only fields are those that clients send back to us from our own replies."""
 
@@ -286,10 +291,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("tool_call_id goes with the role tool, and with no other")
 
     def as_dict(self) -> dict[str, Any]:
-        """What chat templates take. Parts are separate pieces of text, so a line break keeps them apart."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        """What chat templates take."""
         role = "system" if self.role == "developer" else self.role  # OpenAI's later name for it
-        fields: dict[str, Any] = {"role": role, "content": text}
+        fields: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.tool_calls:
             fields["tool_calls"] = [call.as_dict() for call in self.tool_calls]
         if self.tool_call_id is not None:

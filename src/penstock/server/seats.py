@@ -1,5 +1,5 @@
-"""Seats that several front processes take at one gate: counts in memory that they share, so that a limit is the whole server's. Owns that
-memory, which has no name and ends with the last process that has it."""
+"""Seats for work in progress: what all clients may take at once. Counts are in memory that front processes share, so that a limit is the
+whole server's. Owns that memory, which has no name and ends with the last process that has it; owns no work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import contextlib
 import fcntl
 import mmap
 import os
+import time
+import weakref
 from collections.abc import Iterator
 from enum import IntEnum
+from types import TracebackType
 
 import numpy as np
+
+from penstock.errors import InvalidRequest, Overloaded
+
+LOCK_S = 0.05  # it is held for microseconds
 
 
 class GateNumber(IntEnum):
@@ -29,6 +36,7 @@ class SeatBook:
     def __init__(self, fd: int, num_fronts: int) -> None:
         self.fd = fd
         self.num_fronts = num_fronts
+        weakref.finalize(self, os.close, fd)
         self._map = mmap.mmap(fd, self._num_bytes(num_fronts))
         self._counts = np.frombuffer(self._map, np.int64).reshape(num_fronts, len(GateNumber))
 
@@ -62,33 +70,75 @@ class SeatBook:
         return int(self._counts[:, GateNumber.CONNECTIONS].min())
 
     def clear(self, row: int) -> None:
-        """Of a front process that is gone, once the engine has ended all that it asked for."""
-        with self._locked():
-            self._counts[row] = 0
+        """Of a front process that is gone, once the engine has ended all that it asked for. Without the lock, as above."""
+        self._counts[row] = 0
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.lockf(self.fd, fcntl.LOCK_EX)
+        """A process that stands still while it has the lock must not stop the others: they go on without it. Two that look at once may then
+        take a seat too many."""
+        by_s = time.monotonic() + LOCK_S
+        while time.monotonic() < by_s:
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(LOCK_S / 100)
         try:
             yield
         finally:
             fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
-class SharedCount:
-    """One front's view of one gate."""
+class Gate:
+    """Counts work in progress against a limit. Lives on the event loop's thread; says no rather than wait."""
 
-    def __init__(self, book: SeatBook, row: int, gate: GateNumber) -> None:
-        self._book = book
-        self._row = row
-        self._gate = gate
+    def __init__(
+        self, limit: int, what: str, book: SeatBook | None = None, row: int = 0, number: GateNumber = GateNumber.GENERATIONS
+    ) -> None:
+        """`row`: of this front process in `book`, which all of a server's have. Without one, this process is all."""
+        self.limit = limit
+        self._what = what
+        self._book = SeatBook.make(1) if book is None else book
+        self._row, self._number = row, number
 
     @property
-    def total(self) -> int:
-        return self._book.total(self._gate)
+    def taken(self) -> int:
+        return self._book.total(self._number)
 
-    def try_add(self, num: int, limit: int) -> bool:
-        return self._book.try_add(self._row, self._gate, num, limit)
+    def take(self, num: int) -> Seats:
+        """Seats that end with `give_back` or `with`; raises Overloaded and takes none where there are too few."""
+        seats = Seats(self)
+        seats.widen(num)
+        return seats
 
-    def remove(self, num: int) -> None:
-        self._book.remove(self._row, self._gate, num)
+    def claim(self, num: int) -> None:
+        if not self._book.try_add(self._row, self._number, num, self.limit):
+            raise Overloaded(f"the server is at its limit of {self.limit} concurrent {self._what}; try again later")
+
+    def give_back(self, num: int) -> None:
+        self._book.remove(self._row, self._number, num)
+
+
+class Seats:
+    """Seats taken at a gate by one HTTP request."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.num = 0
+        self._gate = gate
+
+    def widen(self, num: int) -> None:
+        """Hold `num` seats in all. More than the gate will ever have is the client's mistake, not a matter of time."""
+        if num > self._gate.limit:
+            raise InvalidRequest(f"one request may ask for {self._gate.limit} generations at most, this one asks for {num}", "n")
+        self._gate.claim(num - self.num)
+        self.num = num
+
+    def give_back(self, num: int) -> None:
+        self.num -= num
+        self._gate.give_back(num)
+
+    def __enter__(self) -> Seats:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.give_back(self.num)

@@ -10,20 +10,22 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
+from starlette.requests import Request
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason, Prefetched, SnapshotContent
 from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
-from penstock.server.about import ROUTES
-from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, OneFront, SnapshotStore
+from penstock.server import schema
+from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, SnapshotStore
+from penstock.server.connection import read_body
 from penstock.server.faults import Refused
-from penstock.server.limits import Gate
 from penstock.server.request_figures import RequestFigures
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.seats import GateNumber
@@ -56,20 +58,19 @@ class Service:
         self.loop = loop
         self.config = config
         self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
-        self.figures = RequestFigures(frozenset(ROUTES))
+        self.figures = RequestFigures()
         for name in self.names:
             if engine.adapters.find(name) is not None:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")
-        self.fronts: Fronts = OneFront(engine) if fronts is None else fronts
+        self.fronts = Fronts(engine) if fronts is None else fronts
         self.created = int(self.fronts.started_s)
-        self.generations = Gate(config.max_concurrent, "generations", self.fronts.count(GateNumber.GENERATIONS))
-        self.side = Gate(NUM_SIDE, "tokenize and prefetch calls", self.fronts.count(GateNumber.SIDE))
-        self.loads = Gate(NUM_LOADS, "adapter loads", self.fronts.count(GateNumber.LOADS))
+        self.generations = self.fronts.gate(config.max_concurrent, "generations", GateNumber.GENERATIONS)
+        self.side = self.fronts.gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
+        self.loads = self.fronts.gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._askers = anyio.CapacityLimiter(NUM_WORKERS)
         self._bridge: Bridge | None = None
-        self._reset: asyncio.Future[dict[str, int]] | None = None
-        self._flush: asyncio.Future[None] | None = None
+        self._under_way: dict[str, asyncio.Future[Any]] = {}  # a reset, a flush
         self._stop: asyncio.Future[None] | None = None
         self._stop_by_s = 0.0  # monotonic; when closing has taken too long
 
@@ -155,6 +156,14 @@ class Service:
             raise EngineClosed("the server is not taking requests")
         return Generations(self.engine, self._bridge, self.generations.take(1), unique)
 
+    async def body(self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]) -> tuple[Any, int]:
+        """Of a route that does not generate, and how long it is."""
+        schema.check_query(request.query_params, **queries)
+        data = await read_body(request.scope, request.receive, self.config)
+        body: Any = schema.decode(data, kind)
+        self.check_model(getattr(body, "model", None))
+        return body, len(data)
+
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is neither the model's nor an adapter's."""
         if name is not None and name not in self.names and self.engine.adapters.find(name) is None:
@@ -200,14 +209,22 @@ class Service:
             raise named(error, asked) from None
 
     async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
-        """Evict idle blocks. One at a time: each waits for the engine loop to come round."""
-        if self._reset is not None and not self._reset.done():
-            raise Overloaded("a cache reset is in progress")
-        self._reset = _in_thread(lambda: self.engine.reset_cache(tiers), "penstock-reset")
-        done, _ = await asyncio.wait([self._reset], timeout=RESET_TIMEOUT_S)
-        if not done:
-            raise DeadlineExceeded(f"the cache was not reset within {RESET_TIMEOUT_S:g} s; what is under way goes on")
-        return self._reset.result()
+        """Evict idle blocks."""
+        late = DeadlineExceeded(f"the cache was not reset within {RESET_TIMEOUT_S:g} s; what is under way goes on")
+        return await self._alone("reset", lambda: self.engine.reset_cache(tiers), RESET_TIMEOUT_S, late)
+
+    async def flush_cache(self, level: FlushLevel) -> None:
+        late = EngineClosed("the engine loop did not come round to flush the cache")
+        await self._alone("flush", lambda: self.engine.wait_flushed(level, FLUSH_TIMEOUT_S), FLUSH_TIMEOUT_S + CLOSE_GRACE_S, late)
+
+    async def _alone(self, what: str, work: Callable[[], T], timeout_s: float, late: Exception) -> T:
+        """One of its kind at a time: each waits for the engine loop to come round."""
+        if what in self._under_way and not self._under_way[what].done():
+            raise Overloaded(f"a cache {what} is in progress")
+        self._under_way[what] = begun = _in_thread(work, f"penstock-{what}")
+        if not (await asyncio.wait([begun], timeout=timeout_s))[0]:
+            raise late
+        return begun.result()
 
     async def prefetch(self, begun: Future[Prefetched | None]) -> Prefetched | None:
         """Wait until it has begun, not until it is over."""
@@ -227,16 +244,6 @@ class Service:
             return None
         with self.hold_model(body.model) as adapter:
             return await self.on_snapshots(lambda snapshots: snapshots.open(name, salt, adapter))
-
-    async def flush_cache(self, level: FlushLevel) -> None:
-        """One at a time, like a reset."""
-        if self._flush is not None and not self._flush.done():
-            raise Overloaded("a cache flush is in progress")
-        self._flush = _in_thread(lambda: self.engine.wait_flushed(level, FLUSH_TIMEOUT_S), "penstock-flush")
-        await asyncio.wait([self._flush], timeout=FLUSH_TIMEOUT_S + CLOSE_GRACE_S)
-        if not self._flush.done():
-            raise EngineClosed("the engine loop did not come round to flush the cache")
-        self._flush.result()
 
 
 def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:

@@ -13,9 +13,8 @@ from penstock.contract import Snapshot, SnapshotContent, SnapshotRequest
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.faults import json_response
-from penstock.server.limits import read_body
 from penstock.server.schema import ChatBody, CompletionBody, SnapshotBody
-from penstock.server.text import Prompt, Rules, chat_prompts, continued_prompts, encode_chat, encode_prompt, within_context
+from penstock.server.text import Prompt, Rules, chat_prompts, continued_prompts, encode_given
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -52,13 +51,10 @@ class SnapshotRoutes:
 
     async def _take(self, request: Request) -> Response:
         """Answers when its blocks and its manifest are where they outlive the process, where they can."""
-        schema.check_query(request.query_params)
         with self._service.side.take(1):
-            data = await read_body(request.scope, request.receive, self._service.config)
-            body = schema.decode(data, SnapshotBody)
+            body, num_bytes = await self._service.body(request, SnapshotBody)
             body.check()
-            self._service.check_model(body.model)
-            asked = await self._service.compute(lambda: self._asked(body), len(data))
+            asked = await self._service.compute(lambda: self._asked(body), num_bytes)
             return json_response(_card(await self._service.on_snapshots(lambda snapshots: snapshots.take(asked))))
 
     def _asked(self, body: SnapshotBody) -> SnapshotRequest:
@@ -67,13 +63,8 @@ class SnapshotRoutes:
         given = SnapshotRequest(body.name or "", "", b"", body.tokens, body.ttl_s, body.cache_salt or "")
         if body.session_id is not None:
             return given._replace(session=body.session_id)
-        tokenizer, messages = service.engine.tokenizer, ""
-        with within_context():
-            if body.messages is not None:
-                tokens = encode_chat(tokenizer, body.messages, rules)
-                messages = msgspec.json.encode(body.messages).decode()
-            else:
-                tokens = list(encode_prompt(tokenizer, body.prompt or "", rules))
+        tokens = encode_given(service.engine.tokenizer, body, rules)
+        messages = "" if body.messages is None else msgspec.json.encode(body.messages).decode()
         with service.hold_model(body.model or service.names[0]) as adapter:
             return given._replace(prompt=_token_bytes(tokens), adapter=adapter, messages=messages)
 

@@ -21,7 +21,7 @@ from starlette.types import Receive
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.server.client import EngineClient
 from penstock.server.faults import Hangup
-from penstock.server.limits import Seats
+from penstock.server.seats import Seats
 
 logger = logging.getLogger("penstock.server")
 

@@ -52,53 +52,44 @@ class Asked(NamedTuple):
     grammar: Grammar
 
 
-class Structured(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of both generating routes. At most one of them may ask for something."""
+def asked_of(body: Any) -> Asked | None:
+    """Raises InvalidRequest where several fields ask, or one asks for nothing."""
+    found = [Asked(field, grammar) for field, grammar in _all(body) if grammar is not None]
+    if len(found) > 1:
+        raise InvalidRequest(f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them", found[1].field)
+    if body.structured_outputs is not None and not found:
+        raise InvalidRequest("structured_outputs needs one of json, regex, choice, grammar and json_object", "structured_outputs")
+    if found and len(found[0].grammar.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field)
+    return found[0] if found else None
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | Text | None = None
-    guided_regex: Text | None = None
-    guided_choice: Words | None = None
-    guided_grammar: Text | None = None
 
-    def asked(self) -> Asked | None:
-        """Raises InvalidRequest where several fields ask, or one asks for nothing."""
-        found = [Asked(field, grammar) for field, grammar in self._all() if grammar is not None]
-        if len(found) > 1:
-            raise InvalidRequest(
-                f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them", found[1].field
-            )
-        if self.structured_outputs is not None and not found:
-            raise InvalidRequest("structured_outputs needs one of json, regex, choice, grammar and json_object", "structured_outputs")
-        if found and len(found[0].grammar.text) > MAX_GRAMMAR_CHARS:
-            raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field)
-        return found[0] if found else None
+def _all(body: Any) -> list[tuple[str, Grammar | None]]:
+    given, outputs = body.response_format, body.structured_outputs or StructuredOutputs()
+    schema = None
+    if given is not None and given.type != "text":
+        schema = ANY_OBJECT if given.json_schema is None else given.json_schema.schema
+        schema = {} if schema is None else schema
+    return [
+        ("response_format", _json(schema)),
+        ("structured_outputs.json", _json(outputs.json)),
+        ("structured_outputs.regex", _text("regex", outputs.regex)),
+        ("structured_outputs.choice", _choice(outputs.choice)),
+        ("structured_outputs.grammar", _text("lark", outputs.grammar)),
+        ("structured_outputs.json_object", _json(ANY_OBJECT if outputs.json_object else None)),
+        ("guided_json", _json(body.guided_json)),
+        ("guided_regex", _text("regex", body.guided_regex)),
+        ("guided_choice", _choice(body.guided_choice)),
+        ("guided_grammar", _text("lark", body.guided_grammar)),
+    ]
 
-    def _all(self) -> list[tuple[str, Grammar | None]]:
-        given, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
-        schema = None
-        if given is not None and given.type != "text":
-            schema = ANY_OBJECT if given.json_schema is None else given.json_schema.schema
-            schema = {} if schema is None else schema
-        return [
-            ("response_format", _json(schema)),
-            ("structured_outputs.json", _json(outputs.json)),
-            ("structured_outputs.regex", _text("regex", outputs.regex)),
-            ("structured_outputs.choice", _choice(outputs.choice)),
-            ("structured_outputs.grammar", _text("lark", outputs.grammar)),
-            ("structured_outputs.json_object", _json(ANY_OBJECT if outputs.json_object else None)),
-            ("guided_json", _json(self.guided_json)),
-            ("guided_regex", _text("regex", self.guided_regex)),
-            ("guided_choice", _choice(self.guided_choice)),
-            ("guided_grammar", _text("lark", self.guided_grammar)),
-        ]
+
+def schema_grammar(schema: Schema | str) -> Grammar:
+    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
 
 def _json(schema: Schema | str | None) -> Grammar | None:
-    if schema is None:
-        return None
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+    return None if schema is None else schema_grammar(schema)
 
 
 def _text(kind: Literal["regex", "lark"], text: str | None) -> Grammar | None:

@@ -202,7 +202,6 @@ class Supervisor:
 
     def _start_fronts(self, num: int) -> None:
         self._seats = SeatBook.make(num)
-        self._engine.tell(boundary.SharedSeats(num), [self._seats.fd])
         for index in range(num):
             self._start_front(index)
 
@@ -229,6 +228,7 @@ class Supervisor:
                 self._stop(now=True)
                 return
             self._fronts[index].wire.sock.close()
+            self._seats.clear(index)
             self._start_front(index)
             logger.info("front process %d is started again", index)
 

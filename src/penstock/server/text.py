@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest, PenstockError, PromptTooLong, StepFailed
-from penstock.server.tools import told
+from penstock.server.tools import MarkedTokens, told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
-    from penstock.server.schema import ChatBody, CompletionBody, Message
+    from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
     from penstock.server.tools import Tool
 
 
@@ -111,6 +111,14 @@ def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules
     return given
 
 
+def encode_given(tokenizer: TextCodec, body: PrefetchBody, rules: Rules) -> list[int]:
+    """The prompt or the messages of a body that has one of them, as a generating route would take it."""
+    with within_context():
+        if body.messages is not None:
+            return encode_chat(tokenizer, body.messages, rules)
+        return list(encode_prompt(tokenizer, body.prompt or "", rules))
+
+
 def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules: Rules) -> Prompt:
     ids = encode_prompt(tokenizer, given, rules)
     if isinstance(given, str):
@@ -134,21 +142,11 @@ def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
 
     What the tokenizer put around the client's text (special tokens, a leading blank) lies at its ends and does not shift the rest.
     """
-    stream = TextStream(_Shown(tokenizer.token_bytes, tokenizer.errors))
+    stream = TextStream(MarkedTokens(tokenizer.token_bytes, tokenizer.errors))  # special tokens are what the client wrote
     delta = stream.push(prompt.ids)
     text = delta.text + stream.finish()
     extra = max(0, text.rfind(prompt.text))
     return [min(max(0, offset - extra), len(prompt.text)) for offset in delta.offsets] if prompt.text in text else list(delta.offsets)
-
-
-class _Shown(NamedTuple):
-    """A tokenizer whose special tokens have text: in a prompt they are what the client wrote."""
-
-    token_bytes: Callable[..., bytes]
-    errors: str
-
-    def is_special(self, id: int) -> bool:
-        return False
 
 
 # -------------------------------------------------------------------------------------------------------------- choices

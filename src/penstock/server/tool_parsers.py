@@ -1,17 +1,28 @@
 """What a model wrote, taken apart as it comes: reasoning, content and calls of tools. Owns the formats of the models that are served.
 
-Text is read character by character, so that the same text gives the same parts however it was cut into tokens. A parser never takes back
-what it has given out: what may still turn out to be a marker or a call is held until that is known. Text that begins like a call and is
-none becomes content.
+Text is read character by character, so that the same text gives the same parts however it was cut into tokens. A reader is a generator
+that is sent one character after another, and at last an empty one: where it stands is what it knows. It never takes back what it has given
+out: what may still turn out to be a marker or a call is held until that is known. Text that begins like a call and is none becomes content.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Generator
+from typing import Literal, NamedTuple, TypeVar
 
 _BLANK = " \n\r\t"
+_ARGUMENTS = ("arguments", "parameters")  # what models call them
+
+HERMES = ("<tool_call>", "</tool_call>")
+LLAMA3 = "<|python_tag|>"
+MISTRAL, MISTRAL_ARGS = "[TOOL_CALLS]", "[ARGS]"
+THINK = ("<think>", "</think>")
+MARKERS: dict[str, tuple[str, ...]] = {"hermes": HERMES, "llama3": (LLAMA3,), "mistral": (MISTRAL, MISTRAL_ARGS), "json": (), "none": ()}
+
+R = TypeVar("R")
+Reading = Generator[None, str, R]
+PartKind = Literal["reasoning", "text", "call", "arguments"]
 
 
 class CallDelta(NamedTuple):
@@ -20,9 +31,6 @@ class CallDelta(NamedTuple):
     number: int
     name: str | None = None
     arguments: str = ""
-
-
-PartKind = Literal["reasoning", "text", "call", "arguments"]
 
 
 class Parts(NamedTuple):
@@ -38,22 +46,28 @@ class Sink:
     """Gathers parts while text is read."""
 
     def __init__(self, most_calls: int | None = None) -> None:
-        """JsonCalls behind the first `most_calls` are dropped."""
+        """Calls behind the first `most_calls` are dropped."""
         self.num_calls = 0
         self._most = most_calls
         self._dropped = False
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[CallDelta] = []
+        self._num_taken = 0  # calls whose names were taken
         self._row: list[tuple[PartKind, list[str]]] = []
 
     def content(self, text: str) -> None:
-        self._content.append(text)
         self._add("text", text)
 
     def reasoning(self, text: str) -> None:
-        self._reasoning.append(text)
         self._add("reasoning", text)
+
+    def call(self, name: str) -> None:
+        self._dropped = self._most is not None and self.num_calls >= self._most
+        if not self._dropped:
+            self._add("call", name)
+            self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        if not self._dropped:
+            self._add("arguments", text)
 
     def _add(self, kind: PartKind, text: str) -> None:
         if self._row and self._row[-1][0] == kind != "call":
@@ -61,169 +75,90 @@ class Sink:
         else:
             self._row.append((kind, [text]))
 
-    def call(self, name: str) -> None:
-        if self._is_full:
-            self._dropped = True
-            return
-        self._calls.append(CallDelta(self.num_calls, name))
-        self._add("call", name)
-        self.num_calls += 1
-
-    @property
-    def _is_full(self) -> bool:
-        return self._most is not None and self.num_calls >= self._most
-
-    def arguments(self, text: str) -> None:
-        if self._dropped:
-            return
-        self._add("arguments", text)
-        last = self._calls[-1] if self._calls else None
-        if last is not None and last.number == self.num_calls - 1:
-            self._calls[-1] = last._replace(arguments=last.arguments + text)
-        else:
-            self._calls.append(CallDelta(self.num_calls - 1, None, text))
-
     def take(self) -> Parts:
         row = tuple((kind, "".join(texts)) for kind, texts in self._row)
-        parts = Parts("".join(self._content), "".join(self._reasoning), tuple(self._calls), row)
-        self._content, self._reasoning, self._calls, self._row = [], [], [], []
-        return parts
+        self._row = []
+        calls: list[CallDelta] = []
+        for kind, text in row:
+            if kind == "call":
+                calls.append(CallDelta(self._num_taken, text))
+                self._num_taken += 1
+            elif kind == "arguments" and calls:
+                calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + text)
+            elif kind == "arguments":
+                calls.append(CallDelta(self._num_taken - 1, None, text))
+        content, reasoning = ("".join(text for kind, text in row if kind == one) for one in ("text", "reasoning"))
+        return Parts(content, reasoning, tuple(calls), row)
 
 
-class TextReader(Protocol):
-    """Takes characters one by one."""
+class FedReading:
+    """A reading that somebody else feeds. What comes behind its end is dropped."""
 
-    def push(self, character: str) -> None: ...
+    def __init__(self, reading: Reading[None]) -> None:
+        self._reading = reading
+        next(reading)
 
-    def finish(self) -> None:
-        """The text is over."""
+    def push(self, text: str, last: bool = False) -> None:
+        try:
+            for character in (*text, "") if last else text:
+                self._reading.send(character)
+        except StopIteration:
+            return
+
+
+def _begun(reading: Reading[None], text: str, over: bool = False) -> Reading[None]:
+    """`reading`, which has missed `text`; `over`: and the end behind it."""
+    reader = FedReading(reading)
+    reader.push(text, over)
+    while not over:
+        character = yield
+        over = not character
+        reader.push(character, over)
+
+
+def _until(marker: str, say: Callable[[str], object], held: str = "") -> Reading[bool]:
+    """Says every character before the marker; whether it came. `held` was read before."""
+    while True:
+        while held and not marker.startswith(held):
+            say(held[0])
+            held = held[1:]
+        if held == marker:
+            return True
+        character = yield
+        if not character:
+            for one in held:
+                say(one)
+            return False
+        held += character
+
+
+# ------------------------------------------------------------------------------------------------------------ calls in JSON
 
 
 class Value:
     """Says where a JSON value ends, and nothing about whether it is right."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str) -> None:
+        self.is_bare = first not in '{["'  # it ends before what follows it
         self._depth = 0
         self._quoted = self._escaped = False
-        self._first = ""
+        self.is_over = False
+        self.push(first)
 
     def push(self, character: str) -> bool:
-        """Whether the value is complete with this character. One that is neither quoted nor bracketed ends before what follows it."""
-        self._first = self._first or character
+        """Whether the value is complete with this character."""
         if self._quoted:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._quoted = False
-                return self._depth == 0
-            return False
-        if character == '"':
+            self._quoted = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+            self.is_over = not self._quoted and self._depth == 0
+        elif character == '"':
             self._quoted = True
         elif character in "{[":
             self._depth += 1
         elif character in "}]":
             self._depth -= 1
-            return self._depth <= 0
-        return False
-
-    @property
-    def is_bare(self) -> bool:
-        return self._first not in '{["'
-
-
-class JsonCall:
-    """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are given out as they come once the name
-    is known. What is no such object is `raw` text."""
-
-    def __init__(self, sink: Sink) -> None:
-        self.raw = ""
-        self.done = False
-        self.failed = False
-        self.named = False  # it has been given out, and cannot be taken back
-        self._sink = sink
-        self._state = "open"
-        self._key = ""
-        self._text = ""  # of the key or value that is being read
-        self._value = Value()
-        self._arguments: str | None = None  # that came before the name
-
-    def push(self, character: str) -> None:
-        self.raw += character
-        step = getattr(self, f"_{self._state}")
-        step(character)
-
-    def _open(self, character: str) -> None:
-        if character == "{":
-            self._state = "before_key"
-        elif character not in _BLANK:
-            self.failed = True
-
-    def _before_key(self, character: str) -> None:
-        if character == '"':
-            self._state, self._text, self._value = "in_key", '"', Value()
-            self._value.push('"')
-        elif character == "}":
-            self._end()
-        elif character not in _BLANK + ",":
-            self.failed = True
-
-    def _in_key(self, character: str) -> None:
-        self._text += character
-        if self._value.push(character):
-            self._key, self._state = _loaded(self._text), "colon"
-
-    def _colon(self, character: str) -> None:
-        if character == ":":
-            self._state = "before_value"
-        elif character not in _BLANK:
-            self.failed = True
-
-    def _before_value(self, character: str) -> None:
-        if character in _BLANK:
-            return
-        self._state, self._text, self._value = "in_value", "", Value()
-        self._in_value(character)
-
-    def _in_value(self, character: str) -> None:
-        if self._text and self._value.is_bare and character in ",}":
-            self._take_value()
-            self._state = "before_key"
-            self._before_key(character)
-            return
-        self._text += character
-        over = self._value.push(character)
-        if self._key in ("arguments", "parameters") and self.named and self._text[0] == "{":
-            self._sink.arguments(character)
-        if over:
-            self._take_value()
-            self._state = "before_key"
-
-    def _take_value(self) -> None:
-        text = self._text.strip()
-        if self._key == "name":
-            name = _loaded(text)
-            if not name or self.named:
-                self.failed = not self.named
-                return
-            self._sink.call(name)
-            self.named = True
-            if self._arguments is not None:
-                self._sink.arguments(self._arguments)
-        elif self._key in ("arguments", "parameters"):
-            if text.startswith('"'):  # some models write the object as text
-                text = _loaded(text) or "{}"
-                if self.named:
-                    self._sink.arguments(text)
-            self._arguments = text
-
-    def _end(self) -> None:
-        self.done = True
-        if not self.named:
-            self.failed = True
-        elif self._arguments is None:
-            self._sink.arguments("{}")
+            self.is_over = self._depth <= 0
+        return self.is_over
 
 
 def _loaded(text: str) -> str:
@@ -235,310 +170,235 @@ def _loaded(text: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-class JsonCalls:
-    """JsonCalls in JSON, one or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them. What does not
-    begin like that is content."""
+class JsonCall:
+    """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are given out as they come once the name
+    is known."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._call: JsonCall | None = None
-        self._held = ""  # before the first object
-        self._plain = False
+        self._raw: list[str] = ["{"]
+        self._named = False  # it has been given out, and cannot be taken back
+        self._arguments: str | None = None
 
-    def push(self, character: str) -> None:
-        if self._plain:
-            self._sink.content(character)
-            return
-        if self._call is None:
-            self._between(character)
-            return
-        self._call.push(character)
-        if self._call.failed:
-            self._give_up()
-        elif self._call.done:
-            self._call, self._held = None, ""
+    def read(self) -> Reading[str | None]:
+        """From behind its brace. None: it was a call. Else what it was, or nothing where it is lost."""
+        character = yield from self._next()
+        while character == '"' or (character and character in _BLANK + ","):
+            if character != '"':
+                character = yield from self._next()
+                continue
+            quoted, character = yield from self._value(character)
+            key = _loaded(quoted)
+            if not character or (yield from self._behind_blanks()) != ":" or not (first := (yield from self._behind_blanks())):
+                break
+            text, character = yield from self._value(first, streamed=key in _ARGUMENTS and self._named)
+            if not character or not self._take(key, text.strip()):
+                break
+        if character != "}" or not self._named:
+            return "" if self._named else "".join(self._raw)
+        if self._arguments is None:
+            self._sink.arguments("{}")
+        return None
 
-    def _between(self, character: str) -> None:
-        self._held += character
-        if character == "{":
-            self._call = JsonCall(self._sink)
-            self._call.push(character)
-        elif character not in _BLANK + "[],;" or (character == "[" and "[" in self._held[:-1]):
-            self._give_up()
+    def _next(self) -> Reading[str]:
+        character = yield
+        self._raw.append(character)
+        return character
 
-    def _give_up(self) -> None:
-        raw = self._held + (self._call.raw[1:] if self._call is not None else "")
-        lost = self._call is not None and self._call.named
-        self._call, self._held, self._plain = None, "", True
-        if not lost:
-            self._sink.content(raw)
+    def _behind_blanks(self) -> Reading[str]:
+        character = yield from self._next()
+        while character and character in _BLANK:
+            character = yield from self._next()
+        return character
 
-    def finish(self) -> None:
-        begun = self._call is not None and not self._call.named
-        said = self._call is None and self._held.strip(_BLANK + "],;") and not self._plain
-        if begun or said:
-            self._give_up()
+    def _value(self, first: str, streamed: bool = False) -> Reading[tuple[str, str]]:
+        """A value and the character behind it, which is empty where the text ended first."""
+        value, text = Value(first), ""
+        character = first
+        while character and not (text and value.is_bare and character in ",}"):
+            if text:
+                value.push(character)
+            text += character
+            if streamed and first == "{":
+                self._sink.arguments(character)
+            if value.is_over:
+                return text, " "
+            character = yield from self._next()
+        return text, character
 
-
-class Arguments:
-    """All of the text is the arguments of one call, whose name is known."""
-
-    def __init__(self, sink: Sink, name: str) -> None:
-        self._sink = sink
-        self._name = name
-        self._begun = False
-
-    def push(self, character: str) -> None:
-        if not self._begun:
-            self._begun = True
-            self._sink.call(self._name)
-        self._sink.arguments(character)
-
-    def finish(self) -> None: ...
-
-
-class HermesCalls:
-    """JsonCalls between markers, content around them: Hermes and Qwen."""
-
-    begin, end = "<tool_call>", "</tool_call>"
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._held = ""  # may be the start of a marker
-        self._inside: JsonCalls | None = None
-        self._blanks = ""  # between or behind calls: no content
-
-    def push(self, character: str) -> None:
-        self._held += character
-        marker = self.begin if self._inside is None else self.end
-        while self._held and not marker.startswith(self._held):
-            self._say(self._held[0])
-            self._held = self._held[1:]
-        if self._held == marker:
-            self._held = ""
-            if self._inside is None:
-                self._inside, self._blanks = JsonCalls(self._sink), ""
-            else:
-                self._inside.finish()
-                self._inside = None
-
-    def _say(self, character: str) -> None:
-        if self._inside is not None:
-            self._inside.push(character)
-        elif character in _BLANK:
-            self._blanks += character
-        else:
-            self._sink.content(self._blanks + character)
-            self._blanks = ""
-
-    def finish(self) -> None:
-        for character in self._held:
-            self._say(character)
-        self._held = ""
-        if self._inside is not None:
-            self._inside.finish()
-        elif not self._sink.num_calls and self._blanks:
-            self._sink.content(self._blanks)
-
-
-class Llama3Calls:
-    """JsonCalls behind `<|python_tag|>`, or a text that is nothing but calls. `<|eom_id|>` may end it."""
-
-    marker = "<|python_tag|>"
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._held = ""
-        self._calls: JsonCalls | None = None
-        self._plain = False
-
-    def push(self, character: str) -> None:
-        if self._calls is not None:
-            self._calls.push(character)
-            return
-        self._held += character
-        if not self._plain and self._held.strip(_BLANK)[:1] == "{":
-            self._calls, held, self._held = JsonCalls(self._sink), self._held, ""
-            for one in held:
-                self._calls.push(one)
-            return
-        if not self._plain and self._held.strip(_BLANK) and not self.marker.startswith(self._held.lstrip(_BLANK)):
-            self._plain = True
-        if self._held.lstrip(_BLANK) == self.marker or (self._plain and self._held.endswith(self.marker)):
-            before = self._held[: -len(self.marker)]
-            self._sink.content(before if self._plain else "")
-            self._held, self._calls = "", JsonCalls(self._sink)
-        elif self._plain:
-            keep = next((n for n in range(min(len(self.marker), len(self._held)), 0, -1) if self.marker.startswith(self._held[-n:])), 0)
-            cut = len(self._held) - keep
-            self._sink.content(self._held[:cut])
-            self._held = self._held[cut:]
-
-    def finish(self) -> None:
-        if self._calls is not None:
-            self._calls.finish()
-        else:
-            self._sink.content(self._held)
-            self._held = ""
-
-
-class MistralCalls:
-    """JsonCalls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]` between them or without."""
-
-    marker, args = "[TOOL_CALLS]", "[ARGS]"
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._held = ""
-        self._calls: JsonCalls | None = None
-        self._name: str | None = None  # of a call that is being read; None: content so far
-        self._value: Value | None = None
-
-    def push(self, character: str) -> None:
-        if self._calls is not None:
-            self._calls.push(character)
-        elif self._value is not None:
-            self._sink.arguments(character)
-            if self._value.push(character):
-                self._value, self._name = None, ""
-        elif self._name is not None:
-            self._named(character)
-        else:
-            self._look(character)
-
-    def _look(self, character: str) -> None:
-        self._held += character
-        while self._held and not self.marker.startswith(self._held):
-            self._sink.content(self._held[0])
-            self._held = self._held[1:]
-        if self._held == self.marker:
-            self._held, self._name = "", ""
-
-    def _named(self, character: str) -> None:
-        name = (self._name or "") + character
-        self._name = name
-        bare = name.strip().removeprefix(self.marker).removesuffix(self.args)
-        if (not bare and character == "[") or bare == "[" or name.strip() in ("[", "[{"):
-            if name.strip() == "[{" or (name.strip().startswith("[") and character == "{"):
-                self._begin_list(name)
-            return
-        if character == "{":
-            name = bare.removesuffix("{").strip().removesuffix(self.args).strip()
-            if not name:
-                self._begin_list(self._name)
-                return
+    def _take(self, key: str, text: str) -> bool:
+        if key == "name" and not self._named:
+            if not (name := _loaded(text)):
+                return False
             self._sink.call(name)
-            self._value = Value()
-            self._value.push("{")
-            self._sink.arguments("{")
-
-    def _begin_list(self, text: str) -> None:
-        self._calls, self._name = JsonCalls(self._sink), None
-        for one in text.strip():
-            self._calls.push(one)
-
-    def finish(self) -> None:
-        if self._calls is not None:
-            self._calls.finish()
-        elif self._held or (self._value is None and self._name):
-            self._sink.content(self._held + (self._name or ""))
+            self._named = True
+            if self._arguments is not None:
+                self._sink.arguments(self._arguments)
+        elif key in _ARGUMENTS:
+            if text.startswith('"'):  # some models write the object as text
+                text = _loaded(text) or "{}"
+                if self._named:
+                    self._sink.arguments(text)
+            self._arguments = text
+        return True
 
 
-class Content:
-    """No calls: all of it is content."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def push(self, character: str) -> None:
-        self._sink.content(character)
-
-    def finish(self) -> None: ...
-
-
-class Thinking:
-    """Reasoning between `<think>` and `</think>` at the start, the rest to the reader behind it. `begun`: the prompt has opened it."""
-
-    begin, end = "<think>", "</think>"
-
-    def __init__(self, sink: Sink, rest: TextReader, begun: bool) -> None:
-        self._sink = sink
-        self._rest = rest
-        self._state = "inside" if begun else "before"
-        self._held = ""
-        self._skips = begun  # blanks around reasoning are not part of it
-
-    def push(self, character: str) -> None:
-        if self._state == "over":
-            if self._skips and character in _BLANK:
-                return
-            self._skips = False
-            self._rest.push(character)
-        elif self._state == "before":
-            self._held += character
-            if self._held.lstrip(_BLANK) == self.begin:
-                self._held, self._state, self._skips = "", "inside", True
-            elif not self.begin.startswith(self._held.lstrip(_BLANK)):
-                self._hand_over()
-        else:
-            self._think(character)
-
-    def _think(self, character: str) -> None:
-        """Blanks are held until it is known whether the end comes behind them."""
-        self._held += character
-        core = self._held.lstrip(_BLANK)
-        if core == self.end:
-            self._held, self._state, self._skips = "", "over", True
+def json_calls(sink: Sink) -> Reading[None]:
+    """One or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them. What does not begin like that
+    is content."""
+    held = ""
+    while character := (yield):
+        held += character
+        said = None
+        if character == "{":
+            said = yield from JsonCall(sink).read()
+            held = held[:-1] if said is not None else ""
+        elif character not in _BLANK + "[],;" or (character == "[" and "[" in held[:-1]):
+            said = character
+            held = held[:-1]
+        if said is not None:
+            if said:
+                sink.content(held + said)
+            yield from content(sink)
             return
-        while core and not self.end.startswith(core):
-            blanks = "" if self._skips else self._held[: len(self._held) - len(core)]
-            self._sink.reasoning(blanks + core[0])
-            self._skips, self._held = False, core[1:]
-            core = self._held.lstrip(_BLANK)
-
-    def _hand_over(self) -> None:
-        held, self._held, self._state, self._skips = self._held, "", "over", False
-        for one in held:
-            self._rest.push(one)
-
-    def finish(self) -> None:
-        if self._state == "before":
-            self._hand_over()
-        elif self._state == "inside":
-            self._sink.reasoning(self._held.rstrip(_BLANK) if not self._skips else "")
-        self._rest.finish()
+    if held.strip(_BLANK + "],;"):
+        sink.content(held)
 
 
-READERS: dict[str, Callable[[Sink], TextReader]] = {
-    "hermes": HermesCalls,
-    "llama3": Llama3Calls,
-    "mistral": MistralCalls,
-    "json": JsonCalls,
-    "none": Content,
+# ---------------------------------------------------------------------------------------------------------------- formats
+
+
+def content(sink: Sink) -> Reading[None]:
+    """No calls: all of it is content."""
+    while character := (yield):
+        sink.content(character)
+
+
+def named_call(sink: Sink, name: str) -> Reading[None]:
+    """All of the text is the arguments of one call, whose name is known."""
+    begun = False
+    while character := (yield):
+        if not begun:
+            sink.call(name)
+            begun = True
+        sink.arguments(character)
+
+
+def hermes_calls(sink: Sink) -> Reading[None]:
+    """Calls between markers, content around them: Hermes and Qwen."""
+    blanks = ""  # between or behind calls: no content
+
+    def say(character: str) -> None:
+        nonlocal blanks
+        if character in _BLANK:
+            blanks += character
+        else:
+            sink.content(blanks + character)
+            blanks = ""
+
+    while (yield from _until(HERMES[0], say)):
+        blanks, calls = "", FedReading(json_calls(sink))
+        over = not (yield from _until(HERMES[1], calls.push))
+        calls.push("", last=True)
+        if over:
+            return
+    if not sink.num_calls and blanks:
+        sink.content(blanks)
+
+
+def llama3_calls(sink: Sink) -> Reading[None]:
+    """Calls behind `<|python_tag|>`, or a text that is nothing but calls."""
+    held = start = ""
+    while LLAMA3.startswith(start) and start != LLAMA3:
+        if not (character := (yield)):
+            sink.content(held)
+            return
+        held += character
+        start = held.lstrip(_BLANK)
+        if start[:1] == "{":
+            yield from _begun(json_calls(sink), held)
+            return
+    if start == LLAMA3 or (yield from _until(LLAMA3, sink.content, held)):
+        yield from json_calls(sink)
+
+
+def mistral_calls(sink: Sink) -> Reading[None]:
+    """Calls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]` between them or without."""
+    if not (yield from _until(MISTRAL, sink.content)):
+        return
+    held = ""
+    while character := (yield):
+        held += character
+        text = held.strip()
+        bare = text.removeprefix(MISTRAL).removesuffix(MISTRAL_ARGS)
+        in_list = (not bare and character == "[") or bare == "[" or text in ("[", "[{")
+        name = bare.removesuffix("{").strip().removesuffix(MISTRAL_ARGS).strip()
+        if text == "[{" if in_list else character == "{" and not name:
+            yield from _begun(json_calls(sink), text)
+            return
+        if character == "{" and not in_list:
+            sink.call(name)
+            sink.arguments("{")
+            value, held = Value("{"), ""
+            while not value.is_over:
+                if not (character := (yield)):
+                    return
+                sink.arguments(character)
+                value.push(character)
+    sink.content(held)
+
+
+READERS: dict[str, Callable[[Sink], Reading[None]]] = {
+    "hermes": hermes_calls,
+    "llama3": llama3_calls,
+    "mistral": mistral_calls,
+    "json": json_calls,
+    "none": content,
 }
-MARKERS: dict[str, tuple[str, ...]] = {
-    "hermes": (HermesCalls.begin, HermesCalls.end),
-    "llama3": (Llama3Calls.marker,),
-    "mistral": (MistralCalls.marker, MistralCalls.args),
-    "json": (),
-    "none": (),
-}
+
+
+def thinking(sink: Sink, rest: Reading[None], begun: bool) -> Reading[None]:
+    """Reasoning between `<think>` and `</think>` at the start, the rest to the reading behind it. `begun`: the prompt has opened it. Blanks
+    around reasoning are not part of it."""
+    held = ""
+    while not begun:
+        character = yield
+        held += character
+        begun = held.lstrip(_BLANK) == THINK[0]
+        if not character or not THINK[0].startswith(held.lstrip(_BLANK)):
+            yield from _begun(rest, held, over=not character)
+            return
+    held, said = "", False
+    while character := (yield):
+        held += character
+        core = held.lstrip(_BLANK)
+        if core == THINK[1]:
+            break
+        while core and not THINK[1].startswith(core):
+            sink.reasoning((held[: len(held) - len(core)] if said else "") + core[0])
+            said, held = True, core[1:]
+            core = held.lstrip(_BLANK)
+    else:
+        sink.reasoning(held.rstrip(_BLANK) if said else "")
+        yield from _begun(rest, "", over=True)
+        return
+    character = yield
+    while character and character in _BLANK:
+        character = yield
+    yield from _begun(rest, character, over=not character)
 
 
 class MessageParser:
     """One choice's message, as its text comes."""
 
-    def __init__(self, sink: Sink, reader: TextReader) -> None:
+    def __init__(self, sink: Sink, reading: Reading[None]) -> None:
         self._sink = sink
-        self._reader = reader
+        self._reader = FedReading(reading)
 
     @property
     def num_calls(self) -> int:
         return self._sink.num_calls
 
     def push(self, text: str, last: bool = False) -> Parts:
-        for character in text:
-            self._reader.push(character)
-        if last:
-            self._reader.finish()
+        self._reader.push(text, last)
         return self._sink.take()

@@ -10,10 +10,9 @@ from uuid import uuid4
 
 import msgspec
 
-from penstock.contract import Grammar
 from penstock.errors import InvalidRequest
-from penstock.server.structured import ANY_OBJECT, Asked
-from penstock.server.tool_parsers import MARKERS, READERS, Arguments, MessageParser, Sink, TextReader, Thinking
+from penstock.server.structured import ANY_OBJECT, Asked, schema_grammar
+from penstock.server.tool_parsers import MARKERS, READERS, THINK, MessageParser, Sink, named_call, thinking
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
@@ -24,6 +23,7 @@ MOST_CALLS = 16  # in one answer that has to call
 
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -58,6 +58,10 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+def chosen(name: str) -> NamedTool:
+    return NamedTool("function", NamedFunction(name))
+
+
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: FunctionName
     arguments: str
@@ -66,7 +70,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A call in an assistant's message, as we or others gave it out."""
 
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # of those who put streams together
@@ -106,16 +110,14 @@ class ToolRequest(NamedTuple):
         if isinstance(self.choice, NamedTool):
             name = self.choice.function.name
             schema = next((tool.function.parameters for tool in self.tools if tool.function.name == name), None)
-            return Asked("tools", _schema(schema or ANY_OBJECT))
-        return Asked("tools", _schema(_one_of(self.tools, MOST_CALLS if self.parallel else 1))) if self.choice == "required" else None
+            return Asked("tools", schema_grammar(schema or ANY_OBJECT))
+        return (
+            Asked("tools", schema_grammar(_one_of(self.tools, MOST_CALLS if self.parallel else 1))) if self.choice == "required" else None
+        )
 
 
 def asking(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolRequest:
     return ToolRequest(tools or (), choice or ("auto" if tools else "none"), parallel is not False)
-
-
-def _schema(schema: Mapping[str, Any]) -> Grammar:
-    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
 def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
@@ -191,11 +193,11 @@ class AnswerFormat(NamedTuple):
 
     def parser(self) -> MessageParser:
         sink = Sink(self.most_calls)
-        reader: TextReader = Arguments(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
-        return MessageParser(sink, Thinking(sink, reader, self.begun) if self.thinks else reader)
+        reading = named_call(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
+        return MessageParser(sink, thinking(sink, reading, self.begun) if self.thinks else reading)
 
     def call_id(self) -> str:
-        """MistralCalls's templates take ids of nine characters only."""
+        """Mistral's templates take ids of nine characters only."""
         return uuid4().hex[:9] if self.reader == "mistral" else f"call_{uuid4().hex[:24]}"
 
 
@@ -212,14 +214,14 @@ def format_of(
     thinks = not is_formed and reasons(config, tokenizer)
     if reader == "none" and forced is None and not thinks:
         return None
-    begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(Thinking.begin)
+    begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(THINK[0])
     return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1)
 
 
 def reasons(config: ServerConfig, tokenizer: TextCodec) -> bool:
     """Whether reasoning may come before an answer."""
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-    return config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and Thinking.end in template)
+    return config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and THINK[1] in template)
 
 
 def parser_name(chosen: str, template: str) -> str:
@@ -232,12 +234,12 @@ def parser_name(chosen: str, template: str) -> str:
 
 
 class MarkedTokens(NamedTuple):
-    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them."""
+    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them. Alone, all of them have."""
 
     token_bytes: Callable[..., bytes]
     errors: str
-    hidden: Callable[[int], bool]
-    shown: frozenset[int]
+    hidden: Callable[[int], bool] = lambda id: False
+    shown: frozenset[int] = frozenset()
 
     def is_special(self, id: int) -> bool:
         return id not in self.shown and self.hidden(id)
@@ -247,6 +249,6 @@ def showing(tokenizer: TextCodec, reading: AnswerFormat | None) -> Any:
     """What the text of an answer is made with."""
     if reading is None:
         return tokenizer
-    marks = (*MARKERS[reading.reader], *((Thinking.begin, Thinking.end) if reading.thinks else ()))
+    marks = (*MARKERS[reading.reader], *(THINK if reading.thinks else ()))
     ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
     return MarkedTokens(tokenizer.token_bytes, tokenizer.errors, tokenizer.is_special, frozenset(some[0] for some in ids if len(some) == 1))

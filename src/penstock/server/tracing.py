@@ -16,7 +16,6 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from penstock import __version__
-from penstock.server.about import ROUTES
 from penstock.server.access import Exchange
 
 CLOSE_S = 5.0  # for spans that are not sent yet, when the server stops
@@ -42,11 +41,9 @@ class Tracing:
         """The exchange is over. Spans are given to the provider, which sends them on a thread of its own."""
         epoch_s = time.time() - time.monotonic()
         context = self._parent(headers)
-        # What clients make up must not become names.
-        route = exchange.path if exchange.path in ROUTES else "other"
-        method = exchange.method if exchange.method in ("GET", "POST") else "other"
+        method = exchange.method if exchange.method in ("GET", "POST") else "other"  # what clients make up must not become names
         start, end = _ns(epoch_s + exchange.started_s), _ns(epoch_s + exchange.ended_s)
-        span = self._tracer.start_span(f"{method} {route}", context, SpanKind.SERVER, _attributes(exchange, route), start_time=start)
+        span = self._tracer.start_span(f"{method} {exchange.route}", context, SpanKind.SERVER, _attributes(exchange), start_time=start)
         if exchange.error is not None or exchange.status >= 500:
             span.set_status(Status(StatusCode.ERROR, exchange.error))
         inside = set_span_in_context(span, context)
@@ -93,11 +90,11 @@ def parts(exchange: Exchange) -> Iterator[TimeSpan]:
         yield TimeSpan("decode", first, exchange.ended_s)
 
 
-def _attributes(exchange: Exchange, route: str) -> dict[str, str | int | bool | tuple[str, ...]]:
+def _attributes(exchange: Exchange) -> dict[str, str | int | bool | tuple[str, ...]]:
     """By OpenTelemetry's conventions where it has one. No text of prompts and answers."""
     found: dict[str, str | int | bool | tuple[str, ...]] = {
         "http.request.method": exchange.method,
-        "http.route": route,
+        "http.route": exchange.route,
         "http.response.status_code": exchange.status,
         "penstock.request_id": exchange.id,
     }

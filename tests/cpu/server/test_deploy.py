@@ -35,7 +35,7 @@ def tool() -> ModuleType:
 def exposed() -> set[str]:
     """Every name that a scrape of a full engine has, suffixes of histograms included."""
     engine: Any = Fixed(STATS)
-    figures = RequestFigures(frozenset())
+    figures = RequestFigures()
     figures.by_status["/x", "200"] = figures.by_finish["stop"] = 1
     families = text_string_to_metric_families(exposition(engine.stats(), figures, "m").decode())
     return {sample.name for family in families for sample in family.samples}

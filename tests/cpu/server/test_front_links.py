@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ from penstock.server import links as links_module
 from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
 from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.remote import RemoteEngine, greeted
-from penstock.server.seats import GateNumber, SeatBook, SharedCount
+from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
 from support.driving import tiny_config
 
@@ -91,6 +92,12 @@ class Linked:
         self.engine.check()
 
 
+@pytest.fixture(autouse=True)
+def _fronts_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of these tests answer no beats."""
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 1 << 40)
+
+
 @pytest.fixture
 def linked() -> Iterator[Linked]:
     made = Linked()
@@ -101,7 +108,11 @@ def linked() -> Iterator[Linked]:
 
 def submit(number: int, name: str = "r", **sampling: object) -> boundary.Submit:
     prompt = np.arange(5, dtype=np.uint32).tobytes()
-    return boundary.Submit(number, f"{name}{number}", prompt, SamplingParams(**{**GREEDY, **sampling}), "", None, 0, "", None)  # type: ignore[arg-type]
+    return boundary.Submit(number, f"{name}{number}", prompt, SamplingParams(**{**GREEDY, **sampling}))  # type: ignore[arg-type]
+
+
+def call(number: int, name: str, *arguments: object) -> boundary.Call:
+    return boundary.Call(number, name, msgspec.msgpack.encode(arguments))
 
 
 def steps_of(wire: Wire[FromEngine]) -> Iterator[boundary.Tokens]:
@@ -144,8 +155,8 @@ def test_two_fronts_hear_of_their_own_requests_only(linked: Linked) -> None:
     for wire, num in ((one, 4), (other, 6)):
         found = 0
         for step in steps_of(wire):
-            found += len(step.plain) // 2 + sum(len(event.tokens) for event in step.rest)
-            if any(event.finish for event in step.rest):
+            found += len(step.plain) // 2 + sum(len(sent.event.tokens) for sent in step.rest)
+            if any(sent.event.finish for sent in step.rest):
                 break
         assert found == num
 
@@ -165,7 +176,7 @@ def test_events_of_a_request_keep_their_order_where_steps_were_merged() -> None:
     ]
     message = tokens_of(batch)
     assert message.plain == [1, 10, 1, 11]
-    assert [(one.number, one.tokens, one.finish) for one in message.rest] == [
+    assert [(one.number, one.event.tokens, one.event.finish) for one in message.rest] == [
         (2, (20,), None),
         (2, (21,), None),
         (2, (), FinishReason.STOP),
@@ -245,23 +256,23 @@ def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(linke
     assert linked.open_then == [1]
     monkeypatch.undo()
     kept.send(boundary.Cancel(1))
-    assert any(one.finish is FinishReason.CANCELLED for step in steps_of(kept) for one in step.rest if one.finish)
+    assert any(one.event.finish is FinishReason.CANCELLED for step in steps_of(kept) for one in step.rest)
     until(lambda: linked.num_open == 0, "the other one's was cancelled as well")
 
 
 def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "MOST_EVENTS", 64)
     deaf, good = linked.front(small=True), linked.front()
-    deaf.send(submit(1, "deaf", max_tokens=1900, logprobs=20))
-    good.send(submit(1, max_tokens=1900))
+    deaf.send(submit(1, "deaf", max_tokens=600, logprobs=20))
+    good.send(submit(1, max_tokens=600))
     found = 0
     for step in steps_of(good):
-        found += len(step.plain) // 2 + sum(len(one.tokens) for one in step.rest)
-        if any(one.finish for one in step.rest):
+        found += len(step.plain) // 2 + sum(len(one.event.tokens) for one in step.rest)
+        if any(one.event.finish for one in step.rest):
             break
-    assert found == 1900
+    assert found == 600
     until(lambda: linked.detached == [0], "it was cut off, and its request cancelled")
-    assert linked.engine.stats().generated_tokens < 2 * 1900
+    assert linked.engine.stats().generated_tokens < 2 * 600
 
 
 def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +285,43 @@ def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(linked
     until(lambda: linked.detached == [0], "it was cut off")
     assert link._queue.qsize() <= 32
     assert deaf.sock.fileno() >= 0
+
+
+def test_a_front_that_says_nothing_any_more_is_cut_off_and_its_requests_are_cancelled(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process: its socket takes what it is told for minutes. One that has yet to say something is still starting."""
+    stopped, starting = linked.front(), linked.front()
+    stopped.send(submit(1, "stopped", max_tokens=1900))
+    starting.sock.setblocking(False)
+    until(lambda: linked.num_open == 1, "it runs")
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 3)
+    until(lambda: linked.detached == [0], "it was cut off")
+    assert linked.open_then == [0]
+    assert [link.index for link in linked.links._links] == [1]
+
+
+def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A submit may wait for a store; what the front says meanwhile is not read yet."""
+    entered, gate = threading.Event(), threading.Event()
+    submitted = linked.engine.submit
+
+    def slow(*args: Any, **options: Any) -> str:
+        entered.set()
+        assert gate.wait(DEADLINE_S)
+        return submitted(*args, **options)
+
+    monkeypatch.setattr(linked.engine, "submit", slow)
+    front = linked.front()
+    front.send(submit(1, max_tokens=2))
+    assert entered.wait(DEADLINE_S)
+    (link,) = linked.links._links
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 3)
+    for _ in range(10):
+        link.beat(0.0)
+    monkeypatch.setattr(links_module, "SILENT_BEATS", 1 << 40)
+    gate.set()
+    assert any(one.event.finish is FinishReason.LENGTH for step in steps_of(front) for one in step.rest)
 
 
 @pytest.mark.parametrize(
@@ -289,14 +337,17 @@ def test_garbage_cuts_off_whoever_says_it_and_nobody_else(linked: Linked, garbag
     until(lambda: linked.detached == [0], "it was cut off, and its request cancelled")
     assert "front process 0 is cut off: it says what cannot be" in caplog.text
     good.send(submit(1, max_tokens=2))
-    assert any(one.finish is FinishReason.LENGTH for one in next(step for step in steps_of(good) if any(e.finish for e in step.rest)).rest)
+    assert any(
+        one.event.finish is FinishReason.LENGTH
+        for one in next(step for step in steps_of(good) if any(e.event.finish for e in step.rest)).rest
+    )
 
 
 def test_what_the_engine_refuses_is_the_requests_only_event(linked: Linked) -> None:
     wire = linked.front()
     wire.send(submit(1, max_tokens=10**6))
     (only,) = next(steps_of(wire)).rest
-    assert (only.number, only.finish) == (1, FinishReason.ERROR)
+    assert (only.number, only.event.finish) == (1, FinishReason.ERROR)
     assert only.fault is not None and only.fault.kind == "ContextExceeded"
 
 
@@ -310,9 +361,9 @@ def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytes
 
     monkeypatch.setattr(linked.engine, "reset_cache", slow)
     one, other = linked.front(), linked.front()
-    one.send(boundary.Reset(1, ("device",)))
+    one.send(call(1, "EngineClient.reset_cache", ("device",)))
     assert began.wait(DEADLINE_S)
-    other.send(boundary.Reset(1, ("device",)))
+    other.send(call(1, "EngineClient.reset_cache", ("device",)))
     assert _reply(other).fault == boundary.SentError("Overloaded", "a cache reset is in progress", None, 1.0)
     go.set()
     assert msgspec.msgpack.decode(_reply(one).value) == {"device": 0}
@@ -331,11 +382,11 @@ def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(linked: L
         tell(link, message)
 
     monkeypatch.setattr(FrontLink, "tell", watched)
-    one.send(boundary.UnloadAdapter(1, "none"))
+    one.send(call(1, "AdapterNames.unload", "none"))
     for wire in (one, other):
         while not isinstance(message := wire.receive(), boundary.AdapterList):
             assert message is not None
-        wire.send(boundary.AdaptersSeen(message.version))
+        wire.send(boundary.Awake(message.version))
     assert _reply(one).value == msgspec.msgpack.encode(False)
     assert seen_when_answered == [1]
 
@@ -350,7 +401,7 @@ def test_a_compiled_grammar_is_kept_until_its_front_lets_go(linked: Linked) -> N
     pytest.importorskip("llguidance")
     wire = linked.front()
     grammar = Grammar("regex", "[ab]{3}")
-    wire.send(boundary.Compile(7, grammar))
+    wire.send(call(7, "GrammarCompiler.begin", grammar))
     assert _reply(wire).fault is None
     (link,) = linked.links._links
     assert list(link._kept) == [7]
@@ -370,7 +421,7 @@ def test_another_version_is_refused() -> None:
         )
         engine.sendall(frame(hello))
         with pytest.raises(ProtocolBroken, match=f"version {boundary.VERSION + 1} of the protocol, and this process {boundary.VERSION}"):
-            greeted(front)
+            greeted(Wire(front, FromEngine))
         made.loop.start()
         made.close()
 
@@ -400,7 +451,7 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
     engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
 
     async def run() -> None:
-        client = RemoteEngine(front, greeted(front))
+        client = RemoteEngine(front)
         client.start()
         heard: list[TokenEvent] = []
         client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
@@ -435,7 +486,7 @@ def test_a_beat_says_how_long_the_loop_has_been_silent() -> None:
     engine.sendall(frame(hello) + frame(boundary.Beat(50.0)))
 
     async def run() -> None:
-        client = RemoteEngine(front, greeted(front))
+        client = RemoteEngine(front)
         assert client.beat_age_s() < 50.0
         client.start()
         assert 50.0 <= client.beat_age_s() < 100.0
@@ -458,11 +509,14 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
     )
 
     async def run() -> None:
-        client = RemoteEngine(front, greeted(front))
+        client = RemoteEngine(front)
         client.start()
         assert client.adapters.find("new") == loaded
-        seen = await asyncio.to_thread(Wire(engine, FromFront).receive)
-        assert seen == boundary.AdaptersSeen(4)
+        wire: Wire[FromFront] = Wire(engine, FromFront)
+        assert await asyncio.to_thread(wire.receive) == boundary.Awake(4)
+        engine.sendall(frame(boundary.Beat(0.0)))  # which every front answers
+        engine.settimeout(DEADLINE_S)
+        assert await asyncio.to_thread(wire.receive) == boundary.Awake(4)
 
     asyncio.run(run())
     for one in (engine, front):
@@ -476,41 +530,68 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
 
 def test_seats_are_counted_over_all_fronts_and_those_of_one_that_is_gone_come_back() -> None:
     book = SeatBook.make(3)
-    one, other, more = (SharedCount(book, row, GateNumber.GENERATIONS) for row in range(3))
-    assert one.try_add(2, 5) and other.try_add(2, 5)
-    assert not more.try_add(2, 5) and more.total == 4
-    assert more.try_add(1, 5) and not one.try_add(1, 5)
-    assert SharedCount(book, 0, GateNumber.SIDE).try_add(5, 5)  # another gate
-    other.remove(1)
-    assert one.total == 4
+    one, other, more = (Gate(5, "things", book, row) for row in range(3))
+    one.claim(2)
+    other.claim(2)
+    with pytest.raises(Overloaded):
+        more.claim(2)
+    assert more.taken == 4
+    more.claim(1)
+    with pytest.raises(Overloaded):
+        one.claim(1)
+    another = Gate(5, "others", book, 0, GateNumber.SIDE)
+    another.claim(5)
+    other.give_back(1)
+    assert one.taken == 4
     book.clear(0)
-    assert one.total == 2 and SharedCount(book, 1, GateNumber.SIDE).total == 0
+    assert one.taken == 2 and another.taken == 0
 
 
 ADD = """
-import sys
-from penstock.server.seats import GateNumber, SeatBook
-book = SeatBook(int(sys.argv[1]), 2)
-print(book.try_add(1, GateNumber.GENERATIONS, 1, 3))
+import sys, time
+from penstock.server import seats
+sleep, seats.LOCK_S = time.sleep, 30.0
+seats.time.sleep = lambda seconds: (print("waits", flush=True), sleep(seconds))
+book = seats.SeatBook(int(sys.argv[1]), 2)
+print(book.try_add(1, seats.GateNumber.GENERATIONS, 1, 3))
 """
+HOLD = """
+import fcntl, os, signal, sys
+fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX)
+print("held", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def seat_process(script: str, fd: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, "-c", script, str(fd)], pass_fds=[fd], env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_who_looks_and_takes_is_alone() -> None:
     """A process that wants a seat waits while another one is at it, and sees what that one has taken."""
     book = SeatBook.make(2)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", ADD, str(book.fd)]
     with book._locked():
-        taker = subprocess.Popen(command, pass_fds=[book.fd], env=environment, stdout=subprocess.PIPE, text=True)
-        until(lambda: _waits_for_a_lock(taker.pid), "it does not wait")
+        taker = seat_process(ADD, book.fd)
+        assert taker.stdout is not None and taker.stdout.readline() == "waits\n"
         book._counts[0, GateNumber.GENERATIONS] = 3
-    assert taker.communicate()[0] == "False\n"
+    assert taker.communicate()[0].splitlines()[-1] == "False"
     assert book.total(GateNumber.GENERATIONS) == 3
 
 
-def _waits_for_a_lock(pid: int) -> bool:
-    """As the kernel lists it: a waiter has an arrow before it."""
-    return any(words[1] == "->" and str(pid) in words for words in map(str.split, open("/proc/locks")))
+def test_a_process_that_stands_still_with_the_lock_stops_nobody() -> None:
+    book = SeatBook.make(2)
+    with seat_process(HOLD, book.fd) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        taken: list[bool] = []
+        taker = threading.Thread(target=lambda: taken.append(book.try_add(0, GateNumber.GENERATIONS, 1, 3)), daemon=True)
+        taker.start()
+        try:
+            until(lambda: taken, "it has its seat")
+            book.clear(0)
+        finally:
+            holder.kill()
+    assert taken == [True] and book.total(GateNumber.GENERATIONS) == 0
 
 
 TAKE = """

@@ -71,7 +71,7 @@ class Fixed:
 
 def scraped(stats: EngineStats) -> dict[str, float]:
     engine: Any = Fixed(stats)
-    families = text_string_to_metric_families(exposition(engine.stats(), RequestFigures(frozenset()), "tiny").decode())
+    families = text_string_to_metric_families(exposition(engine.stats(), RequestFigures(), "tiny").decode())
     return {
         " ".join((sample.name.removeprefix("penstock_"), *(sample.labels[name] for name in sorted(sample.labels)))): sample.value
         for family in families

@@ -241,7 +241,7 @@ def test_an_engine_without_blocks_has_a_usage(served: Served) -> None:
     stats = served.engine.stats()
     bare = EngineStats(**{**{n: getattr(stats, n) for n in EngineStats.__dataclass_fields__}, "kv_blocks": {}})
     engine: Any = type("Bare", (), {"stats": lambda self: bare})()
-    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in exposition(engine.stats(), RequestFigures(frozenset()), "m")
+    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in exposition(engine.stats(), RequestFigures(), "m")
 
 
 # -------------------------------------------------------------------------------------------------------- the small routes

@@ -270,7 +270,7 @@ def test_a_body_just_within_the_limit_is_taken() -> None:
 
 
 def test_a_body_that_never_comes_does_not_hold_its_seat() -> None:
-    with serving(read_timeout_s=0.05) as served:
+    with serving(read_timeout_s=1.0) as served:
         connection = served.connect()
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")

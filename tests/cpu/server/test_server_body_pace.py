@@ -9,8 +9,8 @@ from served import Served, completion
 from starlette.types import Message
 
 from penstock.config import ServerConfig
+from penstock.server.connection import read_body
 from penstock.server.faults import Refused
-from penstock.server.limits import read_body
 
 
 class _ClockedLoop(asyncio.SelectorEventLoop):

@@ -7,14 +7,16 @@ from served import MODEL, Served
 
 from penstock.contract import TokenLogprob
 from penstock.server.replies import ChatReply, heading
+from penstock.server.schema import ChatBody
 from penstock.server.text import ChoiceDelta, ScoredToken
 from support.scripted_engine import ScriptedTokenizer
 
 
 def test_impossible_tokens_of_a_chat_have_a_score_that_json_can_say() -> None:
-    reply = ChatReply(ScriptedTokenizer(), heading("chatcmpl", "x", "m", False), 1)
+    body = ChatBody(model="m", messages=[], logprobs=True, top_logprobs=1)
+    reply = ChatReply(ScriptedTokenizer(), body, heading("chatcmpl", "x", "m", False))
     never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0), (99, float("-inf"))))
-    (scored,) = reply.chunk(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["choices"][0]["logprobs"]["content"]
+    (scored,) = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]["content"]
     assert scored["logprob"] == -9999.0
     assert [entry["logprob"] for entry in scored["top_logprobs"]] == [0.0, -9999.0]
 

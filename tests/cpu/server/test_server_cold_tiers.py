@@ -333,7 +333,7 @@ def test_a_prompt_that_one_server_has_computed_comes_to_another_from_the_store(s
 
 def test_a_store_that_dies_is_seen_and_its_password_is_not(store: Valkey, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    with tiered(remote=store.url(), remote_timeout_s=0.2) as server:
+    with tiered(remote=store.url(), remote_timeout_s=5.0) as server:
         cold, _ = server.ask()
         assert server.http.post("/cache/flush?level=persisted").status_code == 200
         store.kill()

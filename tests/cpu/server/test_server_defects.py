@@ -40,16 +40,16 @@ def test_a_stream_that_fails_half_way_ends_with_the_error_and_nothing_behind_it(
     told: str,
     is_defect: bool,
 ) -> None:
-    chunk, num_chunks = CompletionReply.chunk, 0
+    choice, num_chunks = CompletionReply.choice, 0
 
-    def failing(self: CompletionReply, index: int, piece: Any, usage: Any = None) -> Any:
+    def failing(self: CompletionReply, index: int, piece: Any) -> Any:
         nonlocal num_chunks
         num_chunks += 1
         if num_chunks == 2:
             raise error
-        return chunk(self, index, piece, usage)
+        return choice(self, index, piece)
 
-    monkeypatch.setattr(CompletionReply, "chunk", failing)
+    monkeypatch.setattr(CompletionReply, "choice", failing)
     served.engine.hold()
     with served.http.stream("POST", "/v1/completions", json=completion(stream=True, max_tokens=50)) as reply:
         served.engine.permit(1)

@@ -73,7 +73,7 @@ def test_a_server_answers_as_the_file_says(tmp_path: Path) -> None:
     try:
         ask = {"model": "model", "prompt": [5, 6, 7], "max_tokens": 12, "ignore_eos": True}
         texts = [
-            httpx.post(f"{server.url}/v1/completions", json={**ask, **own}, timeout=30).json()["choices"][0]["text"]
+            httpx.post(f"{server.url}/v1/completions", json={**ask, **own}, timeout=120).json()["choices"][0]["text"]
             for own in ({}, {"seed": 3}, {"temperature": 0}, {"temperature": 5.0, "seed": 1}, {"temperature": 5.0, "seed": 2})
         ]
     finally:

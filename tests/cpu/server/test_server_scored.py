@@ -18,17 +18,21 @@ LONG = [7 + 3 * i % 450 for i in range(900)]
 DEEP = {"blocks": 64, "host_blocks": 128, "max_model_len": 1200, "resident_tokens": 448}
 
 
-def test_its_fields_reach_the_engine_from_both_routes(served: Served) -> None:
+def test_its_fields_reach_the_engine_from_every_route(served: Served) -> None:
+    """Holds invariant 26: no route takes a field and ignores it."""
     fields = {"kv_residency": "scored", "kv_pin_spans": [[0, 64], [100, 200]]}
-    chat = {"model": SCRIPTED, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    assert served.http.post("/v1/completions", json=completion(max_tokens=1, **fields)).status_code == 200
-    assert served.http.post("/v1/chat/completions", json={**chat, **fields}).status_code == 200
-    assert served.http.post("/v1/completions", json=completion(max_tokens=1)).status_code == 200
-    assert [(name, spans and [tuple(span) for span in spans]) for name, spans in served.engine.resident] == [
-        ("scored", [(0, 64), (100, 200)]),
-        ("scored", [(0, 64), (100, 200)]),
-        (None, None),
-    ]
+    turn = [{"role": "user", "content": "x"}]
+    bodies = {
+        "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": turn, "max_tokens": 1},
+        "/v1/responses": {"input": "x", "max_output_tokens": 1},
+        "/v1/messages": {"messages": turn, "max_tokens": 1},
+    }
+    for path, body in bodies.items():
+        for given in (fields, {}):
+            assert served.http.post(path, json={"model": SCRIPTED, **body, **given}).status_code == 200
+    said = [(name, spans and [tuple(span) for span in spans]) for name, spans in served.engine.resident]
+    assert said == [("scored", [(0, 64), (100, 200)]), (None, None)] * 4
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def check_refusals(server: Tiered) -> None:
 def test_it_is_said_across_processes() -> None:
     event = TokenEvent("r", (1,), source=KvSource(computed=5), scored=True)
     assert boundary.SentEvent.of(3, event).made("r") == event
-    sent = boundary.Submit(1, "r", b"", SamplingParams(), "", None, 0, "", None, "scored", ((0, 64),))
+    sent = boundary.Submit(1, "r", b"", SamplingParams(), boundary.SubmitOptions(residency="scored", pins=[(0, 64)]))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=boundary.Submit) == sent
 
 

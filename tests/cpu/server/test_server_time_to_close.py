@@ -144,7 +144,7 @@ def test_an_operator_is_answered_though_the_engine_does_not_come_round(monkeypat
         with pytest.raises(Overloaded, match=what):
             await call()
         gate.set()
-        under_way = service._reset if what == "reset" else service._flush
+        under_way = service._under_way[what]
         assert under_way is not None and await under_way == ({"device": 3} if what == "reset" else None)
         monkeypatch.setattr(service_module, "RESET_TIMEOUT_S", 30.0)
         monkeypatch.setattr(service_module, "FLUSH_TIMEOUT_S", 30.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.tool_parsers import READERS, Arguments, MessageParser, Sink, Thinking
+from penstock.server.tool_parsers import READERS, MessageParser, Sink, named_call, thinking
 
 
 class Message(NamedTuple):
@@ -19,8 +19,8 @@ class Message(NamedTuple):
 
 def parse(kind: str, pieces: list[str], thinks: bool = False, begun: bool = False, most: int | None = None) -> Message:
     sink = Sink(most)
-    reader = Arguments(sink, "forced") if kind == "forced" else READERS[kind](sink)
-    parser = MessageParser(sink, Thinking(sink, reader, begun) if thinks else reader)
+    reading = named_call(sink, "forced") if kind == "forced" else READERS[kind](sink)
+    parser = MessageParser(sink, thinking(sink, reading, begun) if thinks else reading)
     content, reasoning, calls = "", "", []
     for number, piece in enumerate([*pieces, ""]):
         parts = parser.push(piece, last=number == len(pieces))

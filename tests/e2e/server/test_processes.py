@@ -95,7 +95,7 @@ class Running:
 @contextlib.contextmanager
 def running(*flags: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("a+") as log:  # appending: its place is shared with the processes that write to it
         source = str(Path(penstock.__file__).parents[1])  # the tree that these tests are of, whatever is installed
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True)
@@ -340,6 +340,40 @@ def test_a_front_that_is_killed_is_started_again_and_its_requests_are_cancelled(
         finished = server.metrics()["penstock_finished_total tiny-llama length"]
         assert finished == 2  # what the killed one had counted is not lost
         fresh.close()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(DEADLINE_S) == 0
+
+
+def test_a_front_that_stands_still_holds_up_nobody_and_is_started_again() -> None:
+    with running(*TINY, "--api-processes", "2", "--max-concurrent", "2") as server:
+        victim, other = server.children("front")
+        paused = server.connect(victim)
+        stream = begin(paused, max_tokens=1000)
+        victim.suspend()
+        victim.resume()
+        assert stream.read().endswith(b"data: [DONE]\n\n")  # a moment is no matter
+        paused.close()
+        kept = server.connect(other)
+        also = begin(kept)
+        lost = server.connect(victim)
+        until(lambda: server.num_open() == 1, "the other one's is running")
+        before = server.engine().memory_info().rss
+        victim.suspend()
+        # Nothing is generated for it, so that no number of events can tell: only that it answers no beat.
+        lost.request("POST", "/v1/completions", json.dumps(SHORT), {"Content-Type": "application/json"})
+        assert all(also.readline() for _ in range(40))
+        with pytest.raises((http.client.HTTPException, OSError)):
+            lost.getresponse()
+        until(lambda: "is started again" in server.log(), "there is no new front")
+        assert "is cut off: it has said nothing for 80 beats" in server.log()
+        assert all(also.readline() for _ in range(40))
+        assert server.engine().memory_info().rss - before < 64 << 20
+        (new,) = (front for front in server.children("front") if front.pid != other.pid)
+        fresh = server.connect(new)
+        assert ask(fresh, "/v1/completions", SHORT)[0] == 200  # its seat is free
+        for connection in (also, kept, fresh):
+            connection.close()
+        server.assert_idle()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(DEADLINE_S) == 0
 
