@@ -89,13 +89,16 @@ NEEDLE_LENGTHS ?= 262144
 needles: setup-dev
 	PENSTOCK_NEEDLES=$(NEEDLE_LENGTHS) $(ONE_THREAD) $(BIN)/python -m pytest -q tests/cpu/engine/test_scored.py -k long_contexts
 
-# Trouble from several threads for SOAK_S seconds, then random crowds stepped by hand; both against each request's tokens alone.
+# Trouble from several threads for SOAK_S seconds, without drafts and with them, then random crowds stepped by hand; all of it against each
+# request alone.
 # SOAK_S=3600 CROWDS=1000 for a night.
 SOAK_DIR ?= /tmp
 SOAK_S ?= 60
 CROWDS ?= 200
 soak: setup-dev
 	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --kv-offload-ssd-dir $(SOAK_DIR)
+	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --speculate ngram
+	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --speculate draft:tiny-llama
 	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine/test_stress.py $(ARGS)
 
 # Writers on the SSD cache, killed with -9 KILLS times and stopped with their machine CRASHES times, for each of two loads, and files damaged
