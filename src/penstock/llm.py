@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
 import time
@@ -91,6 +92,7 @@ class LLM:
             closed, self._closed = self._closed, True
         if not closed:
             self._loop.close(deadline_s=0.0)
+            gc.unfreeze()  # what it had can be collected
 
     @property
     def name(self) -> str:

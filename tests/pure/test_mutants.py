@@ -28,26 +28,28 @@ MUTANTS = tool.read_mutants(ROOT / "tools" / "mutants")
 
 
 def each() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+    return pytest.mark.parametrize("mutants", [[one for one in MUTANTS if one.kind == kind] for kind in tool.KINDS], ids=list(tool.KINDS))
 
 
 @each()
-def test_a_fault_applies_exactly_once_and_leaves_python(mutant: tool.Mutant) -> None:
-    assert tool.stale([mutant], ROOT) == []
-    assert mutant.applied((ROOT / mutant.file).read_text()) != (ROOT / mutant.file).read_text()
+def test_a_fault_applies_exactly_once_and_leaves_python(mutants: list[tool.Mutant]) -> None:
+    assert tool.stale(mutants, ROOT) == []
+    assert [one.name for one in mutants if one.applied((ROOT / one.file).read_text()) == (ROOT / one.file).read_text()] == []
 
 
 @each()
-def test_the_tests_of_a_fault_are_there(mutant: tool.Mutant) -> None:
-    assert mutant.tests and mutant.name and mutant.stands_for
-    for test in mutant.tests:
-        file, *names = test.split("::")
-        text = (ROOT / file).read_text()
-        for name in names:
-            function, _, case = name.rstrip("]").partition("[")
-            inherited = "(LaneRules)" in text and f"def {function}(" in (ROOT / "tests/pure/lanes/lane_rules.py").read_text()
-            assert f"def {function}(" in text or f"class {function}" in text or inherited, f"{file} has no {name}"
-            assert case in text, f"{file} has no case {case}"
+def test_the_tests_of_a_fault_are_there(mutants: list[tool.Mutant]) -> None:
+    rules = (ROOT / "tests/pure/lanes/lane_rules.py").read_text()
+    for mutant in mutants:
+        assert mutant.tests and mutant.name and mutant.stands_for
+        for test in mutant.tests:
+            file, *names = test.split("::")
+            text = (ROOT / file).read_text()
+            for name in names:
+                function, _, case = name.rstrip("]").partition("[")
+                inherited = "(LaneRules)" in text and f"def {function}(" in rules
+                assert f"def {function}(" in text or f"class {function}" in text or inherited, f"{mutant.name}: {file} has no {name}"
+                assert case in text, f"{mutant.name}: {file} has no case {case}"
 
 
 def test_there_are_faults_of_every_kind_and_source_under_names_of_their_own() -> None:

@@ -76,7 +76,6 @@ class EngineLoop:
         self._thread.join(deadline_s + _CLOSE_S + _MARGIN_S)
         if self._thread.is_alive():
             raise DeadlineExceeded("the engine thread did not end: a step is stuck on the device")
-        gc.unfreeze()  # what it had can be collected
 
     def _close_at_exit(self) -> None:
         """Nobody has closed it, and the process ends: the interpreter would stop its thread in the middle of a step."""
