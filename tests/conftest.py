@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -25,9 +24,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     global _running
-    if gc.get_freeze_count() == 0:  # thousands of tests and their libraries: the collector need not walk them again and again
-        gc.collect()
-        gc.freeze()
     _running = (nodeid, time.monotonic())
 
 
