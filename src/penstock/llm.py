@@ -53,7 +53,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None  # of each token, where SamplingParams.logprobs asks for them
 
 
-class Of(TypedDict, total=False):
+class AnswerOptions(TypedDict, total=False):
     """What an answer is made with, besides the model itself."""
 
     adapter: str | None
@@ -111,57 +111,61 @@ class LLM:
     # ------------------------------------------------------------------------------------------------------------ whole answers
 
     @overload
-    def generate(self, prompts: Prompt, sampling: Sampling = None, **of: Unpack[Of]) -> Completion: ...  # type: ignore[overload-overlap]
+    def generate(self, prompts: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Completion: ...  # type: ignore[overload-overlap]
     @overload  # a str is a sequence of str, too, but one prompt
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = None, **of: Unpack[Of]) -> list[Completion]: ...
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> list[Completion]: ...
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, **of: Unpack[Of]) -> Completion | list[Completion]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> Completion | list[Completion]:
         """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a list of them a list. `adapter=`
         names an adapter; the tokens of `snapshot=` come before each prompt."""
         # Text, or token ids: a list of whole numbers.
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = cast(Sequence[Prompt], [prompts] if single else prompts)
-        made = self._answer_all([self._continued(prompt, sampling, **of) for prompt in several])
+        made = self._answer_all([self._continued(prompt, sampling, **options) for prompt in several])
         return made[0] if single else made
 
     @overload
-    def chat(self, messages: Messages, sampling: Sampling = None, **of: Unpack[Of]) -> Completion: ...
+    def chat(self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Completion: ...
     @overload
-    def chat(self, messages: Sequence[Messages], sampling: Sampling = None, **of: Unpack[Of]) -> list[Completion]: ...
+    def chat(self, messages: Sequence[Messages], sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> list[Completion]: ...
 
-    def chat(self, messages: Messages | Sequence[Messages], sampling: Sampling = None, **of: Unpack[Of]) -> Completion | list[Completion]:
+    def chat(
+        self, messages: Messages | Sequence[Messages], sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> Completion | list[Completion]:
         """The answer to a conversation; with several conversations, their answers in order. `adapter=` names an adapter; the messages of
         `snapshot=` come before each conversation."""
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if single else messages)
-        made = self._answer_all([self._chatted(one, sampling, **of) for one in several])
+        made = self._answer_all([self._chatted(one, sampling, **options) for one in several])
         return made[0] if single else made
 
-    async def agenerate(self, prompts: Any, sampling: Sampling = None, **of: Unpack[Of]) -> Any:
+    async def agenerate(self, prompts: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Any:
         """As `generate`, for asyncio."""
-        return await asyncio.to_thread(lambda: self.generate(prompts, sampling, **of))
+        return await asyncio.to_thread(lambda: self.generate(prompts, sampling, **options))
 
-    async def achat(self, messages: Any, sampling: Sampling = None, **of: Unpack[Of]) -> Any:
+    async def achat(self, messages: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Any:
         """As `chat`, for asyncio."""
-        return await asyncio.to_thread(lambda: self.chat(messages, sampling, **of))
+        return await asyncio.to_thread(lambda: self.chat(messages, sampling, **options))
 
     # ---------------------------------------------------------------------------------------------------------------- streams
 
-    def stream(self, prompt: Prompt, sampling: Sampling = None, **of: Unpack[Of]) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Iterator[str]:
         """Text as it becomes certain. Whoever stops reading cancels the rest."""
-        return _pieces(self._continued(prompt, sampling, **of))
+        return _pieces(self._continued(prompt, sampling, **options))
 
-    def stream_chat(self, messages: Messages, sampling: Sampling = None, **of: Unpack[Of]) -> Iterator[str]:
+    def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Iterator[str]:
         """The same for a conversation."""
-        return _pieces(self._chatted(messages, sampling, **of))
+        return _pieces(self._chatted(messages, sampling, **options))
 
-    def astream(self, prompt: Prompt, sampling: Sampling = None, **of: Unpack[Of]) -> AsyncIterator[str]:
+    def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> AsyncIterator[str]:
         """As `stream`, for asyncio."""
-        return _async_pieces(self._continued(prompt, sampling, **of))
+        return _async_pieces(self._continued(prompt, sampling, **options))
 
-    def astream_chat(self, messages: Messages, sampling: Sampling = None, **of: Unpack[Of]) -> AsyncIterator[str]:
+    def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> AsyncIterator[str]:
         """As `stream_chat`, for asyncio."""
-        return _async_pieces(self._chatted(messages, sampling, **of))
+        return _async_pieces(self._chatted(messages, sampling, **options))
 
     # -------------------------------------------------------------------------------------------------------------- snapshots
 
