@@ -69,13 +69,13 @@ def test_rows_begin_at_the_same_places(seed: int) -> None:
 
 @pytest.mark.parametrize("has_lasts", [True, False])
 def test_a_captured_pass_reads_no_place_of_a_request_twice_with_other_tokens(has_lasts: bool) -> None:
-    """A step of 7 rows has 4 requests, or 7: for a request that there is not, the pass does what it does for the first, and leaves the
-    drafts in the padding row. From any other place it would write over KV of the first's."""
+    """A step of 7 rows has 4 requests, or 7: for a request that there is not, the pass does what it does for the first, drawing as that
+    one draws. With other tokens it would write over KV of the first's."""
     tokens = torch.tensor([5, 6, -1, 7, 8, 9, -1], dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([3, 3, 3, 1, 0, 2, 2], dtype=torch.int32, device=DEVICE)
     lasts = torch.tensor([1, 3, 4, 5], device=DEVICE) if has_lasts else None
     into = tuple(torch.full((7,), 77, dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64, torch.int32))
-    triton_drafts.fill_pass(tokens, lasts, rows, into, 8)
+    triton_drafts.fill_pass(tokens, lasts, rows, into)
     assert into[0].tolist() == [5, 6, 0, 7, 8, 9, 0]
     assert into[1].tolist() == ([1, 3, 4, 5, 1, 1, 1] if has_lasts else list(range(7)))
-    assert into[2].tolist() == ([3, 1, 0, 2, 8, 8, 8] if has_lasts else rows.tolist())
+    assert into[2].tolist() == ([3, 1, 0, 2, 3, 3, 3] if has_lasts else rows.tolist())

@@ -1,4 +1,4 @@
-"""Sequences of whose KV only a part is on the device, beside the same with all of it there. Owns what a conversation of two turns shows,
+"""Sequences of whose KV only a part is on the device, beside the same with all of it there. Owns what the turns of a conversation show,
 and the rate of the link in the same run."""
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 import torch
 
 from penstock.bench.report import Column, Results, draw_bars, figure
-from penstock.bench.run import Driver, random_prompts
+from penstock.bench.run import Driver, Reader, Stepped, random_prompts
 from penstock.config import Config
 from penstock.engine.build import device_for
 from penstock.engine.engine import Engine
 from penstock.lanes.make import make_lane
 from penstock.models.progress import Progress
 
-NEXT_TOKENS = 64  # that the second turn brings
+NEXT_TOKENS = 64  # that each later turn brings
 LINK_BYTES = 1 << 30
 STAGE = "deep"
 
 
 @dataclass(frozen=True, slots=True)
 class DeepBench:
-    """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, and a short second turn."""
+    """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, a short second turn, and where tokens may attend to
+    what is on the device alone, a third in which they do."""
 
     lengths: tuple[int, ...]
     tokens: int
@@ -40,14 +41,14 @@ class DeepBench:
         figure("prefill s", "prefill_s", 2),
         figure("decode ms", "decode_ms", 2),
         figure("link alone ms", "link_ms", 2),
-        figure("turn 2 TTFT s", "second_s", 3),
+        figure("next TTFT s", "next_s", 3),
         figure("restored %", "restored", 1, 100),
         figure("link GB/s", "link_gb_s", 1),
     )
 
     def tokens_of(self, length: int) -> int:
         """Of a conversation whose first prompt has `length` tokens."""
-        return length + 2 * self.tokens + NEXT_TOKENS
+        return length + 2 * (self.tokens + NEXT_TOKENS) + 2
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         results = Results([], [])
@@ -60,41 +61,48 @@ class DeepBench:
             if self.tokens_of(length) > engine.max_model_len:
                 results.skipped.append(f"{length} tokens, {resident} resident: they exceed the context of {engine.max_model_len}")
             else:
-                results.rows.append(self._row(driver, length, resident, link, config.kv.residency))
+                results.rows.extend(self._rows(driver, length, resident, link, config.kv.residency == "scored"))
         progress(f"{STAGE}, {resident} tokens resident", len(self.lengths), len(self.lengths))
         return results
 
-    def _row(self, driver: Driver, length: int, resident: int, link: float | None, mode: str) -> dict[str, Any]:
+    def _rows(self, driver: Driver, length: int, resident: int, link: float | None, may_score: bool) -> list[dict[str, Any]]:
         driver.reset_cache()
         vocab = driver.engine.tokenizer.vocab_size
-        prompt, more = (random_prompts(1, num, vocab, (self.seed, num))[0] for num in (length, NEXT_TOKENS))
-        first = driver.submit(prompt, self.tokens)
-        turns = [turn for turn in driver.run_all() if turn.num_tokens]
-        gaps = [later.end_s - earlier.end_s for earlier, later in pairwise(turns)]
+        prompt, *more = (random_prompts(1, num, vocab, (self.seed, num, n))[0] for n, num in enumerate((length, NEXT_TOKENS, NEXT_TOKENS)))
+        first = driver.submit(prompt, self.tokens, "exact")
+        decode_ms = _decode_ms(driver.run_all())
         driver.flush()
-        prompt = [*prompt, *first.tokens, *more]
-        second = driver.submit(prompt, 2)
+        prompt += first.tokens + more[0]
+        second = driver.submit(prompt, 2, "exact")
         driver.run_all()
         is_deep = length + self.tokens > resident
         num_bytes = driver.engine.cache.saves.layout.block_bytes / driver.engine.cache.block_tokens * max(0, length - resident)
-        return {
-            "mode": mode if is_deep else "full",
+        row = {
+            "mode": "exact" if is_deep else "full",
             "resident": resident if is_deep else length,
             "length": length,
             "prefill_s": first.ttft_s,
-            "decode_ms": median(gaps) * 1000,
-            "link_ms": num_bytes / link * 1000 if link and is_deep and mode == "exact" else None,
-            "second_s": second.ttft_s,
-            "restored": None if second.source is None else 1 - second.source.computed / len(prompt),
+            "decode_ms": decode_ms,
+            "link_ms": num_bytes / link * 1000 if link and is_deep else None,
+            "next_s": second.ttft_s,
+            "restored": _restored(second, prompt),
             "link_gb_s": None if link is None else link / 1e9,
         }
+        if not (is_deep and may_score):
+            return [row]
+        driver.flush()
+        prompt += second.tokens + more[1]
+        third = driver.submit(prompt, self.tokens, "scored")
+        decode_ms = _decode_ms(driver.run_all())
+        scored = {"mode": "scored", "prefill_s": None, "decode_ms": decode_ms, "link_ms": None}
+        return [row, row | scored | {"next_s": third.ttft_s, "restored": _restored(third, prompt)}]
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         groups = sorted({row["length"] for row in rows})
         shown = {
             "all on the device": [row for row in rows if row["resident"] == row["length"]],
-            "paged out": [row for row in rows if row["resident"] < row["length"] and row.get("mode") != "scored"],
-            "scored": [row for row in rows if row.get("mode") == "scored"],
+            "paged out": [row for row in rows if row["resident"] < row["length"] and row["mode"] == "exact"],
+            "scored": [row for row in rows if row["mode"] == "scored"],
         }
         bars = {
             name: [next((row["decode_ms"] for row in some if row["length"] == group), None) for group in groups]
@@ -106,6 +114,15 @@ class DeepBench:
         axes.set_yscale("log")
         axes.set_xlabel("tokens of the sequence")
         axes.set_ylabel("ms per token of one request")
+
+
+def _decode_ms(turns: list[Stepped]) -> float:
+    ends_s = [turn.end_s for turn in turns if turn.num_tokens]
+    return median(later - earlier for earlier, later in pairwise(ends_s)) * 1000
+
+
+def _restored(reader: Reader, prompt: list[int]) -> float | None:
+    return None if reader.source is None else 1 - reader.source.computed / len(prompt)
 
 
 def _link_bytes_s(device: torch.device) -> float | None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from penstock.bench.report import Results, Shown
-from penstock.config import Config
+from penstock.config import Config, ResidencyName
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
@@ -94,11 +94,11 @@ class Driver:
         self._num_ended = 0  # written by who steps
         self._tally = _Tally()
 
-    def submit(self, prompt: Sequence[int], max_tokens: int) -> Reader:
+    def submit(self, prompt: Sequence[int], max_tokens: int, residency: ResidencyName | None = None) -> Reader:
         """Greedy, and to the full length: what the model would like does not change the work."""
         reader = Reader(self._tally, time.perf_counter())
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self.engine.submit(prompt, sampling, reader, cache_salt=self.salt)
+        self.engine.submit(prompt, sampling, reader, cache_salt=self.salt, residency=residency)
         self._num_submitted += 1
         return reader
 

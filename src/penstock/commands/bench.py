@@ -46,22 +46,17 @@ def run_restart(config: Config, bench: RestartBench) -> BenchReport:
 
 
 def run_deep(config: Config, bench: DeepBench) -> BenchReport:
-    """Where it is said how much is on the device, once more with tokens that attend to that alone, and once with as much as fits."""
-    if config.kv.resident_tokens is None:
-        return run_bench(config, bench)
+    """Where it is said how much is on the device, once more with as much as fits."""
+    report = run_bench(config, bench)
     fits = (config.kv.device_blocks or 0) * config.kv.block_tokens
     lengths = tuple(length for length in bench.lengths if not fits or bench.tokens_of(length) <= fits)
-    reports = [run_bench(replace(config, kv=replace(config.kv, residency="exact", pin_spans=())), bench)]
-    if config.kv.residency == "scored":
-        reports.append(run_bench(config, bench))
-    if lengths:
-        limit = bench.tokens_of(max(lengths))
-        kv = replace(config.kv, resident_tokens=None, residency="exact", pin_spans=())
-        full = replace(config, kv=kv, engine=replace(config.engine, max_model_len=limit))
-        reports.append(run_bench(full, replace(bench, lengths=lengths)))
-    results = [report.results for report in reports]
-    rows = Results([row for one in results for row in one.rows], [why for one in results for why in one.skipped])
-    return BenchReport(bench, reports[0].model, config, rows)
+    if config.kv.resident_tokens is None or not lengths:
+        return report
+    kv = replace(config.kv, resident_tokens=None, residency="exact", pin_spans=())
+    engine = replace(config.engine, max_model_len=bench.tokens_of(max(lengths)))
+    full = run_bench(replace(config, kv=kv, engine=engine), replace(bench, lengths=lengths))
+    results = report.results
+    return replace(report, results=Results(results.rows + full.results.rows, results.skipped + full.results.skipped))
 
 
 def run_transfer(config: Config, bench: TransferBench) -> BenchReport:

@@ -239,7 +239,8 @@ def _restore(args: argparse.Namespace) -> int:
 def _add_deep(kinds: Any) -> None:
     about = (
         "Long sequences with all of their KV on the device, and with --kv-resident-tokens there and the rest in host memory: prefill, "
-        "time per token, and the first token of a second turn, beside the rate of the link. One request at a time."
+        "time per token, and the first token of a second turn, beside the rate of the link; with --kv-residency scored also a turn whose "
+        "tokens attend to what is on the device alone. One request at a time."
     )
     parser = kinds.add_parser("deep", help="sequences larger than device memory", description=about, parents=[engine_flags()])
     group = parser.add_argument_group("measurement")

@@ -198,7 +198,10 @@ def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
     assert track.table is not None and track.resident is not None
     before = track.table.slots(1024).tolist()
     running._num_promised += 64
-    assert engine.cache.page_out(track.table, 64, fence) == 64, "as if the room had been needed"
+    left = 64  # as if the room had been needed; what is not saved yet follows
+    while left:
+        left -= engine.cache.page_out(track.table, left, fence)
+        engine._settle()
     while len(track.resident._chosen) < 16:  # no step in between
         running.rearrange(track, 1, fence)
         engine._settle()

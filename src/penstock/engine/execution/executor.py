@@ -442,7 +442,7 @@ class Executor:
             made, outputs.made = outputs.made, None
             assert made is not None and captured is not None
             into = captured.nexts, captured.lasts, captured.rows
-            triton_drafts.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into, self.limits.max_batch)
+            triton_drafts.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into)
 
         self._wait_for(arriving, chain, layers[1])
         rows = packed.ints[slice(*packed.shape.cuts()[7:9])]

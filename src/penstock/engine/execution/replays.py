@@ -105,8 +105,14 @@ class Replays:
         found = self._passes.get((bucket, kind))
         if found is None:
             flow, size, device = self.get(bucket).flow, bucket.num_tokens, self.inputs.device
-            nexts, rows = (torch.zeros(size, dtype=torch.int32, device=device) for _ in range(2))
-            lasts = torch.arange(size, device=device)
+            made: list[Tensor] = []
+
+            def make() -> None:  # on the lane, which waits for no other stream
+                made.extend(torch.zeros(size, dtype=torch.int32, device=device) for _ in range(2))
+                made.append(torch.arange(size, device=device))
+
+            self._lane.submit(make, label="padding").wait_done()
+            nexts, rows, lasts = made
             if device.type == "cuda":
                 self._lane.drain()
                 self._lane.submit(lambda: run(flow, nexts, lasts, rows), label="padding").wait_done()

@@ -71,9 +71,9 @@ def kept_tokens(
     return tokens, lasts
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_groups", "padding_row"])
+@triton.jit(do_not_specialize=["num_samples", "num_groups"])
 def _fill_kernel(
-    tokens_ptr, lasts_ptr, rows_ptr, nexts_out_ptr, lasts_out_ptr, rows_out_ptr, num_samples, num_groups, padding_row,
+    tokens_ptr, lasts_ptr, rows_ptr, nexts_out_ptr, lasts_out_ptr, rows_out_ptr, num_samples, num_groups,
     HAS_LASTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -81,13 +81,14 @@ def _fill_kernel(
     tl.store(nexts_out_ptr + at, tl.maximum(tl.load(tokens_ptr + at, mask=inside, other=0), 0), mask=inside)
     last = at.to(tl.int64)
     if HAS_LASTS:
-        last = tl.load(lasts_ptr + at * real, mask=inside, other=0)  # one that there is not does what the first does
+        last = tl.load(lasts_ptr + at * real, mask=inside, other=0)
     tl.store(lasts_out_ptr + at, last, mask=inside)
-    tl.store(rows_out_ptr + at, tl.load(rows_ptr + last, mask=real, other=0) * real + padding_row * (1 - real), mask=inside)
+    tl.store(rows_out_ptr + at, tl.load(rows_ptr + last, mask=inside, other=0), mask=inside)
 
 
-def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor], padding_row: int) -> None:
-    """What a captured pass reads: `into` are its next tokens, last places and rows. Requests that there are not have the padding row."""
+def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> None:
+    """What a captured pass reads: `into` are its next tokens, last places and rows. A request that there is not does what the first does,
+    in all: it writes where the first writes, so that it must draw the same drafts."""
     num_groups = len(tokens) if lasts is None else len(lasts)
     _fill_kernel[(triton.cdiv(len(tokens), _ROWS),)](
         tokens,
@@ -96,7 +97,6 @@ def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Te
         *into,
         len(tokens),
         num_groups,
-        padding_row,
         HAS_LASTS=lasts is not None,
         ROWS=_ROWS,
     )
