@@ -1,7 +1,7 @@
 """Small faults in the product's own source, put into a copy one at a time: which check finds each? Owns the run and the table of results;
 the faults are in `tools/mutants/*.toml`, one file per kind.
 
-    python tools/mutants.py [--only TEXT] [--jobs N]
+    python tools/mutants.py [--only TEXT | --new] [--jobs N]
 
 A fault of order or lifetime, or a wait too many of the engine thread, has to be found by the sanitizer, any other by a test. Exits with 1
 where one is not, or where the tests that are to find them fail, or let a sanitizer report, without any fault.
@@ -185,23 +185,35 @@ def is_clean(baseline: Outcome) -> bool:
 # ------------------------------------------------------------------------------------------------------------------------ table
 
 
-def table(caught: dict[Mutant, str]) -> str:
-    """The page of the documentation: every fault by kind, and what found it."""
-    parts = [_HEAD.format(num=len(caught), watched=sum(mutant.needs_report for mutant in caught))]
+def table(found: dict[Mutant, str]) -> str:
+    """The page of the documentation: every fault by kind, and what found it, as `_shown`."""
+    parts = [_HEAD.format(num=len(found), watched=sum(mutant.needs_report for mutant in found))]
     for kind, title in KINDS.items():
         parts.append(f"## {title}\n\n| fault | in | stands for | found by |\n|---|---|---|---|")
-        for mutant, how in caught.items():
+        for mutant, how in found.items():
             if mutant.kind == kind:
-                note = f"; the sanitizer cannot: {mutant.unwatched}" if mutant.unwatched else ""
-                file = mutant.file.removeprefix("src/penstock/")
-                parts[-1] += f"\n| {mutant.name} | `{file}` | {mutant.stands_for} | {_shown(how)}{note} |"
+                parts[-1] += f"\n{_row_start(mutant)}{how} |"
     return "\n\n".join(parts) + "\n"
 
 
-def _shown(how: str) -> str:
+def _row_start(mutant: Mutant) -> str:
+    return f"| {mutant.name} | `{mutant.file.removeprefix('src/penstock/')}` | {mutant.stands_for} | "
+
+
+def _shown(mutant: Mutant, how: str) -> str:
     """With the test's name as code."""
     check, _, test = how.partition(" in ")
-    return f"{check}: `{test}`" if test else check
+    note = f"; the sanitizer cannot: {mutant.unwatched}" if mutant.unwatched else ""
+    return (f"{check}: `{test}`" if test else check) + note
+
+
+def known(mutants: Sequence[Mutant], page: str) -> dict[Mutant, str]:
+    """Those that the page has a line for, and what that says of them."""
+    found: dict[str, str] = {}
+    for line in page.splitlines():
+        start = "".join(f"{part} | " for part in line.split(" | ")[:3])
+        found[start] = line.removeprefix(start).removesuffix(" |")
+    return {mutant: found[_row_start(mutant)] for mutant in mutants if _row_start(mutant) in found}
 
 
 _HEAD = """\
@@ -257,10 +269,12 @@ def run_all(chosen: Sequence[Mutant], root: Path, jobs: int) -> dict[Mutant, str
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="faults whose name, kind or file contains this; the table stays as it is")
+    parser.add_argument("--new", action="store_true", help="only those that the table does not have as they are; it is completed by them")
     parser.add_argument("--jobs", type=int, default=2, help="copies that are tested at once")
     options = parser.parse_args(arguments)
     mutants = read_mutants(ROOT / "tools" / "mutants")
-    chosen = [mutant for mutant in mutants if options.only in f"{mutant.name} {mutant.kind} {mutant.file}"]
+    old = known(mutants, (ROOT / TABLE).read_text()) if options.new else {}
+    chosen = [mutant for mutant in mutants if options.only in f"{mutant.name} {mutant.kind} {mutant.file}" and mutant not in old]
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         root = copied(ROOT, Path(name) / "tree")  # what is edited meanwhile does not count
         wrong = stale(chosen, root)
@@ -273,7 +287,8 @@ def main(arguments: Sequence[str]) -> int:
     survivors = [mutant.name for mutant, how in caught.items() if how is None]
     print(f"{len(caught) - len(survivors)} of {len(caught)} found")
     if not options.only and not survivors:
-        (ROOT / TABLE).write_text(table({mutant: how for mutant, how in caught.items() if how is not None}))
+        found = old | {mutant: _shown(mutant, how) for mutant, how in caught.items() if how is not None}
+        (ROOT / TABLE).write_text(table({mutant: found[mutant] for mutant in mutants}))
     return 1 if survivors else 0
 
 

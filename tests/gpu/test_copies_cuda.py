@@ -82,6 +82,13 @@ def random_device(seed: int) -> Any:
     return tensor
 
 
+def copy_of(tensor: Any) -> Any:
+    """Made before any lane goes on: lanes do not wait for the stream of this thread."""
+    copied = tensor.clone()
+    torch.cuda.synchronize()
+    return copied
+
+
 def same(one: Any, other: Any) -> bool:
     return torch.equal(one.view(torch.int16).cpu(), other.view(torch.int16).cpu())
 
@@ -100,7 +107,7 @@ def run(lane: CudaLane, copier: Any, source: Any, dest: Any, layers: tuple[int, 
 @pytest.mark.parametrize("num_layers", [6, 3, 2, 1])
 def test_what_is_demoted_and_destroyed_comes_back_elsewhere_bit_by_bit(way: str, host: HostArena, num_layers: int) -> None:
     device = random_device(1)
-    before = device.clone()
+    before = copy_of(device)
     lane = CudaLane("copy", DEVICE)
     random = np.random.default_rng(0)
     here, there, back = (random.permutation(NUM_SLOTS)[:40] for _ in range(3))
@@ -116,7 +123,7 @@ def test_what_is_demoted_and_destroyed_comes_back_elsewhere_bit_by_bit(way: str,
 
 def test_some_layers_leave_the_others_alone(way: str, host: HostArena) -> None:
     device = random_device(2)
-    before = device.clone()
+    before = copy_of(device)
     lane = CudaLane("copy", DEVICE)
     run(lane, make_copier(host.tensor, device, LAYOUT), np.array([5, 6]), np.array([9, 3]), (2, 4))
     lane.drain(PATIENCE_S)
@@ -142,7 +149,7 @@ def test_a_piece_across_two_registrations_is_a_failed_transfer_that_poisons_noth
     monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 1 << 40)  # all of it is one part, and one piece
     monkeypatch.setattr(copies, "_FEW_BLOCKS", 0)
     device, lane = random_device(4), CudaLane("copy", DEVICE)
-    before = device.clone()
+    before = copy_of(device)
     with pytest.raises(TransferFailed, match="1 pieces: cudaErrorInvalidValue"):
         run(lane, make_copier(host.tensor, device, LAYOUT), np.arange(NUM_SLOTS), np.arange(NUM_SLOTS))
     assert float(torch.ones(3, device=DEVICE).sum()) == 3.0, "the next launch is not blamed for it"
@@ -204,7 +211,7 @@ def test_both_directions_at_once_do_not_mix(host: HostArena) -> None:
     lanes = [CudaLane("promote", DEVICE, priority=-1), CudaLane("demote", DEVICE)]
     host.tensor.copy_(random_device(9)[:NUM_SLOTS].cpu())  # by the CPU: CUDA would refuse a copy across all registrations
     first, second = np.arange(50), np.arange(50, 100)
-    promoted, demoted = host.tensor[first].clone(), device[second].clone()
+    promoted, demoted = copy_of(host.tensor[first]), copy_of(device[second])
     for _ in range(20):
         run(lanes[0], make_copier(host.tensor, device, LAYOUT), first, first)
         run(lanes[1], make_copier(device, host.tensor, LAYOUT), second, second)

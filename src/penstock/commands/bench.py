@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from penstock.commands.progress import ProgressBar
 from penstock.commands.session import load_engine
 from penstock.config import Config
 from penstock.engine.loop import settle_process
+from penstock.errors import PenstockError
 
 DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")  # they warn of whatever fails in a tier, and in a soak that is on purpose
 
@@ -35,7 +37,11 @@ def run_bench(config: Config, bench: Bench) -> BenchReport:
             settle_process()
             results = bench.measure(engine, config, bar)
         engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
-    return BenchReport(bench, engine.name, config, results)
+        name = engine.name
+        del engine
+        gc.unfreeze()
+        gc.collect()  # its memory, before another engine wants it
+    return BenchReport(bench, name, config, results)
 
 
 def run_restart(config: Config, bench: RestartBench) -> BenchReport:
@@ -46,7 +52,7 @@ def run_restart(config: Config, bench: RestartBench) -> BenchReport:
 
 
 def run_deep(config: Config, bench: DeepBench) -> BenchReport:
-    """Where it is said how much is on the device, once more with as much as fits."""
+    """Where it is said how much is on the device, once more with as much as fits. What was measured until then is kept."""
     report = run_bench(config, bench)
     fits = (config.kv.device_blocks or 0) * config.kv.block_tokens
     lengths = tuple(length for length in bench.lengths if not fits or bench.tokens_of(length) <= fits)
@@ -54,9 +60,13 @@ def run_deep(config: Config, bench: DeepBench) -> BenchReport:
         return report
     kv = replace(config.kv, resident_tokens=None, residency="exact", pin_spans=())
     engine = replace(config.engine, max_model_len=bench.tokens_of(max(lengths)))
-    full = run_bench(replace(config, kv=kv, engine=engine), replace(bench, lengths=lengths))
-    results = report.results
-    return replace(report, results=Results(results.rows + full.results.rows, results.skipped + full.results.skipped))
+    rows, skipped = list(report.results.rows), list(report.results.skipped)
+    try:
+        full = run_bench(replace(config, kv=kv, engine=engine), replace(bench, lengths=lengths)).results
+        rows, skipped = rows + list(full.rows), skipped + list(full.skipped)
+    except PenstockError as error:
+        skipped.append(f"with all of it on the device: {error}")
+    return replace(report, results=Results(rows, skipped))
 
 
 def run_transfer(config: Config, bench: TransferBench) -> BenchReport:

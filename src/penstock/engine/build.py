@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +52,8 @@ from penstock.speculation.drafter import Speculation
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import MtpHead, read_head, shipped_head
 
+log = logging.getLogger(__name__)
+
 CPU_KV_GIB = 1.0
 _CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
 _CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
@@ -86,6 +91,14 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
 
 
 def _build(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None) -> Engine:
+    with contextlib.ExitStack() as undo:  # a directory stays locked, and memory taken, for as long as a cache is open
+        engine = _assemble(config, device, progress, sanitizer, undo)
+        undo.pop_all()
+    return engine
+
+
+def _assemble(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None, undo: contextlib.ExitStack) -> Engine:
+    """What has to be closed where it comes to nothing is given to `undo`."""
     dtype = _dtype(config, device)
     loaded = load_model(config.source, device, dtype, _layer_ops(device), progress, config.engine.max_model_len)
     model = loaded.model
@@ -100,6 +113,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     proposer = head or draft
     storage = open_cache(config, layout, _scope(model, layout, b"" if proposer is None else proposer.digest), device, num_blocks, sanitizer)
     cache, arena = storage.cache, storage.arena
+    undo.callback(_close, cache.close)
     max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable)
     budget = _budget(config, device, max_model_len)
     if storage.host_arena is not None and not any(dims.windows):
@@ -123,6 +137,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
     )
     attention = _attention(*_target_part(arena, model, draft), model.rope)
     lane = make_lane("compute", device, sanitizer)
+    undo.callback(_close, lane.close)
     lanes = [lane]
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     buckets = _buckets(config, limits, device)
@@ -140,6 +155,7 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         speculation.has_failed = lambda: passes.failed
     if limits.max_paged and storage.host_arena is not None:
         lanes.append(make_lane("page", device, sanitizer))
+        undo.callback(_close, lanes[-1].close)
         piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
         executor.paged = PagedReads(storage.host_arena, attention, lanes[-1], min(piece_tokens, max_model_len))
         executor.keep_scores(config.kv.scorer)
@@ -166,6 +182,14 @@ def _build(config: Config, device: torch.device, progress: Progress, sanitizer: 
         speculation=speculation,
     )
     return Engine(parts)
+
+
+def _close(close: Callable[[], None]) -> None:
+    """Of what comes to nothing: why that is, is the error to be told."""
+    try:
+        close()
+    except Exception:
+        log.exception("what was built could not be closed")
 
 
 def check_ahead(config: Config) -> None:

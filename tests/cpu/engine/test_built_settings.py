@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
 from penstock.kv import build as storage
 from penstock.kv.blocks.key import Scope
+from penstock.kv.cache import KvCache
 from penstock.models.qwen3 import TINY_QWEN3
 from support.driving import tiny_config
 
@@ -75,3 +77,29 @@ def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(dtype: 
     prefix = engine.cache.prefix_of(list(range(1, 40)))
     assert prefix is not None and {len(key) for key in prefix.keys} == {16}, "128 bits"
     engine.close(timeout_s=20.0)
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Whoever asks for less afterwards finds the directory free, and no thread of the first."""
+    sizes = {"blocks": 20, "host_blocks": 20, "ssd_dir": str(tmp_path)}
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="--max-model-len 2000 does not fit"):
+        building.build(tiny_config(max_model_len=2000, positions=4096, **sizes))
+    assert not set(threading.enumerate()) - before
+    building.build(tiny_config(**sizes)).close()
+
+
+def test_an_error_is_told_even_where_closing_fails_too(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    closed: list[KvCache] = []
+
+    def close(cache: KvCache, timeout_s: float | None = None) -> None:
+        closed.append(cache)
+        raise OSError("it is stuck")
+
+    config = tiny_config(max_model_len=2000, positions=4096, blocks=20, host_blocks=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(KvCache, "close", close)
+        with pytest.raises(ConfigError, match="--max-model-len 2000 does not fit"):
+            building.build(config)
+    assert "could not be closed" in caplog.text and "it is stuck" in caplog.text
+    closed[0].close()

@@ -103,7 +103,7 @@ def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(pa
     engine.check()
     for found, right in pairs:
         assert_same(found, right)
-    assert engine.stats().retractions > 2
+    assert engine.stats().retractions > 0
 
 
 def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(pair: Any, prompts: Prompts) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory.host import HostMemory
 from penstock.kv.tiers.host import HostTier
@@ -97,3 +102,24 @@ def test_how_far_it_is_is_told_once_for_each_tenth(caplog: pytest.LogCaptureFixt
     assert len(caplog.records) == 10 and all("GiB ready" in record.message for record in caplog.records)
     memory._arena.let(1)  # type: ignore[attr-defined]
     memory.close()
+
+
+ENDS = """
+import time
+from penstock.kv.memory.host import HostMemory
+
+class Endless:
+    def prepare(self, ready, progress, stop):
+        while not stop():
+            time.sleep(0.01)
+        print("it has ended by itself", flush=True)
+
+memory = HostMemory(Endless(), print)
+"""
+
+
+def test_a_program_that_ends_waits_until_no_memory_is_being_pinned() -> None:
+    """The interpreter stops threads wherever they are, and inside the driver that takes the process down."""
+    env = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
+    run = subprocess.run([sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0 and run.stdout == "it has ended by itself\n", run.stderr

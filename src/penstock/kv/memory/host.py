@@ -141,12 +141,12 @@ class HostMemory:
         self._stop = threading.Event()
         self._told = 0  # tenths that have been logged
         self._thread = threading.Thread(target=self._prepare, name="host-memory", daemon=True)
+        self._end = weakref.finalize(self, _end, self._stop, self._thread)  # at exit too: pinning is not to be stopped in the middle
         self._thread.start()
 
     def close(self) -> None:
         """Idempotent. No copy may be in flight."""
-        self._stop.set()
-        self._thread.join(_CLOSE_S)
+        self._end()
         self._arena.close()
 
     def _prepare(self) -> None:
@@ -160,6 +160,12 @@ class HostMemory:
         if tenths > self._told:
             self._told = tenths
             _LOG.info("host memory for KV: %.1f of %.1f GiB ready", done / 2**30, total / 2**30)
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():  # which may be the last that had a reference
+        thread.join(_CLOSE_S)
 
 
 def _untouched(num_bytes: int, name: str) -> mmap.mmap:
