@@ -99,17 +99,16 @@ class DeepBench:
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         groups = sorted({row["length"] for row in rows})
-        shown = {
-            "all on the device": [row for row in rows if row["resident"] == row["length"]],
-            "paged out": [row for row in rows if row["resident"] < row["length"] and row["mode"] == "exact"],
-            "scored": [row for row in rows if row["mode"] == "scored"],
-        }
-        bars = {
-            name: [next((row["decode_ms"] for row in some if row["length"] == group), None) for group in groups]
-            for name, some in shown.items()
-            if some
-        }
-        bars["the link alone"] = [next((row["link_ms"] for row in shown["paged out"] if row["length"] == group), None) for group in groups]
+        bars = {}
+        for name, mode, field in (
+            ("all on the device", "full", "decode_ms"),
+            ("paged out", "exact", "decode_ms"),
+            ("scored", "scored", "decode_ms"),
+            ("the link alone", "exact", "link_ms"),
+        ):
+            known = {row["length"]: row[field] or None for row in rows if row["mode"] == mode}
+            if any(known.values()):
+                bars[name] = [known.get(group) for group in groups]
         draw_bars(axes, [f"{group:,}" for group in groups], bars, "%.1f")
         axes.set_yscale("log")
         axes.set_xlabel("tokens of the sequence")
