@@ -144,7 +144,7 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
     speculation = _speculation(config, limits, device)
     executor = _executor(model, attention, lane, limits, buckets, adapters, grammars)
     executor.guard = storage.guard
-    guesser: Guesser | None = None if head is None else HeadGuesser(head, attention)
+    guesser: Guesser | None = None if head is None else HeadGuesser(head, attention, limits.max_batch + 1)
     if draft is not None:
         own = draft.model.config
         executor.draft_attention = _attention(draft_arena(arena.tensor, model.config, own), own, draft.model.rope)
@@ -433,7 +433,7 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
     costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes))
     kind = config.speculation.kind
-    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=kind != "ngram", from_tokens=kind == "draft")
+    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=kind != "ngram")
 
 
 def _kept(device: torch.device) -> Kept:

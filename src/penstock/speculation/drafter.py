@@ -26,12 +26,11 @@ class _Request:
 class Speculation:
     """Implements `Drafter`: one kind of proposer for all requests."""
 
-    def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts, on_device: bool, from_tokens: bool = False) -> None:
-        """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are made there, and `from_tokens`
-        alone."""
+    def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts, on_device: bool) -> None:
+        """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are made there."""
         self.costs = costs  # a guess, until somebody has measured
         self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
-        self._on_device, self._from_tokens = on_device, from_tokens
+        self._on_device = on_device
         self._shared = SharedTexts()
         self._requests: dict[str, _Request] = {}
         self._trials: dict[int, Trial] = {}  # by the number of requests that decode, rounded up
@@ -50,7 +49,7 @@ class Speculation:
 
     @property
     def may_lag(self) -> bool:
-        return self._from_tokens and self.num_ahead == 0
+        return self._on_device and self.num_ahead == 0
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         self._trial = self._trials.setdefault(len(requests).bit_length(), Trial())

@@ -74,7 +74,7 @@ class MtpHead:
         layer = {f"layers.0.{name.removeprefix('layer.')}": weight for name, weight in weights.items() if name.startswith("layer.")}
         inner = {**layer, "embed": target.embedding, "head": output, "norm": weights["norm"]}
         self._block = Decoder(head_dims(target.config), inner, target.ops, b"")
-        self.dims = self._block.config
+        self.dims, self.dtype = self._block.config, self._block.dtype
 
     def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv, at: Tensor | None = None) -> Guess:
         """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as its layer 0. `at`: entries whose

@@ -3,7 +3,7 @@ random weights: whether drafts are any good is the business of training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from penstock.config import Config, SpeculationConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.scheduling.drafts import Decoding
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.speculation.mtp import head_layout, write_head
+from penstock.speculation.drafter import Speculation
+from penstock.speculation.mtp import MtpHead, head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
@@ -181,6 +183,113 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
     verified = recorded_drafts(engine, prompts(40))
     assert len(verified) > 10 and all(right[at] == drafts for at, drafts in verified.items())
     assert engine._parts.scheduler.counts.drafted_tokens > 20
+
+
+# ------------------------------------------------------------------------------------------------------- while nothing is drafted
+
+
+class Late(Speculation):
+    """Drafts are made behind every step once `is_on`, and never verified."""
+
+    is_on = False
+
+    @property
+    def num_ahead(self) -> int:
+        return 3 if self.is_on else 0
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        return [()] * len(requests)
+
+
+def late(engine: Engine) -> Late:
+    speculation = engine._parts.speculation
+    assert speculation is not None
+    speculation.__class__ = Late
+    assert isinstance(speculation, Late)
+    return speculation
+
+
+def kv_of_head(engine: Engine, found: Collected) -> torch.Tensor:
+    """Of a request that runs: [tokens, 2, heads, width], as far as the head has passed over them."""
+    engine._parts.lanes[0].drain()
+    track = engine._parts.scheduler._tracks[found.request_id]
+    num = min(track.num_committed, track.num_followed)
+    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64")), -1]
+    return pages.transpose(1, 2).flatten(0, 1)[:num].clone()
+
+
+def kv_after(engine: Engine, prompt: list[int], num_off: int, **options: Any) -> torch.Tensor:
+    """The head's KV of one request and 60 tokens of its answer, behind `num_off` of which drafts begin."""
+    speculation = late(engine)
+    speculation.is_on = num_off == 0
+    found = submit(engine, prompt, max_tokens=70, temperature=1.0, seed=5, **options)
+    while len(found.tokens) < 60:
+        engine.step()
+        speculation.is_on |= len(found.tokens) >= num_off
+    kept = kv_of_head(engine, found)
+    run_all(engine)
+    return kept
+
+
+def assert_same_kv(found: torch.Tensor, right: torch.Tensor) -> None:
+    num = min(len(found), len(right))
+    assert num > 70 and right.std(dim=0).min() > 1e-3, "tokens have KV of their own"
+    torch.testing.assert_close(found[:num], right[:num], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_off", [1, 2, 15, 16, 17, 40])
+def test_what_a_head_has_missed_while_nothing_was_drafted_is_caught_up_with(num_off: int, pair: Any, prompts: Prompts) -> None:
+    """Its KV is what it would have been; others run beside it, and each has hidden states of its own."""
+    _, engine = pair(prefix_cache=False)
+    right = kv_after(engine, prompts(20), 0)
+    others = [submit(engine, prompts(9 + n, seed=n), max_tokens=75, temperature=1.0, seed=n) for n in range(3)]
+    assert_same_kv(kv_after(engine, prompts(20), num_off), right)
+    assert all(len(one.tokens) == 75 for one in others)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every pass of a head."""
+    step, sizes = MtpHead.step, list[int]()
+
+    def count(self: MtpHead, hidden: Any, tokens: Any, *more: Any) -> Any:
+        sizes.append(len(tokens))
+        return step(self, hidden, tokens, *more)
+
+    monkeypatch.setattr(MtpHead, "step", count)
+    return sizes
+
+
+def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(pair: Any, prompts: Prompts, passes: list[int]) -> None:
+    _, engine = pair()
+    late(engine)
+    passes.clear()  # of captures
+    found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=64) for n in range(3)]
+    run_all(engine)
+    prompt, decoded = sum(20 + 5 * n for n in range(3)), 3 * 63
+    if engine._parts.arena.tensor.is_cuda:
+        passes[:] = [size for size in passes if size > 3]  # of the others some were captured
+    assert len(passes) <= 2 + 2 * 64 // 16 + 2 and prompt + decoded - 3 * 16 <= sum(passes) <= prompt + decoded
+    assert all(len(one.tokens) == 64 for one in found)
+
+
+def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_heads_kv(pair: Any, prompts: Prompts) -> None:
+    """On the device and in host memory."""
+    _, engine = pair(host_blocks=128)
+    late(engine)
+    first = generate(engine, prompts(30), max_tokens=60)
+    history = [*prompts(30), *first.tokens, 5]
+    found = [kv_after(engine, history, 0)]
+    settle_all(engine)
+    engine.cache.reset(("device",))
+    run_all(engine)
+    found.append(kv_after(engine, history, 0))
+    settle_all(engine)
+    engine.cache.reset(("device", "host"))
+    run_all(engine)
+    computed = kv_after(engine, history, 0)
+    for one in found:
+        assert_same_kv(one, computed)
 
 
 def test_blocks_of_another_head_are_not_found(tmp_path: Path, device: str, prompts: Prompts) -> None:

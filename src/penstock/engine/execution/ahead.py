@@ -39,9 +39,16 @@ class Guesser(Protocol):
 
     max_position: int
     target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: they are the same
+    notes: bool  # whether `catch_up` needs what `note` has seen
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         """KV of the step's tokens alone."""
+
+    def note(self, flow: Flow) -> None:
+        """What `catch_up` needs of a step that only decodes, which nothing else is done for now."""
+
+    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
+        """KV of tokens of earlier steps, at most a block of each request, which have the `rows` [T]."""
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         """The same, and what comes behind the token that each request has sampled; `place` is at the token before that."""
@@ -67,13 +74,23 @@ class _HeadKv:
 class HeadGuesser:
     """A multi-token-prediction head over the target's hidden states."""
 
-    def __init__(self, head: MtpHead, attention: Attention) -> None:
+    def __init__(self, head: MtpHead, attention: Attention, num_rows: int) -> None:
         self._head, self._attention = head, attention
+        arena, size = attention.arena, (num_rows, attention.arena.shape[3], head.dims.hidden)
+        self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)  # hidden states of a block of each request
         self.max_position = head.dims.max_position
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
+        self.notes = True
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
-        self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), torch.empty(0, dtype=torch.int64, device=nexts.device))
+        self._fill(_hidden_of(flow), nexts, flow.bound_inputs())
+
+    def note(self, flow: Flow) -> None:
+        inputs = flow.bound_inputs()
+        self._noted.index_put_(self._places(inputs.rows, inputs.positions), _hidden_of(flow).to(self._noted.dtype))
+
+    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
+        self._fill(self._noted[self._places(rows, inputs.positions)], nexts, inputs)
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
@@ -83,6 +100,12 @@ class HeadGuesser:
         assert guess.hidden is not None
         made = self._head.step(guess.hidden, place.tokens, self._kv(place))
         return _Guess(made.logits, place, made.hidden)
+
+    def _fill(self, hidden: Tensor, nexts: Tensor, inputs: StepInputs) -> None:
+        self._head.step(hidden, nexts, self._kv(inputs), torch.empty(0, dtype=torch.int64, device=nexts.device))
+
+    def _places(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.long(), positions.long() % self._noted.shape[1]
 
     def _kv(self, inputs: StepInputs) -> _HeadKv:
         return _HeadKv(self._attention, inputs)
@@ -96,9 +119,16 @@ class ModelGuesser:
         self._draft, self._attention = draft, attention
         self.max_position = draft.model.config.max_position
         self.target_ids: Tensor | None = None
+        self.notes = False
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         self._run(flow.bound_inputs(), _NO_TOKENS)
+
+    def note(self, flow: Flow) -> None:
+        """It needs the tokens alone."""
+
+    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
+        self._run(inputs, _NO_TOKENS)
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         """In one pass where the step has no prompts: all KV of a layer is written before any row attends."""
@@ -125,15 +155,19 @@ class Passes:
 
     def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
         self.draws = draws
-        self._guesser = guesser
+        self._guesser, self.notes, self.note = guesser, guesser.notes, guesser.note
         self._pending = pending
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
         self.failed = False  # nothing is proposed any more
 
-    def try_fill(self, inputs: StepInputs) -> None:
-        """The pass over tokens of earlier steps; only where drafts are made from tokens alone."""
-        self._attempt(lambda: self._guesser.fill(Flow(inputs), inputs.tokens))
+    def try_note(self, flow: Flow) -> None:
+        """Instead of `try_run`, of a step whose tokens are passed over later."""
+        self._attempt(lambda: self.note(flow))
+
+    def try_catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
+        """The pass over tokens of earlier steps."""
+        self._attempt(lambda: self._guesser.catch_up(inputs, rows, nexts))
 
     def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind) -> None:
         self._attempt(lambda: self.run(flow, nexts, lasts, rows, num_drafts, choice))

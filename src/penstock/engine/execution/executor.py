@@ -41,6 +41,7 @@ _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151
 _SAMPLER, _LAST, _ROW_STATE = "sampler rows", (0, 1), (0, 2)
 _INPUTS = "replay inputs"
 _GRAPHS = "memory of replays"
+_NOTES = "hidden states by row"
 _ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
 _NO_WAITS = Waits()
 _TIMED_STEPS = 4
@@ -150,6 +151,8 @@ class Executor:
                 self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
                 for choice in DrawKind:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
+                if self.ahead.notes:
+                    self._captured_note(bucket)
         progress("capturing steps", len(buckets), len(buckets))
 
     def keep_scores(self, scorer: ScorerName) -> None:
@@ -232,8 +235,10 @@ class Executor:
                 outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
-            if self.ahead is not None and plan.is_followed and not self.ahead.failed:
-                self._submit_missed(chain, arriving, plan.missed)
+            if self.ahead is not None and not plan.is_followed:
+                self._submit_note(chain, packed, flow, bucket)
+            elif self.ahead is not None and not self.ahead.failed:
+                self._submit_missed(chain, arriving, plan, flow)
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
@@ -454,26 +459,54 @@ class Executor:
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
-    def _submit_missed(self, chain: _Chain, arriving: Arriving, missed: tuple[Chunk, ...]) -> None:
+    def _submit_note(self, chain: _Chain, packed: Packed, flow: Flow, bucket: Shape | None) -> None:
+        """A later pass over the step's tokens may need their hidden states."""
+        ahead = self.ahead
+        assert ahead is not None
+        if ahead.failed or not ahead.notes:
+            return
+        rows = packed.ints[slice(*packed.shape.cuts()[5:7])]
+        accesses = [Access(_NOTES, rows, *_ONE[1:], Mode.WRITE), *(Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS))]
+        if bucket is not None and self._device.type == "cuda":
+            chain.last = self._lane.replay(self._captured_note(bucket).replay, accesses, after=chain.last)
+        else:
+            chain.submit(lambda: ahead.try_note(flow), "note", accesses)
+
+    def _submit_missed(self, chain: _Chain, arriving: Arriving, plan: StepPlan, flow: Flow) -> None:
         """The pass over tokens of earlier steps that went without one."""
-        ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
+        ahead, missed = self.ahead, plan.missed
+        layers = self._forward.model.config.num_layers, self.limits.num_layers
         if ahead is None or not missed:
             return
-        size = sum(4 * len(chunk.tokens) + 8 + len(chunk.slots) + 2 * self._packer.num_padding for chunk in missed)
-        num_single = sum(len(chunk.tokens) == 1 for chunk in missed)
-        packed = self._packer.pack(missed, num_single, None, np.empty(size, np.int32))
+        lens = np.array([len(chunk.tokens) for chunk in missed])
+        size = int(4 * lens.sum()) + sum(8 + len(chunk.slots) + 2 * self._packer.num_padding for chunk in missed)
+        packed = self._packer.pack(missed, int((lens == 1).sum()), None, np.empty(size, np.int32))
+        rows = np.repeat([chunk.row for chunk in missed], lens)
+        # The token behind the last of each is the first of its chunk in this step: by now the device knows it, whoever sampled it.
+        places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
+        first_of = {chunk.request_id: -1 - int(place) for chunk, place in zip(plan.chunks, places, strict=False)}
+        nexts = [token for chunk in missed for token in (*chunk.tokens[1:], first_of[chunk.request_id])]
 
         def run() -> None:
-            ints = self.uploads.send(packed.ints).to(torch.int32)
-            ahead.try_fill(packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans))
+            ints = self.uploads.send(np.concatenate([packed.ints, rows, nexts]).astype(np.int32)).to(torch.int32)
+            ours, of_rows, given = ints.split([len(packed.ints), len(rows), len(rows)])
+            inputs = packed.shape.views(ours, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
+            known = flow.bound_inputs().tokens[(-1 - given).clamp(min=0).long()]
+            ahead.try_catch_up(inputs, of_rows, torch.where(given < 0, known, given))
 
         self._wait_for(arriving, chain, layers[1])
-        chain.submit(run, "missed", self._accesses(packed, layers))
+        read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
+        chain.submit(run, "missed", [*self._accesses(packed, layers), Access(_NOTES, rows, *_ONE[1:], Mode.READ), *read])
 
     def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: DrawKind) -> CapturedPass:
         ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)
         assert ahead is not None
         return self._replays.get_pass(bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting))
+
+    def _captured_note(self, bucket: Shape) -> CapturedPass:
+        ahead = self.ahead
+        assert ahead is not None
+        return self._replays.get_pass(bucket, "note", lambda flow, *others: ahead.note(flow))
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""

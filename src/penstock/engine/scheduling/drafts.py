@@ -29,7 +29,7 @@ class Drafter(Protocol):
 
     @property
     def may_lag(self) -> bool:
-        """Whether its own KV of the next step's tokens may be computed later, from the tokens alone."""
+        """Whether its own KV of the next step's tokens may be computed later, within a block."""
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         """Drafts for each of them, in a step that also computes `num_others` tokens of prompts."""
