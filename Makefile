@@ -85,7 +85,7 @@ test: setup-dev lint types
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=10 $(ARGS)
 
 # A prefill of 262144 tokens takes some minutes.
-NEEDLE_LENGTHS ?= 262144
+NEEDLE_LENGTHS ?= 131072,262144
 needles: setup-dev
 	PENSTOCK_NEEDLES=$(NEEDLE_LENGTHS) $(ONE_THREAD) $(BIN)/python -m pytest -q tests/cpu/engine/test_scored.py -k long_contexts
 

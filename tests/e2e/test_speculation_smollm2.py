@@ -30,7 +30,7 @@ ASKED = (
     *(f"Rename {name} in this code:\n\n{CODE}" for name in ("total", "add", "a", "b")),
     *(f"Count from {n} to {n + 9}." for n in range(1, 9)),
 )
-TOKENS = 14
+TOKENS = 9
 
 
 def made(proposer: str | None, sanitizer: Sanitizer | None = None) -> Engine:
@@ -75,9 +75,9 @@ def test_greedy_answers_are_those_of_plain_decoding(proposer: str) -> None:
     assert answers(engine) == right
     stats = engine.stats()
     if proposer.startswith("draft"):  # it is the target: what is not kept lies behind the end of an answer
-        assert sum(stats.accepted) > 400 and sum(stats.accepted) > 0.95 * sum(stats.drafted)
+        assert sum(stats.accepted) > 200 and sum(stats.accepted) > 0.95 * sum(stats.drafted)
     else:
-        assert sum(stats.accepted) > (50 if proposer == "ngram" else 100) and sum(stats.drafted) > sum(stats.accepted)
+        assert sum(stats.accepted) > (20 if proposer == "ngram" else 50) and sum(stats.drafted) > sum(stats.accepted)
     print(f"{proposer}: {[f'{kept / num:.2f}' for kept, num in zip(stats.accepted, stats.drafted, strict=True)]} kept by place")
     engine.close(timeout_s=30.0)
     check_silent(sanitizer)

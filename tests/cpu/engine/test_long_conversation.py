@@ -84,10 +84,10 @@ def restored(collected: Collected) -> float:
     return 1.0 - source["computed"] / sum(source.values())
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["one process", "restarted between turns"])
-def test_the_second_and_the_third_turn_restore_the_conversation(tmp_path: Path, restarts: bool) -> None:
+@pytest.mark.parametrize(("restarts", "length"), [(False, TOKENS // 2), (True, TOKENS)], ids=["one process", "restarted between turns"])
+def test_the_second_and_the_third_turn_restore_the_conversation(tmp_path: Path, restarts: bool, length: int) -> None:
     rng, name = np.random.default_rng(0), ""
-    said = [rng.integers(1, 250, num).tolist() for num in (TOKENS, 500, 500)]
+    said = [rng.integers(1, 250, num).tolist() for num in (length, 500, 500)]
     for turns in ((0,), (1,), (2,)) if restarts else ((0, 1, 2),):
         with opened(tmp_path / "ssd") as engine:
             wait_scanned(engine)

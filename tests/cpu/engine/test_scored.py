@@ -34,7 +34,7 @@ from support.driving import Collected, generate, run_all, settle_all, submit
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "65536,131072").split(",")]
+LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "65536").split(",")]
 LONG = 1536
 RESIDENT = 512
 MODEL = Retrieval(tries=32)  # so many questions for a needle: scores are taken twice meanwhile
