@@ -59,6 +59,10 @@ class Ask(NamedTuple):
     sampling: SamplingParams
     salt: str
 
+    @property
+    def most_tokens(self) -> int:
+        return len(self.prompt) + self.sampling.max_tokens
+
 
 def random_asks(rng: random.Random, num: int, vocab: int, most_tokens: int) -> list[Ask]:
     """Prompts that share their beginnings, with any mixture of what can be asked; `most_tokens` for prompt and answer together."""

@@ -51,6 +51,15 @@ def _troubled(engine) -> bool:
     return bool(stats.retractions and stats.cache["promoted"] and stats.prompt_tokens["host"] and sum(stats.traffic.failures.values()))
 
 
+def test_what_is_larger_than_the_device_and_scored_is_soaked_too_but_not_compared():
+    """Random scores give other tokens than all of the context would."""
+    sizes = {"blocks": 160, "host_blocks": 600, "max_model_len": 4000, "positions": 4096, "max_batch": 8}
+    config = tiny_config(resident_tokens=448, residency="scored", **sizes)
+    bench = SoakBench(1.0, 3, 0, seed=1)
+    verdict = bench.measure(replace(config, sanitize=SanitizeConfig("report")), silent, lambda engine: engine.stats().host_steps > 20)
+    assert verdict.violations == [] and verdict.counts["scored answers, which are not compared"] > 0
+
+
 def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
     def pretend(self, source_slots, dest_slots, layers):
         """Nothing is copied, and nobody is told."""
