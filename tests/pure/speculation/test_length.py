@@ -9,6 +9,7 @@ import pytest
 
 from penstock.speculation import length
 from penstock.speculation.length import (
+    KEPT_STEPS,
     LOOK_STEPS,
     MAX_LOSS,
     MOST_KEPT_STEPS,
@@ -263,3 +264,13 @@ def test_steps_planned_before_a_change_do_not_count_for_what_follows() -> None:
     for _ in range(LOOK_STEPS):
         trial.add(0.5, 1)
     assert trial.is_on, "it was twice as fast"
+
+
+def test_after_a_change_the_other_way_is_looked_at_as_soon_as_at_the_beginning() -> None:
+    """What was long the worse one and is now the better is not trusted for as long as the one before it was."""
+    trial = Trial()
+    run_trial(trial, 3 * MOST_KEPT_STEPS, on_rate=0.5, off_rate=1.0)
+    while not trial.is_on or trial.is_look:
+        run_trial(trial, 1, on_rate=2.0, off_rate=1.0)
+    num_on, _ = run_trial(trial, 2 * KEPT_STEPS, on_rate=0.5, off_rate=1.0)
+    assert num_on < KEPT_STEPS + 2 * (LOOK_STEPS + SETTLING_STEPS)
