@@ -4,7 +4,7 @@ That holds only where its KV is complete wherever a request goes on from: comput
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,17 @@ from penstock.contract import Fence, FinishReason
 from penstock.engine.build import build, layout_for
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import ModelGuesser
-from penstock.engine.scheduling.drafts import Decoding
 from penstock.errors import ConfigError
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.transfer.mover import Group
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import draft_arena, num_draft_layers
-from penstock.speculation.drafter import Speculation
 from penstock.testing.sanitized import check_silent
 from support.adapters import write_random_adapter
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
 from support.gates import gates
+from support.switched import switched
 
 Prompts = Callable[..., list[int]]
 TARGET, OTHER = "tiny-qwen3", "tiny-llama"
@@ -302,27 +301,6 @@ def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Promp
 
 
 # ------------------------------------------------------------------------------------------------------- while nothing is drafted
-
-
-class Switched(Speculation):
-    """Drafts while `is_on`, and never else."""
-
-    is_on = False
-
-    @property
-    def num_ahead(self) -> int:
-        return self._max_drafts if self.is_on else 0
-
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        return super().propose(requests, num_others) if self.is_on else [()] * len(requests)
-
-
-def switched(engine: Engine) -> Switched:
-    speculation = engine._parts.speculation
-    assert speculation is not None
-    speculation.__class__ = Switched
-    assert isinstance(speculation, Switched)
-    return speculation
 
 
 def needs_eager_passes(engine: Engine) -> None:

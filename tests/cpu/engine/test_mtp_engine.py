@@ -3,7 +3,7 @@ random weights: whether drafts are any good is the business of training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ import torch
 from penstock.config import Config, SpeculationConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.scheduling.drafts import Decoding
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.speculation.drafter import Speculation
 from penstock.speculation.mtp import MtpHead, head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.switched import Switched, switched
 
 Prompts = Callable[..., list[int]]
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -188,24 +187,10 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
 # ------------------------------------------------------------------------------------------------------- while nothing is drafted
 
 
-class Late(Speculation):
-    """Drafts are made behind every step once `is_on`, and never verified."""
-
-    is_on = False
-
-    @property
-    def num_ahead(self) -> int:
-        return 3 if self.is_on else 0
-
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        return [()] * len(requests)
-
-
-def late(engine: Engine) -> Late:
-    speculation = engine._parts.speculation
-    assert speculation is not None
-    speculation.__class__ = Late
-    assert isinstance(speculation, Late)
+def late(engine: Engine) -> Switched:
+    """Drafts are made behind every step once it is on, and never verified."""
+    speculation = switched(engine)
+    speculation.force = lambda most: 0
     return speculation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from penstock.contract import FinishReason
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.engine.scheduling.drafts import Decoding
-from penstock.speculation.drafter import Speculation
 from support.driving import Collected, generate, settle_all, submit
+from support.switched import Switched, switched
 
 WAIT_S = 0.01  # at most, for a transfer
 RESIDENT_TOKENS = 128  # longer requests are paged out
@@ -44,19 +43,6 @@ def random_request(rng: random.Random, stems: list[list[int]]) -> Asked:
     return tuple(prompt or [7]), tuple(sampling.items())
 
 
-class Moody(Speculation):
-    """Drafts for a while, and then for a while not."""
-
-    is_on = True
-
-    @property
-    def num_ahead(self) -> int:
-        return super().num_ahead if self.is_on else 0
-
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        return super().propose(requests, num_others) if self.is_on else [()] * len(requests)
-
-
 def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[Asked, Collected]]:
     """Submit over time, in bursts and one by one, and cancel every fifth at some moment of its life."""
     waiting, running, doomed = list(asked), [], []
@@ -72,8 +58,8 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
             entry[0] -= 1
             if entry[0] == 0:
                 engine.cancel(entry[1])
-        if isinstance(moody := engine._parts.speculation, Moody) and rng.random() < 0.08:
-            moody.is_on = not moody.is_on
+        if isinstance(drafting := engine._parts.speculation, Switched) and rng.random() < 0.08:
+            drafting.is_on = not drafting.is_on
         if rng.random() < (0.1 if engine.cache.cold_tiers else 0.02):
             engine.cache.reset(rng.choice((("device",), ("host",), ("device", "host"))))
         if rng.random() < 0.3 and (prefix := engine.cache.prefix_of(rng.choice(asked)[0])) is not None:
@@ -112,7 +98,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     if (speculation := engine._parts.speculation) is not None:
         speculation.force = lambda most: rng.randrange(most + 1)
         if seed % 3:
-            speculation.__class__ = Moody
+            switched(engine).is_on = True
     if "host" in engine.tiers and seed % 3:
         overlap_from(engine, 0)  # every step layer by layer over its loads; the others wait for all of them, but for the longest
     if engine.cache.cold_tiers:
