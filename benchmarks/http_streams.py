@@ -5,6 +5,9 @@ process, and over HTTP with front processes. One command, one machine, the same 
 
 Each stream asks again as soon as it is answered. Every prompt is new, so that nothing is reused. Clients are processes of their own with
 bare sockets. Other flags are those of `penstock serve`, for all three.
+
+Answers of equal length end together, and prompts come in waves. With `--spread 0.5` they are from half to one and a half times as long, as
+those of real users are: then nearly every step has a prompt beside its decodes.
 """
 
 from __future__ import annotations
@@ -49,20 +52,34 @@ def prompts(seed: int, num_tokens: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(num_tokens)]
 
 
+def questions(args: argparse.Namespace, streams: int, stream: int) -> list[tuple[list[int], int]]:
+    """What one stream asks: prompts, and how many tokens of an answer it wants."""
+    found = []
+    for number in range(ROUNDS.get(streams, OTHER_ROUNDS)):
+        seed = hash((streams, stream, number))
+        output = round(args.output * random.Random(seed + 1).uniform(1 - args.spread, 1 + args.spread))
+        found.append((prompts(seed, args.prompt), output))
+    return found
+
+
+def num_wanted(args: argparse.Namespace, streams: int) -> int:
+    return sum(output for stream in range(streams) for _, output in questions(args, streams, stream))
+
+
 # ---------------------------------------------------------------------------------------------------------------- in process
 
 
 class Asking:
     """One stream: the listener of its requests, one after another."""
 
-    def __init__(self, gaps: list[float], firsts: list[float], over: SimpleQueue[Asking], prompts: list[list[int]]) -> None:
-        self.prompts = prompts
+    def __init__(self, gaps: list[float], firsts: list[float], over: SimpleQueue[Asking], asks: list[tuple[list[int], int]]) -> None:
+        self.asks = asks
         self._gaps, self._firsts, self._over = gaps, firsts, over
         self._last = self._started = 0.0
 
-    def next_prompt(self) -> list[int]:
+    def next(self) -> tuple[list[int], int]:
         self._last = self._started = time.perf_counter()
-        return self.prompts.pop()
+        return self.asks.pop()
 
     def __call__(self, event: Any) -> None:
         now = time.perf_counter()
@@ -84,24 +101,24 @@ def in_process(args: argparse.Namespace, rest: list[str]) -> None:
     engine = build(config_of(cli.make_parser().parse_args(["serve", *rest])))
     loop = EngineLoop(engine)
     loop.start()
-    sampling = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True, seed=1)
     found = {}
     for streams in args.streams:
-        rounds = ROUNDS.get(streams, OTHER_ROUNDS)
         gaps: list[float] = []
         firsts: list[float] = []
         over: SimpleQueue[Asking] = SimpleQueue()
+        for asking in [Asking(gaps, firsts, over, questions(args, streams, stream)) for stream in range(streams)]:
+            over.put(asking)
         begun = time.perf_counter()
-        for stream in range(streams):
-            over.put(Asking(gaps, firsts, over, [prompts(hash((streams, stream, number)), args.prompt) for number in range(rounds)]))
         left = streams
         while left:
             asking = over.get()
-            if asking.prompts:
-                engine.submit(asking.next_prompt(), sampling, asking)
+            if asking.asks:
+                prompt, output = asking.next()
+                sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, seed=1)
+                engine.submit(prompt, sampling, asking)
             else:
                 left -= 1
-        found[streams] = summary(streams * rounds * args.output, time.perf_counter() - begun, gaps, firsts)
+        found[streams] = summary(num_wanted(args, streams), time.perf_counter() - begun, gaps, firsts)
     print(json.dumps(found), flush=True)
     loop.close(0.0)
 
@@ -110,7 +127,7 @@ def in_process(args: argparse.Namespace, rest: list[str]) -> None:
 
 
 class Stream(asyncio.Protocol):
-    """One connection that asks `rounds` times, each when the answer before is over. It only looks for marks: parsing takes time."""
+    """One connection that asks again and again, each time when the answer before is over. It only looks for marks: parsing takes time."""
 
     def __init__(self, bodies: list[bytes], done: asyncio.Future[None]) -> None:
         self.gaps: list[float] = []
@@ -171,12 +188,13 @@ async def client(host: str, port: int, streams: list[list[bytes]]) -> None:
 
 
 def run_client(argv: list[str]) -> None:
-    host, port, model, streams, first, step, prompt, output, rounds = argv
+    host, port, model, streams, first, step, prompt, output, spread = argv
+    args = argparse.Namespace(prompt=int(prompt), output=int(output), spread=float(spread))
     bodies = []
     for stream in range(int(first), int(streams), int(step)):
         asked = []
-        for number in range(int(rounds)):
-            body = {"model": model, "prompt": prompts(hash((int(streams), stream, number, 7)), int(prompt)), "max_tokens": int(output)}
+        for asked_prompt, wanted in questions(args, int(streams), stream):
+            body = {"model": model, "prompt": asked_prompt, "max_tokens": wanted}
             data = json.dumps({**body, "temperature": 0, "ignore_eos": True, "seed": 1, "stream": True}).encode()
             asked.append(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
         bodies.append(asked)
@@ -216,8 +234,7 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
     host, _, port = url.removeprefix("http://").rpartition(":")
     model = json.load(urlopen(f"{url}/v1/models"))["data"][0]["id"]
     num_clients = min(streams, args.clients)
-    rounds = ROUNDS.get(streams, OTHER_ROUNDS)
-    shape = [str(number) for number in (args.prompt, args.output, rounds)]
+    shape = [str(number) for number in (args.prompt, args.output, args.spread)]
     commands = [
         [sys.executable, __file__, "--as-client", host, port, model, str(streams), str(first), str(num_clients), *shape]
         for first in range(num_clients)
@@ -238,7 +255,7 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
         one.wait(60)
     gaps = [gap for reply in replies for gap in reply["gaps"]]
     firsts = [first for reply in replies for first in reply["firsts"]]
-    return summary(streams * rounds * args.output, seconds, gaps, firsts)
+    return summary(num_wanted(args, streams), seconds, gaps, firsts)
 
 
 # --------------------------------------------------------------------------------------------------------------------- main
@@ -252,6 +269,7 @@ def main() -> None:
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--spread", type=float, default=0.0, help="answers are so much longer or shorter, as a share of --output")
     parser.add_argument("--clients", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--processes", default="0,", help="values of --api-processes; an empty one is the default")
     parser.add_argument("--json", type=Path)

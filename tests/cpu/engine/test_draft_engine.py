@@ -16,9 +16,11 @@ from cpu.engine.test_tiers import forget, overlap_from, until
 from penstock import LLM, SamplingParams
 from penstock.config import Config, SpeculationConfig
 from penstock.contract import Fence, FinishReason
+from penstock.engine import build as build_module
 from penstock.engine.build import build, layout_for
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import ModelGuesser
+from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import ConfigError
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.transfer.mover import Group
@@ -232,6 +234,17 @@ def test_many_requests_at_once_keep_all(make: Any, prompts: Prompts) -> None:
     engine = make(TARGET, max_batch=5, prefill_chunk=32)
     found = [submit(engine, prompts(5 + 13 * n, seed=n), max_tokens=30 + n) for n in range(9)]
     run_all(engine)
+    for one in found:
+        assert_all_kept(one)
+
+
+def test_what_pads_a_step_drafts_for_nobody(make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes as on CUDA. Who comes last of a step's prompts has padding behind it, and its drafts are its own."""
+    monkeypatch.setattr(build_module, "_buckets", lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk))
+    engine = make(TARGET, 8)
+    found = [submit(engine, prompts(24, seed=n), max_tokens=40, temperature=1.5, seed=n) for n in range(6)]
+    run_all(engine)
+    assert any(shape.num_beside for shape in engine._parts.executor._replays._captured)
     for one in found:
         assert_all_kept(one)
 

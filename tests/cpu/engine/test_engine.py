@@ -121,7 +121,7 @@ def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
         expected = [generate(eager, prompts(n, n), **extra) for n, extra in zip(lengths, settings, strict=True)]
         assert [c.tokens for c in found] == [c.tokens for c in expected], f"turn {turn}"
     shapes = padded._parts.executor._replays._captured
-    assert any(s.num_chunks == 1 and s.num_tokens > 1 for s in shapes) and any(s.num_chunks == 32 and s.num_tokens > 32 for s in shapes)
+    assert any(s.num_chunks == 1 and s.num_tokens > 1 for s in shapes) and any(s.num_beside > 0 for s in shapes)
     check_at_rest(padded)
 
 

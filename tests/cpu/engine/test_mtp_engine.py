@@ -252,9 +252,11 @@ def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(pair: Any
     found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=64) for n in range(3)]
     run_all(engine)
     prompt, decoded = sum(20 + 5 * n for n in range(3)), 3 * 63
+    num_padding = 0
     if engine._parts.arena.tensor.is_cuda:
         passes[:] = [size for size in passes if size > 3]  # of the others some were captured
-    assert len(passes) <= 2 + 2 * 64 // 16 + 2 and prompt + decoded - 3 * 16 <= sum(passes) <= prompt + decoded
+        num_padding = 64 + 8 + 64 - prompt  # the prompts are passed over with what pads their two steps
+    assert len(passes) <= 2 + 2 * 64 // 16 + 2 and prompt + decoded - 3 * 16 <= sum(passes) <= prompt + decoded + num_padding
     assert all(len(one.tokens) == 64 for one in found)
 
 

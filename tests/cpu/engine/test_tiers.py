@@ -538,8 +538,8 @@ def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
     expected = generate(engine, prompts(30), logprobs=1)
     pack = Packer._pack_tokens
 
-    def misplaced(self: Packer, decodes: Any, others: Any, starts: Any, last_slots: Any, out: Any) -> None:
-        pack(self, decodes, others, starts, last_slots, out)
+    def misplaced(self: Packer, decodes: Any, others: Any, starts: Any, last_slots: Any, gap: int, out: Any) -> None:
+        pack(self, decodes, others, starts, last_slots, gap, out)
         out[2][: len(decodes)] = self._padding_slot * self.block_tokens  # the newest token's KV goes nowhere
 
     monkeypatch.setattr(Packer, "_pack_tokens", misplaced)

@@ -78,10 +78,16 @@ class Shape:
     num_chunks: int
     num_samples: int
     deep: bool = False  # of a captured step: some of its sequences have more than `DEEP_TOKENS` tokens
+    num_beside: int = 0  # of a captured step with prompts: the chunks before them, which decode
 
     @property
     def is_decode(self) -> bool:
         return self.num_tokens == self.num_chunks
+
+    @property
+    def num_decodes(self) -> int:
+        """Of a captured step: the first of its chunks, which have one token each."""
+        return self.num_chunks if self.is_decode else self.num_beside
 
     @property
     def samples_all(self) -> bool:
@@ -144,6 +150,8 @@ class Packed:
     nexts_at: int = 0  # where the tokens behind those of a step with prompts begin, where somebody wants them
     drafted: Drafted | None = None  # where some chunk has drafts, or starts where the host does not know
     ahead_slots: NDArray[np.int32] | None = None  # that drafts which are made behind the step may be written to
+    gap: int = 0  # rows of padding between the decodes and the prompts
+    num_requests: int = 0  # without what pads the step
 
 
 class Drafted(NamedTuple):
@@ -194,9 +202,9 @@ class Packer:
         """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token and its drafts;
         those that sample nothing come last of them.
 
-        Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. In a decode bucket each is
-        a chunk of its own, so that every program has work; in any other they belong to no chunk, and padding chunks have no tokens.
-        Every row of a bucket is sampled once; those that did not ask are sampled into the padding row.
+        Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. Those behind the decodes are
+        chunks of their own, so that every program has work; those behind prompts belong to no chunk, and padding chunks there have no
+        tokens. Every row of a bucket is sampled once, the padding last; those that did not ask are sampled into the padding row.
         """
         num = len(chunks)
         lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
@@ -245,20 +253,32 @@ class Packer:
         tables[: self.num_padding] = self._padding_slot  # the table of every padding chunk
         if chunks:
             np.concatenate(self._tables(chunks, table_lens), out=tables[self.num_padding : num_tables])
-        kv_lens[:num] = resident + lens
-        kv_lens[num:] = 1
-        tables_at[:num] = table_starts[of_chunk]
-        tables_at[num:] = 0
-        rows[:num] = np.fromiter((c.row for c in chunks), np.int32, len(chunks))[of_chunk]
-        rows[num:] = self._padding_row
+        gap = bucket.num_decodes - num_decodes if bucket is not None else 0
+        if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or paged_lens.any()):
+            raise InvariantBroken(f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}")
+        padding = slice(num_decodes, num_decodes + gap)
+        own: NDArray[np.intp] | slice = slice(num)  # where the chunks stand among those of the shape
+        is_apart = gap > 0 and num > num_decodes  # padding stands between them
+        if is_apart:
+            own = np.r_[:num_decodes, padding.stop : num + gap]
+        widths = np.zeros(shape.num_chunks, np.int32)
+        widths[own], widths[padding] = lens, 1
         q_starts[0] = 0
-        np.cumsum(lens, out=q_starts[1 : num + 1])
-        q_starts[num + 1 :] = np.arange(num + 1, shape.num_chunks + 1) if shape.is_decode else q_starts[num]
+        np.cumsum(widths, out=q_starts[1:])
+        for part, values, blank in (
+            (kv_lens, resident + lens, 1),
+            (tables_at, table_starts[of_chunk], 0),
+            (rows, np.fromiter((c.row for c in chunks), np.int32, len(chunks))[of_chunk], self._padding_row),
+        ):
+            part[padding] = part[num + gap :] = blank
+            part[own] = values
         last_slots = tables[tables_at[:num_decodes] + (kv_lens[:num_decodes] - 1) // self.block_tokens]
-        self._pack_tokens(chunks[:num_single], chunks[num_single:], starts, last_slots, (tokens, positions, write_at))
+        self._pack_tokens(chunks[:num_single], chunks[num_single:], starts, last_slots, gap, (tokens, positions, write_at))
         if bucket:
             sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
-            sample_rows[:num] = np.where(num_logits > 0, rows[:num], self._padding_row)
+            if is_apart:
+                sample_at[:num], sample_at[num : num + gap] = sample_at[own], sample_at[padding].copy()
+            sample_rows[:num] = np.where(num_logits > 0, rows[own], self._padding_row)
             sample_rows[num:] = self._padding_row
         else:
             sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(num_logits), num_logits) + np.arange(shape.num_samples)
@@ -267,10 +287,12 @@ class Packer:
         paged = tuple(_pack_paged(chunks, q_starts, first_rows, tables, num_tables)) if len(tables) > num_tables else ()
         nexts_at = len(ints) - num_extra
         if num_nexts:
-            _pack_nexts(chunks, num_single, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
+            _pack_nexts(chunks, num_single, gap, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
         drafted = _pack_drafted(chunks, bucket is not None, shape.num_samples, ints, nexts_at + num_nexts) if is_drafted else None
-        num_decodes = shape.num_chunks if shape.is_decode else num_decodes
         write_slots = write_at[:num_tokens] // self.block_tokens
+        if is_apart:
+            write_slots = np.concatenate([write_at[:num_decodes], write_at[padding.stop : num_tokens + gap]]) // self.block_tokens
+        num_decodes += gap
         if drafted is not None and drafted.num_unsure:  # what the device knows better may be written before where the host has it
             write_slots = np.concatenate([write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
         most = int(lens.max(initial=0)), int(kv_lens.max())
@@ -279,7 +301,9 @@ class Packer:
         if self._num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
             read_slots = np.concatenate([c.slots[:own] for c, own in zip(chunks, own_lens, strict=True)])
             ahead_slots = np.concatenate([c.slots[first:] for c, first in zip(chunks, next_blocks, strict=True)])
-        return Packed(shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots)
+        return Packed(
+            shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots, gap, len(chunks)
+        )
 
     def _tables(self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
         """Of each chunk its slots, and the padding slot where a draft behind it has no room."""
@@ -301,9 +325,11 @@ class Packer:
         others: Sequence[Chunk],
         starts: NDArray[np.int32],
         last_slots: NDArray[np.int32],
+        gap: int,
         out: tuple[NDArray[np.int32], ...],
     ) -> None:
-        """Decodes have a row for each token, and a step has hundreds of them: filled at once. `starts` and `last_slots` are by row."""
+        """Decodes have a row for each token, and a step has hundreds of them: filled at once. `starts` and `last_slots` are by row; `gap`
+        rows of padding are behind them."""
         tokens, positions, write_at = out
         block, at = self.block_tokens, len(last_slots)
         padding_at = self._padding_slot * block
@@ -312,6 +338,8 @@ class Packer:
         write_at[:at] = last_slots * block + starts[:at] % block
         if not all(map(_WRITES_OF, decodes)):
             write_at[:at][np.repeat([not c.writes for c in decodes], [len(c.tokens) for c in decodes])] = padding_at
+        tokens[at : at + gap], positions[at : at + gap], write_at[at : at + gap] = 0, 0, padding_at
+        at += gap
         for chunk in others:
             end = at + len(chunk.tokens)
             tokens[at:end] = chunk.tokens
@@ -342,10 +370,13 @@ def _places(owners: NDArray[np.intp]) -> NDArray[np.int32]:
     return at - np.repeat(at[begins], np.diff(begins, append=len(owners)))
 
 
-def _pack_nexts(chunks: Sequence[Chunk], num_decodes: int, is_bucket: bool, into: NDArray[np.int32]) -> None:
+def _pack_nexts(chunks: Sequence[Chunk], num_decodes: int, gap: int, is_bucket: bool, into: NDArray[np.int32]) -> None:
     """Token ids, or -1 - the number of the sample that is the next token."""
     at = sample = 0
     for number, chunk in enumerate(chunks):
+        if number == num_decodes:
+            into[at : at + gap] = 0
+            at += gap
         num_samples = max(chunk.num_logits, is_bucket)
         end = at + len(chunk.tokens)
         if number < num_decodes:

@@ -23,7 +23,7 @@ from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
 from penstock.engine.execution.outcome import LateSample, Outputs, RunningStep
 from penstock.engine.execution.paging import PagedReads
-from penstock.engine.execution.replays import CapturedPass, Replays
+from penstock.engine.execution.replays import PROMPTS_BESIDE, CapturedPass, Replays
 from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
 from penstock.engine.execution.sampler import Allowed, Drafting, Sampler, packed_width, token_logprobs
 from penstock.engine.execution.scoring import ContextKeys
@@ -70,13 +70,14 @@ class StepLimits:
 
     @property
     def staging_ints(self) -> int:
-        most = Shape(self.prefill_chunk + self.max_rows, self.max_rows, self.max_rows)
+        most_rows = self.max_rows + PROMPTS_BESIDE  # with what pads a captured step
+        most = Shape(self.prefill_chunk + self.max_rows, most_rows, most_rows)
         per_row = NUM_PARAMS + 2 * self.max_request_drafts
-        drafted = Drafted.num_ints(self.max_rows, self.max_rows) if self.max_drafts else 0
+        drafted = Drafted.num_ints(most_rows, most_rows) if self.max_drafts else 0
         nexts = most.num_tokens if self.num_ahead else 0
         beyond = 1 + self.num_ahead // self.block_tokens  # entries of a table for the places of drafts
         tables = beyond + self.max_batch * (self.max_table + beyond)
-        return most.fixed_ints + tables + self.max_rows * per_row + drafted + nexts + self.max_paged
+        return most.fixed_ints + tables + most_rows * per_row + drafted + nexts + self.max_paged
 
     @property
     def result_ints(self) -> int:
@@ -238,7 +239,7 @@ class Executor:
             if self.ahead is not None and not plan.is_followed:
                 self._submit_note(chain, packed, flow, bucket)
             elif self.ahead is not None and not self.ahead.failed:
-                self._submit_missed(chain, arriving, plan, flow)
+                self._submit_missed(chain, arriving, plan, packed.gap, flow)
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
@@ -434,6 +435,7 @@ class Executor:
             else:
                 nexts = made.tokens.clamp(min=0)
                 lasts = torch.arange(len(nexts), device=nexts.device) if made.lasts is None else made.lasts
+                lasts = lasts[: packed.num_requests] if bucket is not None else lasts  # padding may stand where a request's last token is
             rows = inputs.sample_rows[lasts]
             if not packed.shape.samples_all:
                 given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]
@@ -472,8 +474,8 @@ class Executor:
         else:
             chain.submit(lambda: ahead.try_note(flow), "note", accesses)
 
-    def _submit_missed(self, chain: _Chain, arriving: Arriving, plan: StepPlan, flow: Flow) -> None:
-        """The pass over tokens of earlier steps that went without one."""
+    def _submit_missed(self, chain: _Chain, arriving: Arriving, plan: StepPlan, gap: int, flow: Flow) -> None:
+        """The pass over tokens of earlier steps that went without one. `gap`: rows of padding behind the step's decodes."""
         ahead, missed = self.ahead, plan.missed
         layers = self._forward.model.config.num_layers, self.limits.num_layers
         if ahead is None or not missed:
@@ -484,6 +486,7 @@ class Executor:
         rows = np.repeat([chunk.row for chunk in missed], lens)
         # The token behind the last of each is the first of its chunk in this step: by now the device knows it, whoever sampled it.
         places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
+        places[plan.num_decodes :] += gap
         first_of = {chunk.request_id: -1 - int(place) for chunk, place in zip(plan.chunks, places, strict=False)}
         nexts = [token for chunk in missed for token in (*chunk.tokens[1:], first_of[chunk.request_id])]
 

@@ -16,7 +16,13 @@ from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Replay
 
 MOST_DEEP = 16  # decodes for which there is a replay of long sequences as well: more of them keep every multiprocessor busy by their number
-MIXED_KV_TOKENS = 8192  # a replay of chunks and decodes together does not split long sequences; beyond this an eager step is faster
+# Prompt tokens over a long sequence for which a replay is the fastest: for more, fused attention over pieces of the prefix is worth the
+# time that it takes to launch it for every layer.
+MOST_DEEP_PROMPT = 1024
+_BESIDE = (8, 32, 128)  # decodes beside prompts
+_DEEP_LENGTHS = (64, 128, 256, 512, MOST_DEEP_PROMPT)  # of a prompt over a long sequence: what is between would keep fewer programs busy
+_DEEP_BESIDE = 32  # the most of them for which there is a replay of long sequences as well, with one prompt
+PROMPTS_BESIDE = 8  # chunks of prompts beside them otherwise
 
 
 class Captured(NamedTuple):
@@ -31,16 +37,36 @@ def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
     """Shapes worth a graph: decodes, dense where a step is latency and sparse where it is work; and short prompts, alone or beside
     decodes, whose launches would take longer than their work."""
     decodes = decode_sizes(max_batch)
-    deep = (Shape(size, size, size, deep=True) for size in decodes if 1 < size <= MOST_DEEP)
-    lone = [Shape(tokens, 1, 1) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048) if tokens <= prefill_chunk]
-    mixed = [Shape(tokens, 32, 32) for tokens in (64, 128, 256, 512, 1088, 2176) if tokens <= prefill_chunk and max_batch >= 32]
+    deep = [Shape(size, size, size, deep=True) for size in decodes if 1 < size <= MOST_DEEP]
+    lengths = [tokens for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048) if tokens <= prefill_chunk]
+    lone = [Shape(tokens, 1, 1) for tokens in lengths]
+    most = max_batch - 1  # beside a prompt
+    beside = [*(size for size in _BESIDE if size < most), *([most] if most else [])]
+    mixed = [_beside(size, tokens, PROMPTS_BESIDE) for size in beside for tokens in lengths if tokens >= 64]
+    mixed += [
+        _beside(size, tokens, 1, deep=True)
+        for size in beside
+        for tokens in _DEEP_LENGTHS
+        if size <= _DEEP_BESIDE and tokens <= prefill_chunk
+    ]
     return (*(Shape(size, size, size) for size in decodes), *deep, *lone, *mixed)
+
+
+def _beside(num_decodes: int, num_tokens: int, num_prompts: int, deep: bool = False) -> Shape:
+    """Prompts of `num_tokens` in all, beside decodes."""
+    num_chunks = num_decodes + num_prompts
+    return Shape(num_decodes + num_tokens, num_chunks, num_chunks, deep, num_decodes)
 
 
 def decode_sizes(max_rows: int) -> tuple[int, ...]:
     """Numbers of decoded rows that have a graph."""
     sizes = [1, 2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_rows + 64, 64)]
     return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def _in_order(shape: Shape) -> tuple[bool, int, int, bool]:
+    """The smallest first; of those with prompts beside decodes the deep ones before all others."""
+    return not (shape.deep and shape.num_beside), shape.num_tokens, shape.num_chunks, not shape.deep
 
 
 class CapturedPass(NamedTuple):
@@ -72,21 +98,23 @@ class Replays:
         self._captured: dict[Shape, Captured] = {}
         self._passes: dict[tuple[Shape, Hashable], CapturedPass] = {}
         self.inputs = inputs
-        self.buckets = tuple(sorted(buckets, key=lambda shape: (shape.num_tokens, shape.num_chunks, not shape.deep)))
+        self.buckets = tuple(sorted(buckets, key=_in_order))
 
     def bucket_for(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds the step; None where it has to run eagerly."""
-        num_tokens, num_chunks = plan.num_tokens, plan.num_rows
-        longest = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks)
-        is_decode = plan.is_decode
         if plan.echoes:
             return None  # needs the logits of every position, which a replay does not compute
-        if not is_decode and num_chunks > 1 and longest > MIXED_KV_TOKENS:
+        num_prompts = len(plan.chunks) - plan.num_decodes
+        num_decodes = plan.num_rows - num_prompts
+        num_tokens = plan.num_tokens - num_decodes
+        is_deep = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
+        if is_deep and num_tokens > MOST_DEEP_PROMPT:
             return None
         for shape in self.buckets:
-            if shape.deep and longest <= DEEP_TOKENS:
+            if shape.is_decode != plan.is_decode or shape.deep > is_deep or bool(shape.num_decodes) != bool(num_decodes):
                 continue
-            if shape.num_tokens >= num_tokens and shape.num_chunks >= num_chunks and shape.is_decode == is_decode:
+            num_others = shape.num_chunks - shape.num_decodes, shape.num_tokens - shape.num_decodes
+            if shape.num_decodes >= num_decodes and num_others[0] >= num_prompts and num_others[1] >= num_tokens:
                 return shape
         return None
 
@@ -128,8 +156,8 @@ class Replays:
         """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
         host = np.empty(bucket.fixed_ints + self._packer.num_padding + bucket.num_tokens, np.int32)
         packed = self._packer.pack((), 0, bucket, host)
-        num_decodes, max_kv_len = bucket.num_chunks if bucket.is_decode else 0, DEEP_TOKENS + 1 if bucket.deep else 0
-        flow = Flow(packed.shape.views(self.inputs, num_decodes, max_q_len=0, max_kv_len=max_kv_len))
+        max_kv_len = DEEP_TOKENS + 1 if bucket.deep else 0
+        flow = Flow(packed.shape.views(self.inputs, bucket.num_decodes, max_q_len=0, max_kv_len=max_kv_len))
         ops = self._forward.ops(flow)
         if self.inputs.device.type == "cuda":
             self._lane.drain()

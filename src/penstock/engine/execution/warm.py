@@ -68,12 +68,7 @@ def few_kinds(sizes: Sizes) -> list[StepKind]:
 def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
     """What a GPU can meet: every replay, every way to sample, every option, prompts of all lengths alone and beside others."""
     most, chunk = sizes.max_batch, sizes.prefill_chunk
-    kinds = [
-        StepKind(_decodes(b.num_chunks) if b.is_decode else (*_decodes(b.num_chunks - 1), Work(b.num_tokens - b.num_chunks + 1)))
-        for b in buckets
-        if not b.deep
-    ]
-    kinds += [StepKind((Work(1, DEEP_TOKENS),) * b.num_chunks) for b in buckets if b.deep]
+    kinds = [_filling(bucket) for bucket in buckets]
     batches = [num for num in _BATCHES if num < most] + [most]
     kinds += [StepKind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
     kinds += [StepKind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), StepKind((Work(100),), _EVERYTHING)]
@@ -92,6 +87,12 @@ def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
     kinds += [StepKind((*_decodes(most - 1), Work(chunk - 1)), _EVERYTHING)]
     kinds += [StepKind(work, adapter=BLANK) for work in (*map(_decodes, batches), (Work(chunk),))]
     return [kind for kind in kinds if _fits(kind, sizes)]
+
+
+def _filling(bucket: Shape) -> StepKind:
+    """A step that fills the bucket, with one prompt where it has any."""
+    decodes = (Work(1, DEEP_TOKENS if bucket.deep else 1),) * bucket.num_decodes
+    return StepKind(decodes if bucket.is_decode else (*decodes, Work(bucket.num_tokens - bucket.num_decodes)))
 
 
 def _fits(kind: StepKind, sizes: Sizes) -> bool:

@@ -97,13 +97,24 @@ def test_a_chunk_that_wants_more_logits_than_it_has_tokens_is_refused(num_tokens
 def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() -> None:
     """A prompt's earlier chunks are sampled all the same, but into the padding row; and what must not be written is not, in any chunk."""
     chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9], num_logits=0), chunk(3, 2, [4, 5, 6], writes=False))
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 1, Shape(9, 5, 5), np.full(200, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 1, Shape(11, 6, 6, num_beside=3), np.full(200, -7, np.int32))
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
-    assert x.sample_rows.tolist() == [1, PADDING_ROW, 3, PADDING_ROW, PADDING_ROW]
-    assert x.sample_at.tolist() == [0, 2, 5, 5, 5]
-    assert x.q_starts.tolist() == [0, 1, 3, 6, 6, 6], "padding tokens belong to no chunk"
-    assert x.write_at.tolist() == [11 * BLOCK + 1, 20 * BLOCK, 20 * BLOCK + 1, *[PADDING_SLOT * BLOCK] * 6]
-    assert (x.tokens.tolist()[6:], x.positions.tolist()[6:]) == ([0, 0, 0], [0, 0, 0])
+    assert x.num_decodes == 3
+    assert x.sample_rows.tolist() == [1, PADDING_ROW, 3, PADDING_ROW, PADDING_ROW, PADDING_ROW]
+    assert x.sample_at.tolist() == [0, 4, 7, 1, 2, 7], "what pads the step is sampled last"
+    assert x.q_starts.tolist() == [0, 1, 2, 3, 5, 8, 8], "padding tokens behind prompts belong to no chunk"
+    assert x.rows.tolist() == [1, PADDING_ROW, PADDING_ROW, 2, 3, PADDING_ROW]
+    padding = PADDING_SLOT * BLOCK
+    assert x.write_at.tolist() == [11 * BLOCK + 1, padding, padding, 20 * BLOCK, 20 * BLOCK + 1, *[padding] * 6]
+    assert x.tokens.tolist() == [3, 0, 0, 8, 9, 4, 5, 6, 0, 0, 0]
+    assert x.positions.tolist() == [5, 0, 0, 0, 1, 2, 3, 4, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [Shape(9, 2, 2, num_beside=1), Shape(9, 4, 4), Shape(2, 2, 2)], ids=["prompts", "decodes", "neither"])
+def test_a_step_that_its_shape_does_not_hold_is_refused(shape: Shape) -> None:
+    chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9]), chunk(3, 2, [4, 5, 6]))
+    with pytest.raises(InvariantBroken, match="does not fit"):
+        Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 1, shape, np.full(200, -7, np.int32))
 
 
 @settings(max_examples=50, deadline=None)
@@ -166,6 +177,17 @@ class Reading:
                 self.rows.append((begin, end, table, one.row))
                 self.sampled.append([token for token in wanted if begin <= token < end])
 
+    def pad(self, num_decodes: int) -> None:
+        """Rows of padding between those of one token and the rest."""
+        at = next((number for number, (first, end, *_) in enumerate(self.rows) if end - first > 1), len(self.rows))
+        gap = num_decodes - at
+        for column, blank in ((self.tokens, 0), (self.positions, 0), (self.write_at, PADDING_SLOT * BLOCK)):
+            column[at:at] = [blank] * gap
+        moved = [(first + gap, end + gap, table, row) for first, end, table, row in self.rows[at:]]
+        self.rows[at:] = [(number, number + 1, [PADDING_SLOT], PADDING_ROW) for number in range(at, num_decodes)] + moved
+        self.order = [*range(at), *range(num_decodes, len(self.rows)), *range(at, num_decodes)]  # rows as they are sampled
+        self.sampled[at:at] = [[]] * gap
+
 
 def random_plan(rng: np.random.Generator) -> tuple[tuple[Chunk, ...], int]:
     """Decodes with drafts and without, prompts, sequences whose first blocks are elsewhere, and some that write nothing."""
@@ -199,11 +221,19 @@ def test_any_plan_is_packed_as_it_reads(seed: int) -> None:
     reading = Reading(chunks, num_decodes)
     num_tokens, num_rows = len(reading.tokens), len(reading.rows)
     bucket = None
-    if seed % 2 and num_rows:
+    if seed % 2 and not any(one.num_paged for one in chunks):
         is_decode = num_decodes == len(chunks)
-        num_padded = num_rows + int(rng.integers(0, 4))
-        bucket = Shape(num_padded if is_decode else max(num_tokens + int(rng.integers(0, 4)), num_padded + 1), num_padded, num_padded)
+        num_single = sum(end - first == 1 for first, end, *_ in reading.rows)
+        num_beside, num_prompts = num_single + int(rng.integers(0, 4)), num_rows - num_single + int(rng.integers(0, 3))
+        if is_decode:
+            bucket = Shape(num_beside, num_beside, num_beside)
+        else:
+            num_padded, num_room = num_beside + num_prompts, max(num_tokens - num_single + int(rng.integers(0, 4)), num_prompts + 1)
+            bucket = Shape(num_beside + num_room, num_padded, num_padded, num_beside=num_beside)
     packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, bucket, np.full(600, -7, np.int32))
+    if bucket is not None:
+        reading.pad(bucket.num_decodes)
+        num_tokens = len(reading.tokens)
     ints = torch.from_numpy(packed.ints)
     x = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
     assert x.tokens.tolist()[:num_tokens] == reading.tokens and x.positions.tolist()[:num_tokens] == reading.positions
@@ -226,7 +256,8 @@ def check_samples(packed: Packed, x: StepInputs, reading: Reading, is_bucket: bo
     if not is_bucket:
         assert found == [(token, row[3]) for row, tokens in zip(reading.rows, reading.sampled, strict=True) for token in tokens]
         return
-    for number, (row, tokens) in enumerate(zip(reading.rows, reading.sampled, strict=True)):
+    for number, of_row in enumerate(reading.order):
+        row, tokens = reading.rows[of_row], reading.sampled[of_row]
         assert found[number] == (row[1] - 1, row[3] if tokens else PADDING_ROW), "every row is sampled once"
     assert {row for _, row in found[len(reading.rows) :]} <= {PADDING_ROW}
 
@@ -260,9 +291,9 @@ def check_drafted(packed: Packed, ints: torch.Tensor, chunks: tuple[Chunk, ...],
     assert found.unsure.tolist()[at:] == [0] * (len(found.unsure) - at) and not any(found.lengths.tolist()[len(groups) :])
 
 
-@pytest.mark.parametrize("is_bucket", [False, True], ids=["eager", "captured"])
-def test_the_token_behind_each_is_known_or_the_number_of_its_sample(is_bucket: bool) -> None:
-    """In a captured step every row has a sample, also those that did not ask for one."""
+@pytest.mark.parametrize(("is_bucket", "gap"), [(False, 0), (True, 0), (True, 2)], ids=["eager", "captured", "padded between"])
+def test_the_token_behind_each_is_known_or_the_number_of_its_sample(is_bucket: bool, gap: int) -> None:
+    """In a captured step every row has a sample, also those that did not ask; padding is sampled last."""
     chunks = (
         chunk(1, 5, [3, 4], num_logits=2),
         chunk(2, 0, [8], num_logits=0)._replace(next_token=41),
@@ -270,7 +301,7 @@ def test_the_token_behind_each_is_known_or_the_number_of_its_sample(is_bucket: b
         chunk(4, 2, [4, 5, 6], num_logits=0)._replace(next_token=42),
         chunk(5, 0, [20, 21]),
     )
-    into = np.full(12, -7, np.int32)
-    _pack_nexts(chunks, 3, is_bucket, into)
+    into = np.full(12 + gap, -7, np.int32)
+    _pack_nexts(chunks, 3, gap, is_bucket, into)
     third, fifth = (3, 5) if is_bucket else (2, 3)
-    assert into.tolist() == [-1, -2, 41, -1 - third, 5, 6, 42, 21, -1 - fifth, 0, 0, 0]
+    assert into.tolist() == [-1, -2, 41, -1 - third, *[0] * gap, 5, 6, 42, 21, -1 - fifth, 0, 0, 0]

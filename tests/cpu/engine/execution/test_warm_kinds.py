@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.contract import StepPlan
-from penstock.engine.execution.batch import DEEP_TOKENS, Shape
-from penstock.engine.execution.replays import cuda_buckets
+from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape
+from penstock.engine.execution.replays import Replays, cuda_buckets
 from penstock.engine.execution.warm import Sizes, all_kinds, few_kinds, plans
 
 
-def is_deep(plan: StepPlan) -> bool:
-    return plan.is_decode and max(chunk.kv_len for chunk in plan.chunks) > DEEP_TOKENS
+def replays_of(buckets: tuple[Shape, ...]) -> Replays:
+    return Replays(None, None, Packer(16, 0, 0), None, buckets, lambda: ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sizes", [Sizes(256, 8192, 40960), Sizes(1, 16, 16), Sizes(8, 512, 300), Sizes(33, 2048, 100_000)])
@@ -19,8 +18,9 @@ def test_all_kinds_fit_and_meet_every_replay(sizes: Sizes) -> None:
     buckets = cuda_buckets(sizes.max_batch, sizes.prefill_chunk)
     kinds = all_kinds(sizes, buckets)
     made = list(plans(kinds, slot=3, block_tokens=16))
-    met = {Shape(plan.num_tokens, len(plan.chunks), len(plan.chunks), deep) for plan in made for deep in {False, is_deep(plan)}}
-    possible = {b for b in buckets if (DEEP_TOKENS if b.deep else b.num_tokens - b.num_chunks) + 1 <= sizes.max_tokens}
+    replays = replays_of(buckets)
+    met = {replays.bucket_for(plan) for plan in made}
+    possible = {b for b in buckets if max(DEEP_TOKENS + 1 if b.deep else 1, b.num_tokens - b.num_decodes) <= sizes.max_tokens}
     assert possible <= met
     for plan in made:
         assert len(plan.chunks) <= sizes.max_batch
