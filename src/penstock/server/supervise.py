@@ -49,7 +49,7 @@ class Child:
     process: subprocess.Popen[bytes]
     wire: Wire[ToParent]
     ready: bool = False
-    stopped: bool = False  # it was told to end
+    ended: bool = False  # its connection has, and it is reaped
 
     def tell(self, message: Any, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # its end shows on the same socket
@@ -145,6 +145,7 @@ class Supervisor:
             message = None
         except (OSError, PenstockError) as error:
             logger.error("the connection to the %s process failed: %s", child.name, error)
+            child.process.kill()  # nobody hears it any more
             message = None
         if message is None:
             self._selector.unregister(child.wire.sock)
@@ -171,6 +172,7 @@ class Supervisor:
 
     def _on_end(self, child: Child) -> None:
         how = child.ending()
+        child.ended = True
         if child is self._engine and not self._stopping:
             self._failure = self._failure or PenstockError(f"the engine process {how}; its open requests have ended with an error")
             if self._announced:
@@ -215,7 +217,7 @@ class Supervisor:
     def _restart_gone(self) -> None:
         """Those that have ended and of which nothing is left: until then their seats are taken."""
         for index in sorted(self._detached) if not self._stopping else []:
-            if self._fronts[index].process.poll() is None:  # it was cut off, or is about to end
+            if not self._fronts[index].ended:  # it was cut off, or is about to end: this comes again when its connection has
                 self._fronts[index].process.kill()
                 continue
             self._detached.discard(index)

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ from penstock.contract import (
     Grammar,
     KvSource,
     LoadedAdapter,
+    PromptLimits,
     PromptLogprobs,
     SamplingParams,
     TokenEvent,
@@ -36,6 +39,7 @@ from penstock.contract import (
 )
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
 from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tokenizer_of
@@ -46,6 +50,8 @@ from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.remote import RemoteEngine, greeted
 from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
+from penstock.testing.tiny_models import TINY_LLAMA
+from support.adapters import write_random_adapter
 from support.driving import tiny_config
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -260,6 +266,21 @@ def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(linke
     until(lambda: linked.num_open == 0, "the other one's was cancelled as well")
 
 
+def test_an_adapter_that_a_front_held_when_it_hung_up_can_be_freed(linked: Linked, tmp_path: Path) -> None:
+    adapters = linked.engine.adapters
+    adapter = adapters.load("a", write_random_adapter(tmp_path / "a", TINY_LLAMA, 0)).adapter
+    front = linked.front()
+    front.send(boundary.HoldAdapter(1, adapter))
+    front.send(submit(2, max_tokens=10**6))
+    assert next(steps_of(front)).rest[0].event.finish is FinishReason.ERROR  # what was said before is dealt with
+    assert adapters.unload("a")
+    adapters.hold(adapter).end()  # the front still has it
+    front.sock.close()
+    until(lambda: linked.detached == [0], "nothing of the front is left")
+    with pytest.raises(InvalidRequest, match="is not loaded"):
+        adapters.hold(adapter)
+
+
 def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "MOST_EVENTS", 64)
     deaf, good = linked.front(small=True), linked.front()
@@ -409,6 +430,32 @@ def test_a_compiled_grammar_is_kept_until_its_front_lets_go(linked: Linked) -> N
     until(lambda: not link._kept, "it is let go of")
 
 
+def test_the_engine_says_whose_fault_a_late_grammar_is_before_its_front_gives_up(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front waits for COMPILE_S, and cannot tell a schema that is too complex from an engine that is busy."""
+    began, gate = threading.Event(), threading.Event()
+
+    def compile_for_long(grammar: Grammar) -> None:
+        began.set()
+        assert gate.wait(DEADLINE_S)
+
+    now_s = 1000.0
+    monkeypatch.setattr(links_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(linked.engine.grammars, "_compile", compile_for_long)
+    front = linked.front()
+    front.send(call(7, "GrammarCompiler.begin", Grammar("regex", "[ab]{3}")))
+    assert began.wait(DEADLINE_S)
+    front.send(submit(8, max_tokens=10**6))
+    assert next(steps_of(front)).rest[0].number == 8  # the call is dealt with
+    (link,) = linked.links._links
+    now_s += COMPILE_S - links_module.BEAT_S  # the last beat before the front gives up
+    link.refuse_late()
+    front.send(call(9, "AdapterNames.unload", ""))
+    first = _reply(front)
+    gate.set()
+    assert first.call == 7 and first.fault is not None and first.fault.kind == "InvalidRequest"
+    assert "is too complex" in first.fault.message
+
+
 # ---------------------------------------------------------------------------------------------------------- the front's side
 
 
@@ -476,6 +523,29 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
         one.close()
     made.loop.start()
     made.close()
+
+
+def test_messages_of_many_socket_buffers_arrive_as_they_are_though_the_engine_reads_late() -> None:
+    engine, front = socket.socketpair()
+    front.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    facts = boundary.Facts("m", PromptLimits(1 << 20, 300, 1 << 20), {}, ("device",), 9, 1, 0.0, False)
+    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+    prompts = [[n % 250 for n in range(first, first + 60_000)] for first in (0, 1, 2)]
+
+    async def run() -> None:
+        client = RemoteEngine(front)
+        client.start()
+        for prompt in prompts:
+            client.submit(prompt, SamplingParams(max_tokens=4), lambda event: None)
+        wire: Wire[FromFront] = Wire(engine, FromFront)
+        engine.settimeout(DEADLINE_S)
+        for prompt in prompts:
+            message = await asyncio.to_thread(wire.receive)
+            assert isinstance(message, boundary.Submit) and np.frombuffer(message.prompt, np.uint32).tolist() == prompt
+
+    asyncio.run(run())
+    for one in (engine, front):
+        one.close()
 
 
 def test_a_beat_says_how_long_the_loop_has_been_silent() -> None:
