@@ -80,7 +80,8 @@ class Supervisor:
     _fronts: dict[int, Child] = field(default_factory=dict)
     _detached: set[int] = field(default_factory=set)  # gone, and nothing of them is left in the engine
     _restarts: deque[float] = field(default_factory=deque)
-    _signals: int = 0
+    _signals: int = 0  # that have come
+    _obeyed: int = 0  # of them
     _announced: bool = False
     _stopping: bool = False
     _deadline_s: float = float("inf")
@@ -120,14 +121,14 @@ class Supervisor:
 
     def _look(self, wakeup: socket.socket) -> None:
         """Wait for something to happen, and deal with it."""
-        before = self._signals
         patience_s = max(0.0, min(1.0, min(self._deadline_s, self._linger_until_s) - time.monotonic()))
         for key, _ in self._selector.select(patience_s):
             if key.data is None:
                 wakeup.recv(4096)
             else:
                 self._hear(key.data)
-        if self._signals > before:
+        if self._signals > self._obeyed:  # one may come at any moment
+            self._obeyed = self._signals
             self._on_signal()
         if time.monotonic() >= self._linger_until_s:
             self._linger_until_s = float("inf")

@@ -3,12 +3,15 @@ test says what they would say, and the clock is the test's own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import os
 import queue
+import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,13 +19,13 @@ import pytest
 from served import DEADLINE_S, until
 
 from penstock.config import Config, ServerConfig
-from penstock.contract import PromptLimits
+from penstock.contract import FinishReason, PromptLimits, SamplingParams
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import Overloaded, PenstockError
 from penstock.models.tokenizer import ByteTokenizer, spec_of
 from penstock.server import boundary, engine_process, supervise
-from penstock.server.boundary import FromParent, ToParent, Wire
+from penstock.server.boundary import FromEngine, FromParent, ToParent, Wire
 from penstock.server.engine_process import EngineProcess
 from penstock.server.front import FrontServer, run_front
 from penstock.server.seats import SeatBook
@@ -53,7 +56,8 @@ class Parent:
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.started: queue.SimpleQueue[Played | None] = queue.SimpleQueue()
-        self.num_fronts = 0
+        self.num_fronts = 0  # that were ready
+        self.commands: list[str] = []
         self._sockets: list[socket.socket] = []
         self._wrong: list[BaseException] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -63,6 +67,7 @@ class Parent:
         sock = socket.socket(fileno=os.dup(fds[0]))
         sock.settimeout(PLAY_S)
         self._sockets.append(sock)
+        self.commands.append(kind)
         self.started.put(Played(kind, Wire(sock, FromParent)))
         return ["sleep", "600"]
 
@@ -112,6 +117,9 @@ class Parent:
         child.wire.send(boundary.Ready())
         self.num_fronts += 1
         return child
+
+    def wait_announced(self) -> None:
+        until(lambda: self.supervisor._announced, "the server is ready", PLAY_S)
 
     def kill_front(self, front: Played) -> None:
         self.end_process()
@@ -188,7 +196,7 @@ def test_a_front_is_started_again_whichever_of_its_ends_is_seen_first(parent: Pa
 def test_a_front_that_talks_nonsense_is_ended_and_started_again(parent: Parent, caplog: pytest.LogCaptureFixture) -> None:
     def play(parent: Parent) -> None:
         engine, front = parent.engine(), parent.front()
-        until(lambda: parent.supervisor._announced, "the server is ready", PLAY_S)
+        parent.wait_announced()
         process = parent.supervisor._fronts[0].process
         front.wire.sock.sendall(b"\xff" * 8)
         until(lambda: process.poll() is not None, "it is ended", PLAY_S)
@@ -201,48 +209,217 @@ def test_a_front_that_talks_nonsense_is_ended_and_started_again(parent: Parent, 
     assert "a front process was ended by signal SIGKILL" in caplog.text
 
 
+def test_a_front_that_ends_before_it_is_ready_is_the_end_of_the_start(parent: Parent) -> None:
+    def play(parent: Parent) -> None:
+        parent.engine()
+        front = parent.child("front")
+        front.hear(boundary.FrontSetup)
+        engine = parent.supervisor._engine.process
+        parent.kill_front(front)
+        until(lambda: engine.poll() is not None, "the engine is ended, too", PLAY_S)
+
+    with pytest.raises(PenstockError, match="a front process was ended by signal SIGKILL before it was ready"):
+        parent.run(play)
+
+
+def test_the_first_signal_waits_for_requests_the_second_does_not_and_the_third_kills(parent: Parent) -> None:
+    def play(parent: Parent) -> None:
+        engine, front = parent.engine(), parent.front()
+        parent.wait_announced()
+        process = parent.supervisor._engine.process
+        for now in (False, True):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert engine.hear(boundary.Stop) == front.hear(boundary.Stop) == boundary.Stop(now)
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: process.poll() is not None, "it is killed", PLAY_S)
+
+    with pytest.raises(PenstockError, match="not everything ended in time; what was left was killed"):
+        parent.run(play)
+
+
+def test_a_signal_that_comes_while_another_is_obeyed_counts(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of somebody who presses Ctrl-C twice."""
+    stop, stops = Supervisor._stop, list[bool]()
+
+    def slow(self: Supervisor, now: bool) -> None:
+        stop(self, now)
+        stops.append(now)
+        if len(stops) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def play(parent: Parent) -> None:
+        engine = parent.engine()
+        parent.front()
+        parent.wait_announced()
+        os.kill(os.getpid(), signal.SIGINT)
+        for now in (False, True):
+            assert engine.hear(boundary.Stop) == boundary.Stop(now)
+
+    monkeypatch.setattr(Supervisor, "_stop", slow)
+    with pytest.raises(PenstockError, match="was ended by signal SIGKILL"):
+        parent.run(play)
+
+
+def test_what_ends_badly_while_the_server_ends_is_an_error_of_the_server(parent: Parent) -> None:
+    def play(parent: Parent) -> None:
+        engine = parent.engine()
+        parent.front()
+        parent.wait_announced()
+        os.kill(os.getpid(), signal.SIGTERM)
+        engine.hear(boundary.Stop)
+
+    with pytest.raises(PenstockError, match="the engine process was ended by signal SIGKILL"):
+        parent.run(play)
+
+
+def test_no_front_is_started_again_while_the_server_ends(parent: Parent) -> None:
+    def play(parent: Parent) -> None:
+        engine, front = parent.engine(), parent.front()
+        parent.wait_announced()
+        os.kill(os.getpid(), signal.SIGTERM)
+        engine.hear(boundary.Stop)
+        parent.kill_front(front)
+        engine.wire.send(boundary.Detached(0))
+        until(lambda: parent.supervisor._detached or len(parent.commands) > 2, "the parent has read that", PLAY_S)
+
+    with pytest.raises(PenstockError, match="process was ended by signal SIGKILL"):
+        parent.run(play)
+    assert parent.commands == ["engine", "front"]
+
+
 # -------------------------------------------------------------------------------------------------------------------- the engine
 
 
+MOST_BEATS = 120  # while an engine ends, which takes less than one
+
+
+class EngineChild:
+    """What runs in the engine's process, here on threads of the test's: its parent, its only front, and what a step does are the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shutdown_s: float) -> None:
+        self.engine = build(tiny_config("tiny-llama"))
+        self.loop = EngineLoop(self.engine)
+        self.entered, self.gate, self.gone = threading.Event(), threading.Event(), threading.Event()
+        monkeypatch.setattr(engine_process, "os", SimpleNamespace(_exit=lambda code: self.gone.set()))
+        self._codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._sockets = [*socket.socketpair(), *socket.socketpair()]
+        for one in self._sockets:
+            one.settimeout(DEADLINE_S)
+        ours, theirs, front, attached = self._sockets
+        theirs.settimeout(None)
+        self.parent: Wire[ToParent] = Wire(ours, ToParent)
+        self.front: Wire[FromEngine] = Wire(front, FromEngine)
+        process = EngineProcess(self.engine, self.loop, Wire(theirs, FromParent), shutdown_s)
+        threading.Thread(target=lambda: self._codes.put(process.run(self.loop.start)), daemon=True).start()
+        assert isinstance(self.parent.receive(), boundary.Ready)
+        attached.settimeout(None)
+        self.parent.send(boundary.Attach(0), [attached.fileno()])
+        attached.close()
+        assert isinstance(self.front.receive(), boundary.Hello)
+
+    def hold_steps(self) -> None:
+        """Until the gate is opened."""
+        step = self.engine.step
+
+        def held() -> bool:
+            self.entered.set()
+            assert self.gate.wait(DEADLINE_S)
+            return step()
+
+        self.engine.step = held  # type: ignore[method-assign]
+        assert self.entered.wait(DEADLINE_S)
+
+    def submit(self) -> None:
+        self.front.send(boundary.Submit(1, "r", bytes(16), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)))
+        until(lambda: len(self.engine._inbox), "the engine has it")
+
+    def code(self) -> int:
+        return self._codes.get(timeout=DEADLINE_S)
+
+    def told(self) -> list[boundary.FromEngine]:
+        """All that the front is told until the end, without beats."""
+        told, num_beats = list[boundary.FromEngine](), 0
+        while (message := self.front.receive()) is not None:
+            if not isinstance(message, boundary.Beat):
+                told.append(message)
+            num_beats += isinstance(message, boundary.Beat)
+            assert num_beats < MOST_BEATS, "there is no end"
+        return told
+
+    def close(self) -> None:
+        self.gate.set()
+        self.loop.close(0.0)
+        self._sockets[0].close()
+        assert self.gone.wait(DEADLINE_S)  # it ends with its parent
+        for one in self._sockets:
+            one.close()
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineChild]:
+    made = EngineChild(monkeypatch, DEADLINE_S)
+    yield made
+    made.close()
+
+
 def test_an_engine_that_cannot_be_closed_says_so_and_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    child: EngineChild, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = build(tiny_config("tiny-llama"))
-    loop = EngineLoop(engine)
-    ours, theirs = socket.socketpair()
-    ours.settimeout(DEADLINE_S)
-    parent: Wire[ToParent] = Wire(ours, ToParent)
-    entered, gate, gone = threading.Event(), threading.Event(), threading.Event()
-    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
-    monkeypatch.setattr(engine_process, "os", SimpleNamespace(_exit=lambda code: gone.set()))
-    process = EngineProcess(engine, loop, Wire(theirs, FromParent), 0.0)
-    threading.Thread(target=lambda: codes.put(process.run(loop.start)), daemon=True).start()
-    assert isinstance(parent.receive(), boundary.Ready)
-
-    def stuck() -> bool:
-        entered.set()
-        return not gate.wait(DEADLINE_S)
-
+    child.hold_steps()
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "step", stuck)
         for name in ("_CLOSE_S", "_MARGIN_S"):
             patched.setattr(f"penstock.engine.loop.{name}", 0.0)
-        assert entered.wait(DEADLINE_S)
-        parent.send(boundary.Stop(now=True))
-        assert codes.get(timeout=DEADLINE_S) == 1
+        child.parent.send(boundary.Stop(now=True))
+        assert child.code() == 1
     assert "the engine loop closed with an error" in caplog.text and "a step is stuck on the device" in caplog.text
-    gate.set()
-    loop.close(0.0)
-    ours.close()
-    assert gone.wait(DEADLINE_S)  # it ends with its parent
-    theirs.close()
+
+
+@pytest.mark.parametrize(("now", "finish"), [(False, FinishReason.LENGTH), (True, FinishReason.CANCELLED)])
+def test_requests_are_waited_for_unless_the_end_is_to_be_now(child: EngineChild, now: bool, finish: FinishReason) -> None:
+    """Either way their last event comes, and then a goodbye."""
+    child.hold_steps()
+    child.submit()
+    child.parent.send(boundary.Stop(now))
+    until(lambda: child.loop._stop_by_s is not None, "it is closing")
+    child.gate.set()
+    *events, bye = child.told()
+    assert isinstance(bye, boundary.Bye) and isinstance(events[-1], boundary.Tokens)
+    assert events[-1].rest[-1].event.finish is finish
+    assert child.code() == 0
+
+
+def test_when_the_loop_fails_the_front_and_the_parent_are_told_why(child: EngineChild, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(child.engine, "step", fail)
+    child.engine.cancel("none")  # so that it comes round
+    assert child.code() == 1
+    why = "RuntimeError: no such kernel"
+    broken = child.parent.receive()
+    assert isinstance(broken, boundary.Broken)
+    assert (broken.fault.kind, broken.fault.message) == ("EngineClosed", f"the engine has failed: {why}")
+    assert boundary.Failed(why) in child.told()
+
+
+def test_an_engine_that_fails_while_it_closes_ends_with_an_error(child: EngineChild, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(timeout_s: float) -> None:
+        raise RuntimeError("no such tier")
+
+    monkeypatch.setattr(engine_process, "WATCH_S", DEADLINE_S)  # nobody happens to look between the failure and the end
+    monkeypatch.setattr(child.engine, "close", fail)
+    child.parent.send(boundary.Stop())
+    assert child.code() == 1
+    broken = child.parent.receive()
+    assert isinstance(broken, boundary.Broken) and broken.fault.message == "the engine has failed: RuntimeError: no such tier"
 
 
 # --------------------------------------------------------------------------------------------------------------------- a front
 
 
-def test_a_front_has_no_more_seats_than_the_engine_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more would be refused by the engine, behind the start of its stream."""
+@pytest.fixture
+def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
+    """As `run_front` makes it: of an engine that takes three requests at once. It does not run."""
     served, book = list[FrontServer](), SeatBook.make(1)
     monkeypatch.setattr(FrontServer, "run", lambda self: served.append(self))
     (engine, front), (parent, ours) = socket.socketpair(), socket.socketpair()
@@ -251,7 +428,77 @@ def test_a_front_has_no_more_seats_than_the_engine_takes_requests(monkeypatch: p
     with engine, front, parent, ours, socket.create_server(("127.0.0.1", 0)) as listener:
         setup = boundary.FrontSetup(boundary.VERSION, ServerConfig(max_concurrent=100), ("info", "text"), 0, 1)
         run_front(setup, Wire(ours, FromParent), front, listener, os.dup(book.fd))
-    seats = served[0].service.generations
+        listener.setblocking(False)
+        yield served[0]
+
+
+def test_a_front_has_no_more_seats_than_the_engine_takes_requests(front: FrontServer) -> None:
+    """One more would be refused by the engine, behind the start of its stream."""
+    seats = front.service.generations
     seats.claim(3)
     with pytest.raises(Overloaded):
         seats.claim(1)
+
+
+async def turns() -> None:
+    """Enough of the event loop for what is ready to happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Full:
+    """A listener of a process that has as many files open as it may."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.num_tried = 0
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def accept(self) -> None:
+        self.num_tried += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_front_that_is_out_of_files_leaves_its_listener_alone_for_a_while(
+    front: FrontServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection that it cannot take is still there: it would look without a pause, and do nothing else."""
+    monkeypatch.setattr("penstock.server.front.OUT_OF_FILES_S", 3600.0)
+    address, full = front._listener.getsockname(), Full(front._listener)
+    monkeypatch.setattr(front, "_listener", full)
+
+    async def run() -> None:
+        front._listen()
+        while not full.num_tried:
+            await asyncio.sleep(0)
+        await turns()
+
+    with socket.create_connection(address):
+        asyncio.run(run())
+    assert full.num_tried == 1 and "a connection could not be taken" in caplog.text
+
+
+def test_connections_are_counted_while_they_are_open(front: FrontServer) -> None:
+    """Fronts share new ones by these numbers."""
+    front.config.load()
+    front.lifespan = front.config.lifespan_class(front.config)
+
+    def num_counted() -> int:
+        return front._fronts.note_connections(len(front.server_state.connections) + len(front._opening))
+
+    async def run() -> None:
+        front._listen()
+        for _ in range(3):
+            with socket.create_connection(front._listener.getsockname()):
+                while not front.server_state.connections:
+                    await asyncio.sleep(0)
+                await turns()
+                assert num_counted() == 1
+            while front.server_state.connections:
+                await asyncio.sleep(0)
+            await turns()
+            assert num_counted() == 0
+
+    asyncio.run(run())
