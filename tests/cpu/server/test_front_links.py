@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import socket
@@ -56,6 +57,7 @@ from penstock.testing.tiny_models import TINY_LLAMA
 from support.adapters import write_random_adapter
 from support.driving import tiny_config
 
+MOST_BEATS = 120  # until an answer that takes milliseconds
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -394,6 +396,41 @@ def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytes
     assert _reply(other).fault is None  # the first one is over
 
 
+def test_a_beat_tells_fronts_how_long_the_loop_has_been_silent(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer probes by it."""
+    monkeypatch.setattr(linked.loop, "beat_age_s", lambda: 42.0)
+    front = linked.front()
+    beats = (message for message in iter(front.receive, None) if isinstance(message, boundary.Beat))
+    assert 42.0 in [next(beats).age_s, next(beats).age_s]
+
+
+def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tiers: object) -> dict[str, int]:
+        raise StoreFailed("the disk is gone")
+
+    monkeypatch.setattr(linked.engine, "reset_cache", fail)
+    front = linked.front()
+    front.send(call(1, "EngineClient.reset_cache", ("device",)))
+    front.send(call(2, "SnapshotStore.find", "none", ""))
+    faults = {reply.call: reply.fault for reply in (_reply(front), _reply(front))}
+    assert faults[1] == boundary.SentError("StoreFailed", "the disk is gone") and faults[2] is not None
+
+
+def test_a_prefetch_reaches_the_engine_as_its_front_said_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, begun = list[dict[str, object]](), Future[None]()
+    begun.set_result(None)
+
+    def prefetch(prompt: Any, **options: object) -> Future[None]:
+        asked.append({"prompt": prompt.tolist(), **options})
+        return begun
+
+    monkeypatch.setattr(linked.engine, "prefetch", prefetch)
+    front = linked.front()
+    front.send(call(1, "EngineClient.prefetch", np.arange(3, dtype=np.uint32).tobytes(), "s", "t", Adapter("a", "digest")))
+    assert _reply(front).fault is None
+    assert asked == [{"prompt": [0, 1, 2], "session": "s", "cache_salt": "t", "adapter": Adapter("a", "digest")}]
+
+
 def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "ANSWER_S", DEADLINE_S)
     one, other = linked.front(), linked.front()
@@ -446,8 +483,11 @@ def _until_over(wire: Wire[FromEngine]) -> Iterator[boundary.Tokens]:
 
 
 def _reply(wire: Wire[FromEngine]) -> boundary.Returned:
+    num_beats = 0
     while not isinstance(message := wire.receive(), boundary.Returned):
         assert message is not None
+        num_beats += isinstance(message, boundary.Beat)
+        assert num_beats < MOST_BEATS, "there is no answer"
     return message
 
 
@@ -648,6 +688,35 @@ def test_an_adapter_is_let_go_of_when_its_hold_ends() -> None:
         assert let_go == boundary.LetGo(held.number)
 
     as_front(play, loaded)
+
+
+def test_an_answer_that_nobody_waits_for_any_more_costs_nobody_theirs() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        (first, given_up), (second, waited_for) = (client.call("EngineClient.prefetch", None, "", "", None) for _ in range(2))
+        assert given_up.cancel()
+        engine.sock.sendall(b"".join(frame(boundary.Returned(number, msgspec.msgpack.encode(None))) for number in (first, second)))
+        assert await asyncio.wait_for(asyncio.wrap_future(waited_for), 30.0) is None
+
+    as_front(play)
+
+
+def test_a_compiled_grammar_is_let_go_of_once_nobody_here_has_it() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        compiling = client.grammars.begin(Grammar("regex", "[ab]{3}"))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call)
+        engine.send(boundary.Returned(asked.number, msgspec.msgpack.encode(None)))
+        engine.send(boundary.Beat(0.0))
+        await asyncio.wrap_future(compiling)
+        assert await _heard(engine) == boundary.Awake(0)
+        del compiling
+        gc.collect()
+        engine.send(boundary.Beat(0.0))
+        assert await _heard(engine) == boundary.Awake(0)
+        engine.send(boundary.Beat(0.0))
+        assert await _heard(engine) == boundary.LetGo(asked.number)
+
+    as_front(play)
 
 
 def test_nothing_is_asked_of_an_engine_that_has_said_goodbye() -> None:

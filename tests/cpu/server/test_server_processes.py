@@ -29,7 +29,7 @@ from penstock.server.boundary import FromEngine, FromParent, ToParent, Wire
 from penstock.server.engine_process import EngineProcess
 from penstock.server.front import FrontServer, run_front
 from penstock.server.seats import SeatBook
-from penstock.server.supervise import MOST_RESTARTS, RESTARTS_S, Supervisor
+from penstock.server.supervise import LINGER_S, MOST_RESTARTS, RESTARTS_S, Supervisor
 from support.driving import tiny_config
 
 # -------------------------------------------------------------------------------------------------------------------- the parent
@@ -285,6 +285,32 @@ def test_no_front_is_started_again_while_the_server_ends(parent: Parent) -> None
     with pytest.raises(PenstockError, match="process was ended by signal SIGKILL"):
         parent.run(play)
     assert parent.commands == ["engine", "front"]
+
+
+def test_fronts_of_an_engine_that_is_gone_have_a_moment_to_say_so(parent: Parent) -> None:
+    """They are told to end when it is over."""
+
+    def play(parent: Parent) -> None:
+        engine, front = parent.engine(), parent.front()
+        parent.wait_announced()
+        parent.supervisor._engine.process.kill()
+        engine.wire.sock.close()
+        until(lambda: parent.supervisor._stopping, "the parent knows", PLAY_S)
+        child, gone_s = parent.supervisor._fronts[0], parent.now_s
+        for now_s in (gone_s + 0.9 * LINGER_S, gone_s + LINGER_S):
+            front.wire.sock.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                front.wire.receive()
+            front.wire.sock.settimeout(PLAY_S)
+            parent.now_s = now_s
+            for _ in range(2):  # what the first is for has happened when the second is read
+                child.ready = False
+                front.wire.send(boundary.Ready())
+                until(lambda: child.ready, "the parent comes round", PLAY_S)
+        front.hear(boundary.Stop)
+
+    with pytest.raises(PenstockError, match="the engine process was ended by signal SIGKILL; its open requests have ended with an error"):
+        parent.run(play)
 
 
 # -------------------------------------------------------------------------------------------------------------------- the engine
