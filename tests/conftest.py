@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -10,6 +11,13 @@ import traceback
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+with contextlib.suppress(ImportError):  # a machine with a GPU need not have it
+    from hypothesis import HealthCheck, settings
+
+    # No wall-clock limits: the first draw of a process alone takes seconds on a busy machine that runs these tests for the first time.
+    settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("penstock")
 
 os.environ["PENSTOCK_WEIGHTS"] = "float32"  # for child processes, too
 

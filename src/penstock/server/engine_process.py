@@ -39,11 +39,12 @@ class EngineProcess:
         threading.Thread(target=self._obey, name="parent", daemon=True).start()
         start()
         self._parent.send(boundary.Ready())
-        while not self._closed.wait(WATCH_S):
-            if (error := self._loop.failed()) is not None:
-                self._links.fail(f"{type(error).__name__}: {error}")
-                self._parent.send(boundary.Broken(fault_from(EngineClosed(f"the engine has failed: {type(error).__name__}: {error}"))))
-                return 1
+        while not self._closed.wait(WATCH_S) and self._loop.failed() is None:
+            pass
+        if (error := self._loop.failed()) is not None:  # it may have while it closed
+            self._links.fail(f"{type(error).__name__}: {error}")
+            self._parent.send(boundary.Broken(fault_from(EngineClosed(f"the engine has failed: {type(error).__name__}: {error}"))))
+            return 1
         self._links.close()
         if self._error is not None:
             logger.error("the engine loop closed with an error", exc_info=self._error)

@@ -49,7 +49,7 @@ class Child:
     process: subprocess.Popen[bytes]
     wire: Wire[ToParent]
     ready: bool = False
-    stopped: bool = False  # it was told to end
+    ended: bool = False  # its connection has, and it is reaped
 
     def tell(self, message: Any, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # its end shows on the same socket
@@ -80,7 +80,8 @@ class Supervisor:
     _fronts: dict[int, Child] = field(default_factory=dict)
     _detached: set[int] = field(default_factory=set)  # gone, and nothing of them is left in the engine
     _restarts: deque[float] = field(default_factory=deque)
-    _signals: int = 0
+    _signals: int = 0  # that have come
+    _obeyed: int = 0  # of them
     _announced: bool = False
     _stopping: bool = False
     _deadline_s: float = float("inf")
@@ -120,14 +121,14 @@ class Supervisor:
 
     def _look(self, wakeup: socket.socket) -> None:
         """Wait for something to happen, and deal with it."""
-        before = self._signals
         patience_s = max(0.0, min(1.0, min(self._deadline_s, self._linger_until_s) - time.monotonic()))
         for key, _ in self._selector.select(patience_s):
             if key.data is None:
                 wakeup.recv(4096)
             else:
                 self._hear(key.data)
-        if self._signals > before:
+        if self._signals > self._obeyed:  # one may come at any moment
+            self._obeyed = self._signals
             self._on_signal()
         if time.monotonic() >= self._linger_until_s:
             self._linger_until_s = float("inf")
@@ -145,6 +146,7 @@ class Supervisor:
             message = None
         except (OSError, PenstockError) as error:
             logger.error("the connection to the %s process failed: %s", child.name, error)
+            child.process.kill()  # nobody hears it any more
             message = None
         if message is None:
             self._selector.unregister(child.wire.sock)
@@ -171,6 +173,7 @@ class Supervisor:
 
     def _on_end(self, child: Child) -> None:
         how = child.ending()
+        child.ended = True
         if child is self._engine and not self._stopping:
             self._failure = self._failure or PenstockError(f"the engine process {how}; its open requests have ended with an error")
             if self._announced:
@@ -215,7 +218,7 @@ class Supervisor:
     def _restart_gone(self) -> None:
         """Those that have ended and of which nothing is left: until then their seats are taken."""
         for index in sorted(self._detached) if not self._stopping else []:
-            if self._fronts[index].process.poll() is None:  # it was cut off, or is about to end
+            if not self._fronts[index].ended:  # it was cut off, or is about to end: this comes again when its connection has
                 self._fronts[index].process.kill()
                 continue
             self._detached.discard(index)

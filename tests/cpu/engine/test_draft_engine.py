@@ -503,6 +503,19 @@ def test_fewer_positions_are_refused_where_more_are_asked_for(make: Any, tmp_pat
     assert make(short).max_model_len == 512
 
 
+def test_drafts_that_would_lie_behind_its_last_position_are_made_all_the_same(
+    make: Any, prompts: Prompts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are never kept, and no reason to stop drafting for others."""
+    short = write_shape(tmp_path / "short", max_position_embeddings=512)
+    plain, engine = make(None, max_model_len=512), make(short)
+    right = generate(plain, prompts(480), max_tokens=32)
+    found = generate(engine, prompts(480), max_tokens=32)
+    assert_same(found, right)
+    assert len(right.tokens) == 32 and "drafting failed" not in caplog.text
+    assert drafted(generate(engine, prompts(20), max_tokens=20))[0] > 0
+
+
 @pytest.mark.parametrize(("heads", "head_dim", "layers"), [(1, 16, 1), (4, 48, 2), (3, 32, 3)], ids=["narrower", "wider", "of odd width"])
 def test_kv_of_any_width_finds_room(heads: int, head_dim: int, layers: int, make: Any, prompts: Prompts, tmp_path: Path) -> None:
     """As many layers of a block as it fills, and fewer than it is wide more, so that a slot is a whole number of its blocks."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +32,7 @@ from penstock.contract import (
     Grammar,
     KvSource,
     LoadedAdapter,
+    PromptLimits,
     PromptLogprobs,
     SamplingParams,
     TokenEvent,
@@ -36,6 +41,7 @@ from penstock.contract import (
 )
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
 from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tokenizer_of
@@ -44,10 +50,14 @@ from penstock.server import links as links_module
 from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
 from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.remote import RemoteEngine, greeted
+from penstock.server.request_figures import RequestFigures
 from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
+from penstock.testing.tiny_models import TINY_LLAMA
+from support.adapters import write_random_adapter
 from support.driving import tiny_config
 
+MOST_BEATS = 120  # until an answer that takes milliseconds
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -260,10 +270,25 @@ def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(linke
     until(lambda: linked.num_open == 0, "the other one's was cancelled as well")
 
 
+def test_an_adapter_that_a_front_held_when_it_hung_up_can_be_freed(linked: Linked, tmp_path: Path) -> None:
+    adapters = linked.engine.adapters
+    adapter = adapters.load("a", write_random_adapter(tmp_path / "a", TINY_LLAMA, 0)).adapter
+    front = linked.front()
+    front.send(boundary.HoldAdapter(1, adapter))
+    _wait_dealt_with(front)
+    assert adapters.unload("a")
+    adapters.hold(adapter).end()  # the front still has it
+    front.sock.close()
+    until(lambda: linked.detached == [0], "nothing of the front is left")
+    with pytest.raises(InvalidRequest, match="is not loaded"):
+        adapters.hold(adapter)
+
+
 def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "MOST_EVENTS", 64)
+    monkeypatch.setattr(links_module, "MOST_EVENTS", 640)  # more than the other one is told: however late it reads, it is not cut off
     deaf, good = linked.front(small=True), linked.front()
-    deaf.send(submit(1, "deaf", max_tokens=600, logprobs=20))
+    for number in range(1, 5):
+        deaf.send(submit(number, "deaf", max_tokens=600, logprobs=20))
     good.send(submit(1, max_tokens=600))
     found = 0
     for step in steps_of(good):
@@ -272,7 +297,7 @@ def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linke
             break
     assert found == 600
     until(lambda: linked.detached == [0], "it was cut off, and its request cancelled")
-    assert linked.engine.stats().generated_tokens < 2 * 600
+    assert linked.engine.stats().generated_tokens < 5 * 600
 
 
 def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +392,43 @@ def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytes
     assert _reply(other).fault == boundary.SentError("Overloaded", "a cache reset is in progress", None, 1.0)
     go.set()
     assert msgspec.msgpack.decode(_reply(one).value) == {"device": 0}
+    other.send(call(2, "EngineClient.reset_cache", ("device",)))
+    assert _reply(other).fault is None  # the first one is over
+
+
+def test_a_beat_tells_fronts_how_long_the_loop_has_been_silent(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer probes by it."""
+    monkeypatch.setattr(linked.loop, "beat_age_s", lambda: 42.0)
+    front = linked.front()
+    beats = (message for message in iter(front.receive, None) if isinstance(message, boundary.Beat))
+    assert 42.0 in [next(beats).age_s, next(beats).age_s]
+
+
+def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tiers: object) -> dict[str, int]:
+        raise StoreFailed("the disk is gone")
+
+    monkeypatch.setattr(linked.engine, "reset_cache", fail)
+    front = linked.front()
+    front.send(call(1, "EngineClient.reset_cache", ("device",)))
+    front.send(call(2, "SnapshotStore.find", "none", ""))
+    faults = {reply.call: reply.fault for reply in (_reply(front), _reply(front))}
+    assert faults[1] == boundary.SentError("StoreFailed", "the disk is gone") and faults[2] is not None
+
+
+def test_a_prefetch_reaches_the_engine_as_its_front_said_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, begun = list[dict[str, object]](), Future[None]()
+    begun.set_result(None)
+
+    def prefetch(prompt: Any, **options: object) -> Future[None]:
+        asked.append({"prompt": prompt.tolist(), **options})
+        return begun
+
+    monkeypatch.setattr(linked.engine, "prefetch", prefetch)
+    front = linked.front()
+    front.send(call(1, "EngineClient.prefetch", np.arange(3, dtype=np.uint32).tobytes(), "s", "t", Adapter("a", "digest")))
+    assert _reply(front).fault is None
+    assert asked == [{"prompt": [0, 1, 2], "session": "s", "cache_salt": "t", "adapter": Adapter("a", "digest")}]
 
 
 def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,9 +453,41 @@ def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(linked: L
     assert seen_when_answered == [1]
 
 
+def test_an_adapter_can_be_submitted_to_until_every_front_knows_that_it_is_unloaded(
+    linked: Linked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "ANSWER_S", DEADLINE_S)
+    adapter = linked.engine.adapters.load("a", write_random_adapter(tmp_path / "a", TINY_LLAMA, 0)).adapter
+    one, other = linked.front(), linked.front()
+    one.send(call(1, "AdapterNames.unload", "a"))
+    for wire in (one, other):
+        while not isinstance(message := wire.receive(), boundary.AdapterList):
+            assert message is not None
+    late = submit(1, max_tokens=2)
+    late.options.adapter = adapter
+    other.send(late)  # before it has read that
+    assert any(sent.event.finish is FinishReason.LENGTH for sent in itertools.chain(*(step.rest for step in _until_over(other))))
+    for wire in (one, other):
+        wire.send(boundary.Awake(message.version))
+    assert _reply(one).value == msgspec.msgpack.encode(True)
+    with pytest.raises(InvalidRequest):
+        linked.engine.adapters.hold(adapter)
+
+
+def _until_over(wire: Wire[FromEngine]) -> Iterator[boundary.Tokens]:
+    """The steps of a front with one request."""
+    for step in steps_of(wire):
+        yield step
+        if any(sent.event.finish for sent in step.rest):
+            return
+
+
 def _reply(wire: Wire[FromEngine]) -> boundary.Returned:
+    num_beats = 0
     while not isinstance(message := wire.receive(), boundary.Returned):
         assert message is not None
+        num_beats += isinstance(message, boundary.Beat)
+        assert num_beats < MOST_BEATS, "there is no answer"
     return message
 
 
@@ -407,6 +501,37 @@ def test_a_compiled_grammar_is_kept_until_its_front_lets_go(linked: Linked) -> N
     assert list(link._kept) == [7]
     wire.send(boundary.LetGo(7))
     until(lambda: not link._kept, "it is let go of")
+
+
+def test_the_engine_says_whose_fault_a_late_grammar_is_before_its_front_gives_up(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front waits for COMPILE_S, and cannot tell a schema that is too complex from an engine that is busy."""
+    now_s, compiling, beat_s = 1000.0, Future[object](), links_module.BEAT_S
+    compiling.set_running_or_notify_cancel()
+    monkeypatch.setattr(links_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(links_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(linked.engine.grammars, "begin", lambda grammar: compiling)
+    front = linked.front()
+    front.send(call(7, "GrammarCompiler.begin", Grammar("regex", "[ab]{3}")))
+    _wait_dealt_with(front)
+    now_s += COMPILE_S - beat_s  # the last beat before the front gives up
+    beats, replies = 0, list[boundary.Returned]()
+    while beats < 3:  # the second is behind that for certain, and the third behind what it has led to
+        message = front.receive()
+        beats += isinstance(message, boundary.Beat)
+        replies += [message] if isinstance(message, boundary.Returned) else []
+    (refusal,) = replies
+    assert refusal.call == 7 and refusal.fault is not None and refusal.fault.kind == "InvalidRequest"
+    assert "is too complex" in refusal.fault.message
+    compiling.set_result(object())  # which nobody would let go of
+    (link,) = linked.links._links
+    front.send(call(9, "EngineClient.reset_cache", ("device",)))
+    assert not link._kept and _reply(front).call == 9
+
+
+def _wait_dealt_with(front: Wire[FromEngine]) -> None:
+    """All that was said before: messages are read in turn, and what is refused is answered at once."""
+    front.send(submit(1 << 30, max_tokens=10**6))
+    assert any(one.number == 1 << 30 for one in next(steps_of(front)).rest)
 
 
 # ---------------------------------------------------------------------------------------------------------- the front's side
@@ -476,6 +601,154 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
         one.close()
     made.loop.start()
     made.close()
+
+
+def test_messages_of_many_socket_buffers_arrive_as_they_are_though_the_engine_reads_late() -> None:
+    engine, front = socket.socketpair()
+    front.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    facts = boundary.Facts("m", PromptLimits(1 << 20, 300, 1 << 20), {}, ("device",), 9, 1, 0.0, False)
+    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+    prompts = [[n % 250 for n in range(first, first + 60_000)] for first in (0, 1, 2)]
+
+    async def run() -> None:
+        client = RemoteEngine(front)
+        client.start()
+        for prompt in prompts:
+            client.submit(prompt, SamplingParams(max_tokens=4), lambda event: None)
+        wire: Wire[FromFront] = Wire(engine, FromFront)
+        engine.settimeout(DEADLINE_S)
+        for prompt in prompts:
+            message = await asyncio.to_thread(wire.receive)
+            assert isinstance(message, boundary.Submit) and np.frombuffer(message.prompt, np.uint32).tolist() == prompt
+
+    asyncio.run(run())
+    for one in (engine, front):
+        one.close()
+
+
+def as_front(play: Callable[[RemoteEngine, Wire[FromFront]], Awaitable[None]], *adapters: LoadedAdapter) -> None:
+    """`play` on the event loop of a front, with the engine's end of its connection."""
+    engine, front = socket.socketpair()
+    engine.settimeout(30.0)  # for what takes milliseconds
+    facts = boundary.Facts("m", PromptLimits(512, 300, 512), {}, ("device",), 9, 1, 0.0, False)
+    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), list(adapters))))
+
+    async def run() -> None:
+        client = RemoteEngine(front)
+        client.start()
+        await play(client, Wire(engine, FromFront))
+
+    with engine, front:
+        asyncio.run(run())
+
+
+async def _heard(engine: Wire[FromFront]) -> FromFront | None:
+    return await asyncio.to_thread(engine.receive)
+
+
+def test_a_request_has_one_last_event_though_the_engine_goes_later() -> None:
+    heard: list[TokenEvent] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
+        asked = client.prefetch([1])
+        submitted = await _heard(engine)
+        assert isinstance(submitted, boundary.Submit)
+        engine.send(tokens_of([(submitted.number, TokenEvent("a", (5,), finish=FinishReason.LENGTH))]))
+        engine.send(boundary.Bye())
+        with pytest.raises(EngineClosed):
+            await asyncio.wait_for(asyncio.wrap_future(asked), DEADLINE_S)
+
+    as_front(play)
+    assert [(event.tokens, event.finish) for event in heard] == [((5,), FinishReason.LENGTH)]
+
+
+def test_a_prefetch_is_asked_for_as_it_was_said() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.prefetch([1, 2], session="s", cache_salt="t", adapter=Adapter("a", "digest"))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call)
+        prompt, *others = boundary.arguments_of(asked)
+        assert np.frombuffer(prompt, np.uint32).tolist() == [1, 2] and others == ["s", "t", Adapter("a", "digest")]
+
+    as_front(play)
+
+
+def test_an_adapter_is_let_go_of_when_its_hold_ends() -> None:
+    loaded = LoadedAdapter(Adapter("a", "digest"), "root", 1.0, False)
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        hold = client.adapters.try_hold("a")
+        assert hold is not None
+        with hold as adapter:
+            assert adapter == loaded.adapter
+        client.prefetch([1])
+        held, let_go = await _heard(engine), await _heard(engine)
+        assert isinstance(held, boundary.HoldAdapter) and held.adapter == loaded.adapter
+        assert let_go == boundary.LetGo(held.number)
+
+    as_front(play, loaded)
+
+
+def test_an_answer_that_nobody_waits_for_any_more_costs_nobody_theirs() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        (first, given_up), (second, waited_for) = (client.call("EngineClient.prefetch", None, "", "", None) for _ in range(2))
+        assert given_up.cancel()
+        engine.sock.sendall(b"".join(frame(boundary.Returned(number, msgspec.msgpack.encode(None))) for number in (first, second)))
+        assert await asyncio.wait_for(asyncio.wrap_future(waited_for), 30.0) is None
+
+    as_front(play)
+
+
+def test_a_compiled_grammar_is_let_go_of_once_nobody_here_has_it() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        compiling = client.grammars.begin(Grammar("regex", "[ab]{3}"))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call)
+        engine.send(boundary.Returned(asked.number, msgspec.msgpack.encode(None)))
+        engine.send(boundary.Beat(0.0))
+        await asyncio.wrap_future(compiling)
+        assert await _heard(engine) == boundary.Awake(0)
+        del compiling
+        gc.collect()
+        engine.send(boundary.Beat(0.0))
+        assert await _heard(engine) == boundary.Awake(0)
+        engine.send(boundary.Beat(0.0))
+        assert await _heard(engine) == boundary.LetGo(asked.number)
+
+    as_front(play)
+
+
+def test_nothing_is_asked_of_an_engine_that_has_said_goodbye() -> None:
+    """It would never be answered."""
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        asked = client.prefetch([1])
+        engine.send(boundary.Bye())
+        with pytest.raises(EngineClosed):
+            await asyncio.wait_for(asyncio.wrap_future(asked), DEADLINE_S)
+        for ask in (lambda: client.prefetch([1]), lambda: client.submit([1], SamplingParams(max_tokens=4), lambda event: None)):
+            with pytest.raises(EngineClosed, match="shutting down"):
+                ask()
+
+    as_front(play)
+
+
+def test_figures_are_sent_whenever_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little is lost when a front is killed."""
+    monkeypatch.setattr(remote, "FIGURES_S", 0.01)
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.own_figures = RequestFigures()
+        for num in range(1, 4):
+            client.own_figures.by_finish["stop"] = num
+            while True:
+                message = await _heard(engine)
+                assert isinstance(message, boundary.FrontFigures)
+                if message.figures.by_finish["stop"] == num:
+                    break
+
+    as_front(play)
 
 
 def test_a_beat_says_how_long_the_loop_has_been_silent() -> None:

@@ -99,3 +99,14 @@ def test_whether_messages_may_spell_special_tokens_is_for_the_operator_to_say(al
     engine.tokenizer.encode_chat = lambda messages, most, special: asked.append((most, special)) or [1]  # type: ignore[method-assign, assignment]
     message = schema.Message(role="user", content="<|im_end|>")
     assert encode_chat(engine.tokenizer, [message], rules.prompt_rules) == [1] and asked == [(50, allowed)]
+
+
+@pytest.mark.parametrize(
+    "path", ["/tokenize", "/detokenize", "/cache/prefetch", "/v1/messages/count_tokens"], ids=lambda path: path.rpartition("/")[2]
+)
+def test_every_small_route_that_reads_a_text_takes_a_seat(served: Served, path: str) -> None:
+    """Before it reads the body: what waits in memory is bounded."""
+    with served.service.side.take(service.NUM_SIDE):
+        refused = served.http.post(path, json={})
+    assert refused.status_code == 429 and f"its limit of {service.NUM_SIDE} concurrent tokenize and prefetch calls" in refused.text
+    assert served.http.post(path, json={}).status_code == 400  # there is a seat, and the body is read
