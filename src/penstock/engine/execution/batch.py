@@ -151,7 +151,7 @@ class Packed:
     drafted: Drafted | None = None  # where some chunk has drafts, or starts where the host does not know
     ahead_slots: NDArray[np.int32] | None = None  # that drafts which are made behind the step may be written to
     gap: int = 0  # rows of padding between the decodes and the prompts
-    num_requests: int = 0  # without what pads the step
+    num_asking: int = 0  # requests, without what pads the step; 0 where none of them samples
 
 
 class Drafted(NamedTuple):
@@ -284,8 +284,9 @@ class Packer:
             ends = [chunk.kv_len - chunk.num_elsewhere * self.block_tokens for chunk in chunks]
             read_slots = np.concatenate([c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)])
             ahead_slots = np.concatenate([c.slots[end // self.block_tokens :] for c, end in zip(chunks, ends, strict=True)])
+        num_asking = len(chunks) if rows.num_logits.any() else 0
         return Packed(
-            shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots, gap, len(chunks)
+            shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots, gap, num_asking
         )
 
     def _measured(self, chunks: tuple[Chunk, ...], num_decodes: int) -> tuple[NDArray[np.int32], _Rows]:
