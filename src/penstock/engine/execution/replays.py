@@ -110,8 +110,9 @@ class Replays:
         is_deep = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
         if is_deep and num_tokens > MOST_DEEP_PROMPT:
             return None
+        is_alone = num_prompts == 1 and num_decodes == 0
         for shape in self.buckets:
-            if shape.is_decode != plan.is_decode or shape.deep > is_deep or bool(shape.num_decodes) != bool(num_decodes):
+            if shape.is_decode != plan.is_decode or shape.deep > is_deep or (shape.num_decodes == 0) != is_alone:
                 continue
             num_others = shape.num_chunks - shape.num_decodes, shape.num_tokens - shape.num_decodes
             if shape.num_decodes >= num_decodes and num_others[0] >= num_prompts and num_others[1] >= num_tokens:

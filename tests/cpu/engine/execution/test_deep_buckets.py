@@ -76,6 +76,14 @@ def test_a_prompt_beside_long_decodes_has_a_replay_of_its_own_unless_it_is_long(
     assert replays.bucket_for(beside(3, MOST_DEEP_PROMPT + 1, longest=DEEP_TOKENS)) is not None
 
 
+def test_one_prompt_alone_has_replays_of_its_own_and_several_those_beside_decodes(replays: Replays) -> None:
+    for longest in (100, DEEP_TOKENS + 1):
+        alone = replays.bucket_for(plan_of(longest, num_tokens=50))
+        assert alone == Shape(64, 1, 1)
+    several = replays.bucket_for(beside(0, 20, 30, 10))
+    assert several is not None and (several.num_beside, several.num_tokens) == (8, 8 + 64)
+
+
 def test_what_no_replay_holds_runs_eagerly(replays: Replays) -> None:
     assert replays.bucket_for(beside(3, *[16] * 9)) is None, "too many prompts"
     assert replays.bucket_for(beside(3, 2049)) is None, "too long a prompt"
