@@ -287,6 +287,33 @@ def test_those_whose_time_is_over_are_let_go_though_a_store_is_away(machines: tu
     here.heal()
 
 
+@pytest.mark.parametrize("call", ["manifests", "read_manifest"])
+def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewhere(
+    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    here, there = machines
+    here.take("own")
+    there.take("shared")
+    inner = getattr(MemoryStore, call)
+
+    def failing(store: MemoryStore, *asked: str) -> Any:
+        if store.name == "ssd":
+            raise StoreFailed("the disk is away")
+        return inner(store, *asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, call, failing)
+        here.restart()
+    figures = here.registry.figures()
+    assert (figures.known, figures.damaged, figures.pinned_blocks) == (0, int(call == "read_manifest"), 0)
+    assert here.registry.find("shared", "").tiers == ("remote",)
+    here.take("new")
+    assert here.num_pinned == 10 and "new" in names(here)
+    here.heal()
+    here.restart()
+    assert sorted(names(here)) == ["new", "own", "shared"] and here.registry.figures().damaged == 0
+
+
 def test_time_that_passed_between_two_lives_counts(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
