@@ -118,7 +118,7 @@ def test_a_session_has_all_that_was_said(make_engine: Make, prompts: Prompts) ->
 
 
 def test_what_cannot_be_of_this_model_is_refused_by_name(make_engine: Make, prompts: Prompts) -> None:
-    """Before anything is pinned or waited for: nobody runs the engine's turns here."""
+    """Before anything is pinned."""
     engine = make_engine(blocks=64, host_blocks=64)
     limits = engine.limits
     for asked, said in (
@@ -127,7 +127,7 @@ def test_what_cannot_be_of_this_model_is_refused_by_name(make_engine: Make, prom
         (request([limits.vocab] * 70), f"token ids must lie between 0 and {limits.vocab - 1}"),
         (request(prompts(limits.max_model_len + 1)), f"{limits.max_model_len + 1} tokens"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with running(engine), pytest.raises(InvalidRequest, match=said):
             engine.snapshots.take(asked)
     assert engine.cache.stats().slots["host"].pinned == 0 and engine.snapshots.all().snapshots == []
 
