@@ -22,7 +22,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test clients soak needles crash fuzz mutants test-gpu lint format types size trace bench clean
+.PHONY: help setup setup-dev serve chat test clients soak needles crash fuzz mutants test-padded test-gpu lint format types size trace bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make clients    the clients that people use, each in an environment of its own, against a server; writes docs/clients.md"
 	@echo "make mutants    faults put into copies of the source, and which check finds each, minutes long (ARGS='--only replay')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
+	@echo "make test-padded  the engine's tests with the padded steps that a GPU has, on a CPU"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
 	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
 	@echo "make lint types format size trace clean"
@@ -138,6 +139,10 @@ format: setup-dev
 
 types: setup-dev
 	$(BIN)/mypy
+
+# The engine's tests with the shapes of steps that a GPU has, which are padded: what padding touches shows without a GPU.
+test-padded: setup-dev
+	$(ONE_THREAD) PYTHONPATH=src:tests $(BIN)/python -m pytest -q -n 2 -p support.cuda_shapes tests/cpu/engine $(ARGS)
 
 # Not in .venv: a GPU machine brings its own torch and triton.
 # Each file in a process of its own, several at once: they are small, and one that needs another's work fails.

@@ -131,7 +131,7 @@ def test_a_device_of_any_size_has_no_more_shares_than_are_merged(num: int) -> No
     kind, keys = on_multiprocessors(num), backend.TUNING[4].decode.keys
     step = make_step((Span(backend.MAX_SPLITS * keys - 5, 1),), SMALL)
     attention = kind(step.arena, step.config, step.rope)
-    assert attention.num_splits(1, 1, 2) == min(2 * num, backend.MAX_SPLITS)
+    assert attention.num_splits(1, 1) == min(2 * num, backend.MAX_SPLITS)
     if not INTERPRETED:  # the test above has as many shares, and the interpreter takes seconds for them
         assert_agrees(step, kind)
 
@@ -221,7 +221,7 @@ def test_a_length_one_too_long_is_noticed() -> None:
 def test_splits_fill_the_device_and_depend_on_the_shape_alone() -> None:
     step = make_step(DECODES)
     attention = TritonAttention(step.arena, step.config, step.rope)
-    splits = [attention.num_splits(chunks, 1, 2) for chunks in (1, 4, 64, 4096)]
+    splits = [attention.num_splits(chunks, 1) for chunks in (1, 4, 64, 4096)]
     assert splits == sorted(splits, reverse=True)
     assert splits[0] > 1 and splits[-1] == 1
     assert max(splits) <= backend.MAX_SPLITS
@@ -237,8 +237,8 @@ def test_decodes_agree_with_the_reference_however_many_there_are_per_multiproces
             super().__init__(*args, **how)
             self._num_sms = 8
 
-        def num_splits(self, num_chunks: int, num_tiles: int, per_sm: int) -> int:
-            assert super().num_splits(num_chunks, num_tiles, per_sm) == 2
+        def num_splits(self, num_chunks: int, num_tiles: int, deep: bool = False) -> int:
+            assert super().num_splits(num_chunks, num_tiles, deep) == 2
             return 2
 
     made = OnEight(step.arena, step.config, step.rope)

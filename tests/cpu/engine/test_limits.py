@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from penstock.config import GIB, Config
-from penstock.contract import Chunk, FinishReason
+from penstock.contract import MAX_LOGPROBS, Chunk, FinishReason
 from penstock.engine import build as build_module
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution.batch import Packer
+from penstock.engine.execution.batch import Drafted, Packer
 from penstock.engine.execution.executor import StepLimits
+from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.rows import NUM_PARAMS
+from penstock.engine.execution.sampler import packed_width
 from penstock.errors import ConfigError, InvalidRequest, Overloaded
 from penstock.models.qwen3 import TINY_QWEN3
 from support.driving import block_bytes, generate, run_all, submit, tiny_config
@@ -145,7 +147,7 @@ def test_memory_for_less_than_two_blocks_is_refused(num_blocks: float, enough: b
             build(config)
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 7])
+@pytest.mark.parametrize("max_batch", [1, 2, 7, 200])
 def test_the_largest_step_of_all_fits_its_staging_buffer(max_batch: int) -> None:
     """All rows in use at the end of the context, all but one decoding beside a full chunk of a prompt, all with parameters of their own."""
     chunk, table = 33, 5
@@ -158,3 +160,19 @@ def test_the_largest_step_of_all_fits_its_staging_buffer(max_batch: int) -> None
     assert packed.shape.num_tokens == chunk + max_batch - 1
     assert len(packed.ints) == packed.shape.fixed_ints + 1 + max_batch * table, "nothing is cut off"
     assert len(packed.ints) + NUM_PARAMS * max_batch <= limits.staging_ints
+
+
+@pytest.mark.parametrize(("max_batch", "chunk", "max_drafts"), [(1, 64, 0), (3, 64, 0), (3, 64, 24), (40, 512, 0), (256, 8192, 64)])
+def test_every_captured_step_fits_the_staging_buffer(max_batch: int, chunk: int, max_drafts: int) -> None:
+    """With the tables of all rows at the end of the context, and with parameters of its own for every sample."""
+    ahead, per_request = (8, 8) if max_drafts else (0, 0)
+    limits = StepLimits(
+        *(max_batch, chunk, 5, 16, 99, "device"), max_drafts=max_drafts, max_request_drafts=per_request, num_ahead=ahead, num_layers=1
+    )
+    packer = Packer(16, 99, max_batch, ahead)
+    for shape in cuda_buckets(limits.max_rows, chunk):
+        tables = packer.num_padding + max_batch * (5 + packer.num_padding)
+        params = shape.num_samples * (NUM_PARAMS + 2 * per_request)
+        drafted = Drafted.num_ints(shape.num_samples, shape.num_samples) if max_drafts else 0
+        assert shape.fixed_ints + tables + params + drafted + (shape.num_tokens if ahead else 0) <= limits.staging_ints, shape
+        assert shape.num_samples * packed_width(MAX_LOGPROBS) <= limits.result_ints, shape

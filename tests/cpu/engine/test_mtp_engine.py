@@ -245,6 +245,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.cpu_shapes
 def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(pair: Any, prompts: Prompts, passes: list[int]) -> None:
     _, engine = pair()
     late(engine)

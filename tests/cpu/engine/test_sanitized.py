@@ -23,6 +23,7 @@ from support.driving import generate, run_all, submit, tiny_config
 Prompts = Callable[..., list[int]]
 
 
+@pytest.mark.cpu_shapes
 def test_every_access_of_a_step_is_declared_by_layer_and_by_slot(prompts: Prompts) -> None:
     engine, sanitizer = build_sanitized(tiny_config())
     seen: list[tuple[str, list[int], tuple[int, int], str]] = []

@@ -102,6 +102,7 @@ def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
     assert rate.tokens(1.0, 0) is not None, "steps are measured as they go, with a tier behind the device or without"
 
 
+@pytest.mark.cpu_shapes
 @pytest.mark.parametrize("capture", [True, False])
 def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
     engine = built(tiny_config(capture=capture, max_batch=3))

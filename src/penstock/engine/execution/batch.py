@@ -151,7 +151,7 @@ class Packed:
     drafted: Drafted | None = None  # where some chunk has drafts, or starts where the host does not know
     ahead_slots: NDArray[np.int32] | None = None  # that drafts which are made behind the step may be written to
     gap: int = 0  # rows of padding between the decodes and the prompts
-    num_requests: int = 0  # without what pads the step
+    num_asking: int = 0  # requests, without what pads the step; 0 where none of them samples
 
 
 class Drafted(NamedTuple):
@@ -185,6 +185,19 @@ class DraftedInputs(NamedTuple):
     lengths: Tensor  # [G] its drafts
 
 
+class _Rows(NamedTuple):
+    """What kernels see of a step, without padding: by row its tokens, those of its sequence before them, how many of these its table has,
+    and samples."""
+
+    lens: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    resident: NDArray[np.int32]
+    num_logits: NDArray[np.int32]
+    of_chunk: NDArray[np.intp] | slice
+    firsts: NDArray[np.intp]  # the first row of each chunk
+    num_decodes: int  # the first rows, of one token each
+
+
 class Packer:
     """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running meanwhile."""
 
@@ -206,85 +219,54 @@ class Packer:
         chunks of their own, so that every program has work; those behind prompts belong to no chunk, and padding chunks there have no
         tokens. Every row of a bucket is sampled once, the padding last; those that did not ask are sampled into the padding row.
         """
-        num = len(chunks)
-        lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
-        starts = np.fromiter((c.start for c in chunks), np.int32, num)
-        paged_lens = np.fromiter((c.num_paged for c in chunks), np.int32, num)
-        elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
-        resident = starts - elsewhere * self.block_tokens  # tokens before each chunk that its table has
-        table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
-        own_lens, next_blocks = -(-(resident + lens) // self.block_tokens), (resident + lens) // self.block_tokens
-        room = np.fromiter(map(_ROOM_OF, chunks), np.int32, num)
-        is_whole = table_lens == -(-(resident + lens + room) // self.block_tokens)
-        if not is_whole.all() or (resident < 0).any() or (room > self._num_ahead).any():
-            raise InvariantBroken("a block table is not exactly as long as its sequence")
-        if self._num_ahead:
-            table_lens = -(-(resident + lens + self._num_ahead) // self.block_tokens)
-        num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
-        _check_lengths(lens, num_logits, num_decodes)
-        num_tables = self.num_padding + int(table_lens.sum())
-        table_starts = np.cumsum(table_lens) - table_lens + self.num_padding
-        of_chunk: NDArray[np.intp] | slice = slice(None)
-        first_rows = np.arange(num)
-        places: NDArray[np.int32] | int = 0
-        num_tokens = int(lens.sum())
-        num_single, num_drafts = num_decodes, int(lens[:num_decodes].sum()) - num_decodes
-        if num_drafts:  # every token of a decode is a row of its own
-            of_chunk = np.repeat(np.arange(num), np.where(np.arange(num) < num_decodes, lens, 1))
-            places = _places(of_chunk)
-            first_rows = np.flatnonzero(places == 0)
-            num, num_decodes = len(of_chunk), num_decodes + num_drafts
-            lens, starts, resident, num_logits = (
-                lens[of_chunk],
-                starts[of_chunk] + places,
-                resident[of_chunk] + places,
-                num_logits[of_chunk],
-            )
-            lens[:num_decodes] = 1
-            np.minimum(num_logits[:num_decodes], 1, out=num_logits[:num_decodes])  # one that samples nothing may be among them
-        shape = bucket or Shape(num_tokens, num, int(num_logits.sum()))
+        table_lens, rows = self._measured(chunks, num_decodes)
+        num, num_single, num_decodes = len(rows.lens), num_decodes, rows.num_decodes
+        num_tokens, num_drafts = int(rows.lens.sum()), num_decodes - num_single
+        num_paged, num_tables = sum(c.num_paged for c in chunks), self.num_padding + int(table_lens.sum())
+        shape = bucket or Shape(num_tokens, num, int(rows.num_logits.sum()))
         is_drafted = num_drafts > 0 or any(map(_UNSURE_OF, chunks))
         num_extra = Drafted.num_ints(shape.num_samples, shape.num_samples - num_drafts) if is_drafted else 0
         num_nexts = shape.num_tokens if self._num_ahead and not shape.samples_all else 0
         num_extra += num_nexts
-        ints = into[: shape.fixed_ints + num_tables + int(paged_lens.sum()) + num_extra]
+        ints = into[: shape.fixed_ints + num_tables + num_paged + num_extra]
         parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints) - num_extra))]
-        tokens, positions, write_at, q_starts, kv_lens, tables_at, rows, sample_at, sample_rows, tables = parts
+        tokens, positions, write_at, q_starts, kv_lens, tables_at, row_of, sample_at, sample_rows, tables = parts
         tables[: self.num_padding] = self._padding_slot  # the table of every padding chunk
         if chunks:
             np.concatenate(self._tables(chunks, table_lens), out=tables[self.num_padding : num_tables])
         gap = bucket.num_decodes - num_decodes if bucket is not None else 0
-        if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or paged_lens.any()):
+        if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or num_paged):
             raise InvariantBroken(f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}")
         padding = slice(num_decodes, num_decodes + gap)
         own: NDArray[np.intp] | slice = slice(num)  # where the chunks stand among those of the shape
         is_apart = gap > 0 and num > num_decodes  # padding stands between them
         if is_apart:
             own = np.r_[:num_decodes, padding.stop : num + gap]
+        table_starts = np.cumsum(table_lens) - table_lens + self.num_padding
         widths = np.zeros(shape.num_chunks, np.int32)
-        widths[own], widths[padding] = lens, 1
+        widths[own], widths[padding] = rows.lens, 1
         q_starts[0] = 0
         np.cumsum(widths, out=q_starts[1:])
         for part, values, blank in (
-            (kv_lens, resident + lens, 1),
-            (tables_at, table_starts[of_chunk], 0),
-            (rows, np.fromiter((c.row for c in chunks), np.int32, len(chunks))[of_chunk], self._padding_row),
+            (kv_lens, rows.resident + rows.lens, 1),
+            (tables_at, table_starts[rows.of_chunk], 0),
+            (row_of, np.fromiter((c.row for c in chunks), np.int32, len(chunks))[rows.of_chunk], self._padding_row),
         ):
             part[padding] = part[num + gap :] = blank
             part[own] = values
         last_slots = tables[tables_at[:num_decodes] + (kv_lens[:num_decodes] - 1) // self.block_tokens]
-        self._pack_tokens(chunks[:num_single], chunks[num_single:], starts, last_slots, gap, (tokens, positions, write_at))
+        self._pack_tokens(chunks[:num_single], chunks[num_single:], rows.starts, last_slots, gap, (tokens, positions, write_at))
         if bucket:
             sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
             if is_apart:
                 sample_at[:num], sample_at[num : num + gap] = sample_at[own], sample_at[padding].copy()
-            sample_rows[:num] = np.where(num_logits > 0, rows[own], self._padding_row)
+            sample_rows[:num] = np.where(rows.num_logits > 0, row_of[own], self._padding_row)
             sample_rows[num:] = self._padding_row
         else:
-            sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(num_logits), num_logits) + np.arange(shape.num_samples)
-            sample_rows[:] = np.repeat(rows, num_logits)
-        spans = tuple(zip(resident[num_decodes:].tolist(), lens[num_decodes:].tolist(), strict=True))
-        paged = tuple(_pack_paged(chunks, q_starts, first_rows, tables, num_tables)) if len(tables) > num_tables else ()
+            sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(rows.num_logits), rows.num_logits) + np.arange(shape.num_samples)
+            sample_rows[:] = np.repeat(row_of, rows.num_logits)
+        spans = tuple(zip(rows.resident[num_decodes:].tolist(), rows.lens[num_decodes:].tolist(), strict=True))
+        paged = tuple(_pack_paged(chunks, q_starts, rows.firsts, tables, num_tables)) if num_paged else ()
         nexts_at = len(ints) - num_extra
         if num_nexts:
             _pack_nexts(chunks, num_single, gap, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
@@ -295,15 +277,45 @@ class Packer:
         num_decodes += gap
         if drafted is not None and drafted.num_unsure:  # what the device knows better may be written before where the host has it
             write_slots = np.concatenate([write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
-        most = int(lens.max(initial=0)), int(kv_lens.max())
+        most = int(rows.lens.max(initial=0)), int(kv_lens.max())
         read_slots = tables[self.num_padding : num_tables]
         ahead_slots = read_slots[:0]
         if self._num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
-            read_slots = np.concatenate([c.slots[:own] for c, own in zip(chunks, own_lens, strict=True)])
-            ahead_slots = np.concatenate([c.slots[first:] for c, first in zip(chunks, next_blocks, strict=True)])
+            ends = [chunk.kv_len - chunk.num_elsewhere * self.block_tokens for chunk in chunks]
+            read_slots = np.concatenate([c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)])
+            ahead_slots = np.concatenate([c.slots[end // self.block_tokens :] for c, end in zip(chunks, ends, strict=True)])
+        num_asking = len(chunks) if rows.num_logits.any() else 0
         return Packed(
-            shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots, gap, len(chunks)
+            shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots, gap, num_asking
         )
+
+    def _measured(self, chunks: tuple[Chunk, ...], num_decodes: int) -> tuple[NDArray[np.int32], _Rows]:
+        """Entries of the table of each chunk, and the step's rows: a chunk is one, and of a decode every token."""
+        num = len(chunks)
+        lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
+        starts = np.fromiter((c.start for c in chunks), np.int32, num)
+        elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
+        resident = starts - elsewhere * self.block_tokens
+        table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
+        room = np.fromiter(map(_ROOM_OF, chunks), np.int32, num)
+        is_whole = table_lens == -(-(resident + lens + room) // self.block_tokens)
+        if not is_whole.all() or (resident < 0).any() or (room > self._num_ahead).any():
+            raise InvariantBroken("a block table is not exactly as long as its sequence")
+        if self._num_ahead:
+            table_lens = -(-(resident + lens + self._num_ahead) // self.block_tokens)
+        num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
+        _check_lengths(lens, num_logits, num_decodes)
+        num_drafts = int(lens[:num_decodes].sum()) - num_decodes
+        if not num_drafts:
+            return table_lens, _Rows(lens, starts, resident, num_logits, slice(None), np.arange(num), num_decodes)
+        of_chunk = np.repeat(np.arange(num), np.where(np.arange(num) < num_decodes, lens, 1))
+        places = _places(of_chunk)
+        num_decodes += num_drafts
+        lens, num_logits = lens[of_chunk], num_logits[of_chunk]
+        lens[:num_decodes] = 1
+        np.minimum(num_logits[:num_decodes], 1, out=num_logits[:num_decodes])  # one that samples nothing may be among them
+        firsts = np.flatnonzero(places == 0)
+        return table_lens, _Rows(lens, starts[of_chunk] + places, resident[of_chunk] + places, num_logits, of_chunk, firsts, num_decodes)
 
     def _tables(self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
         """Of each chunk its slots, and the padding slot where a draft behind it has no room."""

@@ -435,7 +435,7 @@ class Executor:
             else:
                 nexts = made.tokens.clamp(min=0)
                 lasts = torch.arange(len(nexts), device=nexts.device) if made.lasts is None else made.lasts
-                lasts = lasts[: packed.num_requests] if bucket is not None else lasts  # padding may stand where a request's last token is
+                lasts = lasts[: packed.num_asking] if bucket is not None else lasts  # padding may stand where a request's last token is
             rows = inputs.sample_rows[lasts]
             if not packed.shape.samples_all:
                 given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]

@@ -304,22 +304,24 @@ class TritonAttention:
 
     # ------------------------------------------------------------------------------------------------- paged, by Triton
 
-    def num_splits(self, num_chunks: int, num_tiles: int, per_sm: int) -> int:
-        """Shares that the keys are cut into, so that every multiprocessor has something to do, until all have done it."""
-        return max(1, min(MAX_SPLITS, per_sm * self._num_sms // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
+    def num_splits(self, num_chunks: int, num_tiles: int, deep: bool = False) -> int:
+        """Shares that the keys are cut into, so that every multiprocessor has something to do. `deep`: until all have done it."""
+        per_sm = self._tuning.deep_programs_per_sm if deep and num_chunks > 1 else self._tuning.programs_per_sm
+        wanted = per_sm * self._num_sms
+        return max(1, min(MAX_SPLITS, wanted // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
 
     def grid(self, launch: _Launch, deep: bool) -> tuple[Tile, int, int]:
         """Tile, tiles per chunk, and splits. Those of decodes follow from the shape of the launch, and from whether the step is `deep`, so
         that captured and eager steps of the same requests agree to the bit."""
         sizes, tuning, splits = self._sizes, self._tuning, None
-        num_rows, per_sm = launch.max_q_len * sizes.group, tuning.programs_per_sm
-        if num_rows <= tuning.decode.rows:
+        num_rows = launch.max_q_len * sizes.group
+        is_decode = num_rows <= tuning.decode.rows
+        if is_decode:
             tile, splits = tuning.decode_tile(launch.num_chunks * sizes.num_kv_heads / self._num_sms)
-            per_sm = tuning.deep_programs_per_sm if deep and launch.num_chunks > 1 else per_sm
         else:
             tile = tuning.prefill_tile(num_rows, deep)
         num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
-        return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles, per_sm)
+        return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles, is_decode and deep)
 
     def _attend_paged(
         self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch, deep: bool, first_key: int | None = None
