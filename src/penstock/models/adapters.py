@@ -216,17 +216,25 @@ def _stacked(
 ) -> LoraWeight:
     """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before the copy to the device, which
     is over when it returns: nothing is left for other lanes to wait for. `order`: of the stack's rows in the model."""
-    a = torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype)
+    a = _finite(torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype), adapted)
     parts = []
     at = 0
     for module in adapted:
-        b = (tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype)
+        b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
         if order is not None:
             b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
         ranks = slice(at, at + b.shape[1])
         parts.append(LoraPart(module.rows, ranks, b.to(model.device)))
         at = ranks.stop
     return LoraWeight(a.to(model.device), tuple(parts))
+
+
+def _finite(weight: Tensor, modules: list[_Module]) -> Tensor:
+    """Numbers that are fine in their file may be too large once they are scaled, or for the model's dtype."""
+    if not torch.isfinite(weight).all():
+        names = listed([module.name for module in modules])
+        raise ModelError(f"the adapter's weights of {names}, scaled and in the model's {weight.dtype}, are not finite")
+    return weight
 
 
 # ---------------------------------------------------------------------------------------------------------------------- adapter_config.json
@@ -337,6 +345,10 @@ def _rank(value: Any, field: str, where: str) -> int:
 
 
 def _alpha(value: Any, field: str, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # a whole number may have any number of digits
+        number = math.inf
+    if not math.isfinite(number):
         raise ModelError(f"{where}: {field} must be a number, got {value!r}")
-    return float(value)
+    return number

@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 
+from penstock.config import LoraConfig
 from penstock.engine import adapters
-from penstock.engine.adapters import MAX_NAMES, AdapterHold, AdapterStore
+from penstock.engine.adapters import MAX_NAMES, AdapterHold, AdapterStore, open_store
 from penstock.errors import ConfigError, HandleEnded, InvalidRequest, ModelError
 from penstock.models.adapters import AdapterFiles, adapter_files
 from penstock.models.lora import AdapterWeights
 
 
 def store_in(root: Path | None) -> AdapterStore:
-    """Content is the text of one file."""
-
-    def read(directory: Path) -> AdapterFiles:
-        return AdapterFiles(adapter_files(directory)[0].read_text(), AdapterWeights(()))
-
     return AdapterStore("base", read, root)
+
+
+def opened(config: LoraConfig) -> AdapterStore:
+    return open_store(config, "base", read, lambda *step: None)
+
+
+def read(directory: Path) -> AdapterFiles:
+    """Content is the text of one file."""
+    return AdapterFiles(adapter_files(directory)[0].read_text(), AdapterWeights(()))
 
 
 def folder(path: Path, content: str = "x") -> Path:
@@ -216,3 +221,35 @@ def test_what_had_a_name_before_another_content_is_gone_once_nobody_uses_it(tmp_
         with pytest.raises(InvalidRequest, match="no longer with this content"):
             store.hold(before)
         store.load("a", folder(tmp_path / str(number), str(number)))
+
+
+# --------------------------------------------------------------------------------------------------------- as it is configured
+
+
+def test_the_directory_may_be_written_as_a_home_a_relative_path_or_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What clients may load lies inside it all the same."""
+    folder(tmp_path / "adapters" / "a")
+    folder(tmp_path / "outside")
+    (tmp_path / "link").symlink_to(tmp_path / "adapters")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for written in ("~/adapters", "adapters", "./link", str(tmp_path / "link")):
+        store = opened(LoraConfig(dir=written))
+        assert store.load_inside("one", "a").root == "a", written
+        with pytest.raises(InvalidRequest, match="must lie inside"):
+            store.load_inside("other", "../outside")
+    with pytest.raises(ConfigError, match="--lora-dir ~/nowhere is no directory"):
+        opened(LoraConfig(dir="~/nowhere"))
+
+
+def test_adapters_of_the_configuration_are_loaded_in_order_and_what_is_wrong_names_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path / "x")
+    folder(tmp_path / "y", "y")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = opened(LoraConfig(adapters=(("one", "~/x"), ("two", str(tmp_path / "y")))))
+    assert [(loaded.adapter.name, loaded.root) for loaded in store.all()] == [("one", "~/x"), ("two", str(tmp_path / "y"))]
+    for name, path, why in (("one", "~/nowhere", "is no directory"), ("base", "~/x", "is the name of the model itself")):
+        with pytest.raises(ConfigError, match=f"^--lora {name}={path}: .*{why}"):
+            opened(LoraConfig(adapters=((name, path),)))

@@ -16,8 +16,18 @@ import numpy as np
 import pytest
 
 from penstock.contract import Adapter, SamplingParams, SnapshotRequest
+from penstock.engine import snapshots as snapshots_module
 from penstock.engine.engine import Engine
-from penstock.errors import DeadlineExceeded, EngineClosed, SessionMissing, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken
+from penstock.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    SessionMissing,
+    SnapshotMissing,
+    SnapshotRefused,
+    SnapshotSpace,
+    SnapshotTaken,
+)
 from penstock.models.registry import BUILT_IN
 from penstock.testing.stores import HandClock
 from support.adapters import write_random_adapter
@@ -105,6 +115,31 @@ def test_a_session_has_all_that_was_said(make_engine: Make, prompts: Prompts) ->
             engine.snapshots.take(SnapshotRequest("other", session="agent"))
     assert taken.num_tokens == 79 and taken.kept_tokens == 64
     assert np.frombuffer(engine.snapshots.open("talk", "s").tokens, np.uint32).tolist() == [*prompt, *said]
+
+
+def test_what_cannot_be_of_this_model_is_refused_by_name(make_engine: Make, prompts: Prompts) -> None:
+    """Before anything is pinned."""
+    engine = make_engine(blocks=64, host_blocks=64)
+    limits = engine.limits
+    for asked, said in (
+        (SnapshotRequest("talk"), "a session or of a prompt, and not of both"),
+        (request(prompts(70), session="agent"), "a session or of a prompt, and not of both"),
+        (request([limits.vocab] * 70), f"token ids must lie between 0 and {limits.vocab - 1}"),
+        (request(prompts(limits.max_model_len + 1)), f"{limits.max_model_len + 1} tokens"),
+    ):
+        with running(engine), pytest.raises(InvalidRequest, match=said):
+            engine.snapshots.take(asked)
+    assert engine.cache.stats().slots["host"].pinned == 0 and engine.snapshots.all().snapshots == []
+
+
+def test_of_an_engine_that_is_closed_no_session_is_asked_for(make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would answer: whoever asks is told so, and does not wait for a turn that never comes."""
+    monkeypatch.setattr(snapshots_module, "_TURN_S", 0.01)
+    engine = make_engine(blocks=64, host_blocks=64)
+    generate(engine, prompts(70))
+    engine.close(20.0)
+    with pytest.raises(EngineClosed):
+        engine.snapshots.take(SnapshotRequest("talk", session="agent"))
 
 
 def test_what_is_being_taken_is_pinned_from_the_first_moment(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:

@@ -50,3 +50,15 @@ def test_special_tokens_neither_end_nor_break_a_character() -> None:
 def test_a_token_that_breaks_a_character_starts_behind_what_becomes_of_it() -> None:
     stream = TextStream(Bytes(), ())
     assert stream.push([0x61, 0xE2, 0x62]) == ("a\ufffdb", False, (0, 1, 2))
+
+
+def test_half_a_character_behind_a_stop_string_is_no_part_of_the_answer() -> None:
+    """A token may end a stop string and begin a character."""
+
+    class Pairs(Bytes):
+        def token_bytes(self, id: int, first: bool = False) -> bytes:
+            return bytes([id, 0xE2])
+
+    stream = TextStream(Pairs(), stop_strings(("b",)))
+    assert stream.push(b"b") == ("", True, (0,))
+    assert stream.finish() == "" and stream.stopped_by == "b"

@@ -35,6 +35,14 @@ def test_what_is_excluded_is_not_adapted_though_it_is_named() -> None:
     assert targeted(target_modules="all-linear", exclude_modules=["o_proj", "up_proj"]) == targeted(target_modules=["q_proj"])
 
 
+@pytest.mark.parametrize("written", ["all-linear", "All-Linear", "ALL-LINEAR"])
+def test_all_linear_modules_are_targeted_however_it_is_written(written: str) -> None:
+    """As PEFT reads it. Taken for a regular expression it would say nothing about which tensors are missing."""
+    adapter = config(target_modules=written)
+    assert [adapter.targets(module) for module in MODULES] == [True] * len(MODULES)
+    assert adapter.targets("lm_head") is False and adapter.targets("model.embed_tokens") is False
+
+
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 def test_of_several_patterns_the_first_that_matches_counts(field: str) -> None:
     keys = ("1.self_attn.q_proj", "q_proj", "self_attn.q_proj", "up_proj")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -239,8 +240,12 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a rank that is no number": ({"r": "8"}, "r must be a positive whole number"),
     "an alpha that is no number": ({"lora_alpha": None}, "lora_alpha must be a number"),
     "an infinite alpha": ({"lora_alpha": float("inf")}, "lora_alpha must be a number"),
+    "an alpha beyond all floats": ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
     "no targets": ({"target_modules": None}, "adapts nothing"),
     "odd targets": ({"target_modules": {"q_proj": 1}}, "target_modules must be a list"),
+    "a target that is no name": ({"target_modules": [*ALL_MODULES, 7]}, "target_modules must be a list of names"),
+    "an exclusion that is no name": ({"exclude_modules": [None]}, "exclude_modules must be a list of names"),
+    "a target of no letters": ({"target_modules": [*ALL_MODULES, ""]}, "target_modules must be a list of names"),
     "the head": ({"target_modules": [*ALL_MODULES, "lm_head"]}, "adapting lm_head is not supported"),
     "embeddings": ({"target_modules": [*ALL_MODULES, "embed_tokens"]}, r"adapting model\.embed_tokens is not supported"),
     "a regular expression of alphas": ({"alpha_pattern": {".*q_proj": 4}}, "alpha_pattern takes names"),
@@ -275,6 +280,7 @@ REFUSED_TENSORS: dict[str, tuple[Any, str]] = {
     "a transposed tensor": (lambda t: t | {Q_A: t[Q_A].t().contiguous()}, "misshapen tensors"),
     "one dimension": (lambda t: t | {Q_A: t[Q_A].flatten()}, "misshapen tensors"),
     "whole numbers": (lambda t: t | {Q_A: t[Q_A].to(torch.int8)}, "dtypes other than F32, BF16, F16: .*torch.int8"),
+    "eight bits": (lambda t: t | {Q_A: t[Q_A].to(torch.float8_e4m3fn)}, "dtypes other than F32, BF16, F16: .*float8_e4m3fn"),
     "no number": (lambda t: t | {Q_A: t[Q_A] * torch.nan}, "not finite: .*q_proj"),
     "nothing": (lambda t: {}, "missing tensors"),
 }
@@ -290,6 +296,15 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, llama: Model, chang
 def test_an_adapter_of_another_size_is_refused(tmp_path: Path, llama: Model) -> None:
     with pytest.raises(ModelError, match="do not fit the model"):
         read_adapter(write_random_adapter(tmp_path / "adapter", TINY_QWEN3, seed=1), llama)
+
+
+@pytest.mark.parametrize(("gone", "said"), [(Q_A, "lora_A"), (Q_B, "lora_B")])
+def test_half_a_pair_is_refused_also_where_nobody_says_which_modules_are_adapted(
+    tmp_path: Path, llama: Model, gone: str, said: str
+) -> None:
+    tensors = without(gone, adapter_tensors(TINY_LLAMA, seed=1))
+    with pytest.raises(ModelError, match=rf"missing tensors: .*0\.self_attn\.q_proj\.{said}"):
+        read_adapter(write_adapter(tmp_path / "adapter", tensors, target_modules=".*proj"), llama)
 
 
 def test_a_regular_expression_beside_no_tensors_adapts_nothing(tmp_path: Path, llama: Model) -> None:
@@ -334,12 +349,43 @@ def test_every_cut_of_the_tensor_file_is_refused(tmp_path: Path, llama: Model) -
 def test_an_adapter_that_does_not_fit_into_memory_says_so(tmp_path: Path, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
 
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+    said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 3 GiB"
+    for error in (torch.OutOfMemoryError("tried to allocate 3 GiB"), RuntimeError(said)):
 
-    monkeypatch.setattr(torch, "cat", full)
-    with pytest.raises(ModelError, match="does not fit into the memory of cpu: tried to allocate 3 GiB"):
+        def full(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(torch, "cat", full)
+        with pytest.raises(ModelError, match=r"does not fit into the memory of cpu: .*tried to allocate 3 GiB"):
+            read_adapter(adapter, llama)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0"])
+def test_a_dtype_that_the_format_has_and_torch_has_not_is_refused(tmp_path: Path, llama: Model, dtype: str) -> None:
+    adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
+    header = json.dumps({Q_A: {"dtype": dtype, "shape": [8], "data_offsets": [0, {"F4": 4, "F6_E2M3": 6, "F8_E8M0": 8}[dtype]]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(8)
+    (adapter / "adapter_model.safetensors").write_bytes(data[: len(data) - {"F4": 4, "F6_E2M3": 2, "F8_E8M0": 0}[dtype]])
+    with pytest.raises(ModelError, match=f"adapter_model.safetensors is damaged or not a safetensors file: .*{dtype}"):
         read_adapter(adapter, llama)
+
+
+TOO_LARGE = {
+    "a scale beyond F32": (torch.float32, 1e40, "lora_B", 1.0),
+    "an A beyond BF16": (torch.bfloat16, 4, "lora_A", 3.4e38),
+    "a B beyond BF16": (torch.bfloat16, 4, "lora_B", 3.4e38),
+}
+
+
+@pytest.mark.parametrize(("dtype", "alpha", "part", "large"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_weights_that_are_not_finite_once_they_are_in_the_model_are_refused(
+    tmp_path: Path, dtype: torch.dtype, alpha: float, part: str, large: float
+) -> None:
+    """Every answer with such an adapter would be noise."""
+    model = load(write_tiny_model(tmp_path / "model"), dtype)
+    tensors = {n: torch.full_like(t, large) if part in n else t for n, t in adapter_tensors(TINY_LLAMA, seed=1).items()}
+    with pytest.raises(ModelError, match=r"weights of model\.layers\.0\..*_proj.* are not finite"):
+        read_adapter(write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=alpha), model)
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path, llama: Model) -> None:

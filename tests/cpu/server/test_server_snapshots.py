@@ -423,6 +423,10 @@ def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_can_be_continue
         assert [(one["id"], one["pinned"]) for one in cards["data"]] == [("first", True), ("second", False)]
         assert ask(server, MORE, snapshot="second")[0] == whole
         assert stats(server)["pinned_blocks"] == 4
+        ask(server, MORE, snapshot="first")
+        fill(server)
+        server.http.post("/cache/flush?level=persisted")
+        assert [one["cached_tokens"] for one in all_of(server)["data"]] == [64, 0], "the disk keeps what is pinned, and no more"
 
 
 def test_one_that_expired_meanwhile_is_gone_with_its_file(tmp_path: Path) -> None:

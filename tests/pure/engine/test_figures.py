@@ -108,6 +108,28 @@ def test_the_first_event_says_how_long_the_request_waited_for_its_first_step(clo
     assert [event.waited_s for event in heard] == [3.5, None]
 
 
+def test_the_first_event_says_how_long_the_request_waited_for_loads(clock: Clock) -> None:
+    """From its first load on, also where it was retracted and loads again, and nothing where it began before."""
+    outbox = Outbox()
+    heard: list[TokenEvent] = []
+    for name in ("loads twice", "begins first", "loads nothing"):
+        outbox.open(name, heard.append, arrival_s=98.0, matched_s=0.25)
+
+    def start(name: str) -> None:
+        outbox.note_starts([Start.of(0, Request(name, [1], SamplingParams(max_tokens=1)))])
+
+    start("begins first")
+    clock.now = 101.0
+    outbox.note_lives([("loads twice", State.LOADING), ("begins first", State.LOADING)])
+    clock.now = 103.0
+    outbox.note_lives([("loads twice", State.LOADING)])
+    clock.now = 104.0
+    start("loads twice")
+    start("loads nothing")
+    outbox.publish([TokenEvent(name, (1,), source=KvSource(computed=1)) for name in ("loads twice", "begins first", "loads nothing")])
+    assert [(event.loaded_s, event.matched_s) for event in heard] == [(3.0, 0.25), (0.0, 0.25), (0.0, 0.25)]
+
+
 def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) -> None:
     """So that a listener may submit again under the same id."""
     outbox = Outbox()
@@ -115,6 +137,27 @@ def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) 
     outbox.open("r", lambda event: open_meanwhile.append("r" in outbox), arrival_s=98.0)
     outbox.publish([TokenEvent("r", (1,)), TokenEvent("r", finish=FinishReason.LENGTH)])
     assert open_meanwhile == [True, False]
+
+
+def test_requests_that_end_with_an_error_are_closed_and_told_once() -> None:
+    outbox, heard = Outbox(), list[tuple[str, bool, str | None]]()
+    for name in ("one", "other"):
+        outbox.open(name, lambda event: heard.append((event.request_id, event.request_id in outbox, event.error)), arrival_s=98.0)
+    outbox.end_all("the device is gone")
+    outbox.end_all("the engine is closed")
+    assert heard == [("one", False, "the device is gone"), ("other", False, "the device is gone")]
+    assert len(outbox) == 0 and outbox.open_ids() == []
+
+
+def test_whoever_waits_for_the_end_of_a_steps_events_is_told_of_refusals_too() -> None:
+    """A front sends what it has heard then: an answer that nothing follows would stay with it."""
+    outbox, heard = Outbox(), list[str]()
+    outbox.after.append(lambda: heard.append("over"))
+    outbox.refuse("r", lambda event: heard.append(event.request_id), "no")
+    assert heard == ["r", "over"]
+    outbox.open("s", lambda event: heard.append(event.request_id), arrival_s=98.0)
+    outbox.end_all("gone")
+    assert heard[2:] == ["s", "over"]
 
 
 # ------------------------------------------------------------------------------------------------------------------------ pace

@@ -141,6 +141,21 @@ def test_a_turn_runs_the_oldest_commands_and_leaves_the_rest_to_the_next() -> No
     assert sizes == [64, 128, 150] and ran == list(range(150))
 
 
+def test_nobody_waits_while_commands_are_left_of_the_turn_before() -> None:
+    """Their bell was answered by the wait before that turn: it will not ring for them again."""
+    inbox = Inbox()
+    bell = inbox._bell = CountedBell()  # type: ignore[assignment]
+    for _ in range(100):
+        inbox.put(lambda: None)
+    bell.get(7.0)
+    inbox.run_some()
+    inbox.wait(7.0)
+    assert len(inbox) == 36 and bell.waits_s == [7.0], "the rest is run at once"
+    inbox.run_some()
+    inbox.wait(7.0)
+    assert bell.waits_s == [7.0, 7.0]
+
+
 def test_what_commands_put_meanwhile_is_for_the_next_turn() -> None:
     inbox, ran = Inbox(), []
 

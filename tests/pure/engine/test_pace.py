@@ -1,11 +1,13 @@
-"""How long prefills take, by a clock of the test's own: which steps count, and from when to when."""
+"""How long steps take, by a clock of the test's own: which of them count for what, and from when to when."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from penstock.contract import Chunk, StepPlan
-from penstock.engine.pace import Pace, Prefill
+from penstock.contract import Chunk, Scoring, StepPlan
+from penstock.engine.pace import Decoded, Pace, Prefill, ScoringCost
 
 
 class Clock:
@@ -78,3 +80,62 @@ def test_a_step_that_is_not_mostly_prefill_says_what_prompts_take_at_most() -> N
 def test_the_depth_of_several_prompts_is_that_of_their_tokens() -> None:
     clock = Clock()
     assert taken(Pace(clock), clock, plan((0, 100), (1000, 300)), 1.0) == Prefill(400, (100 * 50 + 300 * 1150) / 400, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------------- decodes
+
+
+def test_a_step_that_does_not_only_decode_says_nothing_about_decodes() -> None:
+    """Also where the step before it did: that one's time is not told a second time."""
+    clock = Clock()
+    pace = Pace(clock)
+    taken(pace, clock, plan((50, 1), (60, 1)), 0.5)
+    assert pace.decoded == Decoded(2, 0.5)
+    taken(pace, clock, plan((50, 1), (0, 64)), 2.0)
+    assert pace.decoded is None
+    taken(pace, clock, plan((51, 1)), 0.25)
+    assert pace.decoded == Decoded(1, 0.25)
+
+
+def test_a_decode_has_what_the_host_did_before_it_and_no_pause() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    taken(pace, clock, plan((50, 1)), 1.0)
+    clock.now_s += 0.5  # the host, between two steps
+    taken(pace, clock, plan((51, 1)), 1.0)
+    assert pace.decoded == Decoded(1, 1.5)
+    clock.now_s += 1.0  # as long as the step: nobody had asked for anything
+    taken(pace, clock, plan((52, 1)), 1.0)
+    assert pace.decoded == Decoded(1, 1.0)
+
+
+def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:
+    step = plan((50, 1))
+    (chunk,) = step.chunks
+    slots = np.zeros(1, np.int32)
+    scoring = Scoring(1, 4, 0, slots, paged, 1) if scores else None
+    return dataclasses.replace(step, chunks=(chunk._replace(paged=slots if paged else None, scoring=scoring),))
+
+
+def test_what_scoring_takes_is_compared_with_steps_that_bring_nothing_up() -> None:
+    """A step that reads blocks of host memory takes many times as long: scoring would look as if it cost nothing."""
+    clock = Clock()
+    pace = Pace(clock)
+    taken(pace, clock, decode(), 1.0)
+    taken(pace, clock, decode(paged=True), 100.0)
+    taken(pace, clock, decode(paged=True, scores=True), 100.0)
+    assert pace.scoring.seconds == 0.0
+    taken(pace, clock, decode(scores=True), 1.5)
+    assert pace.scoring.seconds == 0.5
+
+
+def test_the_time_that_scoring_took_never_falls_and_is_told_only_where_it_is_known() -> None:
+    """It is a counter that operators read."""
+    cost = ScoringCost()
+    cost.add(1.0, scores=True)
+    assert cost.seconds == 0.0, "there is nothing to compare it with"
+    cost.add(1.0, scores=False)
+    cost.add(1.5, scores=True)
+    assert cost.seconds == 0.5
+    cost.add(0.25, scores=True)  # quicker than those that do not score
+    assert cost.seconds == 0.5

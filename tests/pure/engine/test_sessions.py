@@ -171,6 +171,15 @@ def test_the_same_name_under_another_salt_is_another_session() -> None:
     assert session_ids("a", "bc") != session_ids("ab", "c")
 
 
+def test_a_name_that_is_no_text_is_a_name_like_any_other() -> None:
+    """JSON can spell half a character, and clients may call their sessions what they like."""
+    world = World()
+    for name in ("\ud800", "\udc00", "\0", "💧"):
+        world.ends(name, talk(0, 2), "salt")
+    assert (world.figures.known, world.figures.tenants) == (4, 1)
+    assert world.sessions.prefetch("salt", "\ud800") is not None and world.sessions.prefetch("salt", "\ud801") is None
+
+
 def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotten() -> None:
     world = World(sessions=4)
     world.ends("old", talk(0, 9), "few")  # the oldest of all, and the longest

@@ -250,6 +250,70 @@ def test_a_damaged_one_keeps_its_name_until_it_is_deleted(machines: tuple[Machin
     there.take("other")
 
 
+def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted(machines: tuple[Machine, Machine]) -> None:
+    """Whose name is taken is told to delete it: that has to be possible, from whichever engine."""
+    here, there = machines
+    for name in ("broken", "whole"):
+        there.take(name)
+    id = snapshot_id(tenant_of(""), "broken")
+    here.shared[id] = here.shared[id][:-1]
+    assert names(here) == ["whole"]
+    with pytest.raises(SnapshotRefused, match="truncated"):
+        here.registry.find("broken", "")
+    with pytest.raises(SnapshotTaken):
+        here.take("broken")
+    with pytest.raises(SnapshotMissing):
+        here.registry.delete("broken", "b")
+    here.registry.delete("broken", "")
+    assert id not in here.shared and here.registry.figures().deleted == 1
+    here.take("broken")
+    assert sorted(names(here)) == ["broken", "whole"]
+
+
+def test_those_whose_time_is_over_are_let_go_though_a_store_is_away(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    """All of them, and the next ones when theirs is: what stays in the store is told."""
+    here, _ = machines
+    here.take("first", ttl_s=10.0)
+    here.take("second", (TALK + 50)[: 2 * BLOCK], ttl_s=10.0)
+    here.take("third", TALK[:BLOCK], ttl_s=20.0)
+    here.rig.stores["remote"].raises = StoreFailed("away")
+    clock.advance(10.0)
+    here.step()
+    assert (here.registry.figures().known, here.registry.figures().expired, here.num_pinned) == (1, 2, 1)
+    clock.advance(10.0)
+    here.step()
+    assert (here.registry.figures().known, here.registry.figures().expired, here.num_pinned) == (0, 3, 0)
+    assert not here.on_disk and len(here.shared) == 3
+    here.heal()
+
+
+@pytest.mark.parametrize("call", ["manifests", "read_manifest"])
+def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewhere(
+    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    here, there = machines
+    here.take("own")
+    there.take("shared")
+    inner = getattr(MemoryStore, call)
+
+    def failing(store: MemoryStore, *asked: str) -> Any:
+        if store.name == "ssd":
+            raise StoreFailed("the disk is away")
+        return inner(store, *asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, call, failing)
+        here.restart()
+    figures = here.registry.figures()
+    assert (figures.known, figures.damaged, figures.pinned_blocks) == (0, int(call == "read_manifest"), 0)
+    assert here.registry.find("shared", "").tiers == ("remote",)
+    here.take("new")
+    assert here.num_pinned == 10 and "new" in names(here)
+    here.heal()
+    here.restart()
+    assert sorted(names(here)) == ["new", "own", "shared"] and here.registry.figures().damaged == 0
+
+
 def test_time_that_passed_between_two_lives_counts(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
