@@ -207,6 +207,7 @@ class SnapshotList(NamedTuple):
     pinned_blocks: int
     pinned_blocks_max: int
     block_bytes: int
+    is_complete: bool = True  # False: a shared store did not answer, and may have more
 
 
 class SnapshotContent(NamedTuple):

@@ -351,17 +351,26 @@ class Snapshots:
 
     def _all(self, tenant: bytes) -> SnapshotList:
         self._expire_due()
-        found = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant]
+        found, is_complete = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant], True
+        try:
+            found += self._shared(tenant)
+        except StoreFailed as error:
+            log.warning("snapshots in a shared store are not listed: %s", error)
+            is_complete = False
+        now, pins = self._clock(), self._own_pins
+        shown = [self._shown(one) for one in sorted(found, key=lambda one: one.created_s) if not one.has_expired(now)]
+        return SnapshotList(shown, pins.tier, len(pins), pins.most, self._cache.saves.layout.block_bytes, is_complete)
+
+    def _shared(self, tenant: bytes) -> Iterator[Manifest]:
+        """Those that other engines have put into a store."""
         for id in self._places.shared_ids(tenant):
             try:
                 shared = self._places.read_shared(id) if id not in self._known else None
             except SnapshotRefused as error:
                 log.warning("snapshot %s in a shared store cannot be used: %s", id, error)
                 continue
-            found += [] if shared is None else [shared]
-        now, pins = self._clock(), self._own_pins
-        shown = [self._shown(one) for one in sorted(found, key=lambda one: one.created_s) if not one.has_expired(now)]
-        return SnapshotList(shown, pins.tier, len(pins), pins.most, self._cache.saves.layout.block_bytes)
+            if shared is not None:
+                yield shared
 
     def _delete(self, name: str, salt: str) -> None:
         id = snapshot_id(tenant_of(salt), name)

@@ -47,7 +47,8 @@ class SnapshotRoutes:
             found = await self._service.on_snapshots(lambda snapshots: snapshots.all(salt))
         pinned = {"tier": found.tier, "blocks": found.pinned_blocks, "max_blocks": found.pinned_blocks_max}
         pinned = {**pinned, "bytes": found.pinned_blocks * found.block_bytes, "max_bytes": found.pinned_blocks_max * found.block_bytes}
-        return json_response({"object": "list", "data": [_card(one) for one in found.snapshots], "pinned": pinned})
+        data = [_card(one) for one in found.snapshots]
+        return json_response({"object": "list", "data": data, "complete": found.is_complete, "pinned": pinned})
 
     async def _take(self, request: Request) -> Response:
         """Answers when its blocks and its manifest are where they outlive the process, where they can."""

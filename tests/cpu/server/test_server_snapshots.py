@@ -625,7 +625,10 @@ def test_a_store_that_is_down_costs_its_own_snapshots_and_no_others(tmp_path: Pa
     with valkey_or_skip() as store, tiered(remote=store.url(), remote_timeout_s=5.0, ssd_dir=tmp_path / "ssd", ssd_gib=0.01) as server:
         ask(server, PROMPT)
         assert take(server, prompt=PROMPT, name="both")["stored_in"] == ["ssd", "remote"]
+        assert all_of(server)["complete"]
         store.kill()
         assert take(server, prompt=PROMPT, name="one")["stored_in"] == ["ssd"]
+        found = all_of(server)
+        assert {one["id"] for one in found["data"]} == {"both", "one"} and not found["complete"]
         assert ask(server, MORE, snapshot="both")[1]["computed"] == 10
         assert ask(server, MORE, 503, snapshot="unknown")["code"] == "tier_failed"

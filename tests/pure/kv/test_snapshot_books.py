@@ -505,11 +505,11 @@ class Walk:
             assert figures.known == len(self.known[at]) and figures.damaged == 0
             assert figures.pinned_blocks == len(self.pinned(at)) <= NUM_HOST // 2
             assert len(machine.on_disk) == len(self.disks[at]) and len(self.shared) == len(self.remote)
-            if self.is_down[at]:
-                continue
             for salt in ("", "b"):
-                expected = {**self.living(self.remote), **self.living(self.known[at])}
-                found = machine.registry.all(salt).snapshots
+                expected = {**({} if self.is_down[at] else self.living(self.remote)), **self.living(self.known[at])}
+                listed = machine.registry.all(salt)
+                found = listed.snapshots
+                assert listed.is_complete == (not self.is_down[at])
                 assert sorted(one.name for one in found) == sorted(name for name, of in expected if of == salt)
                 for one in found:
                     there = expected[one.name, salt]
