@@ -223,6 +223,7 @@ def test_the_queue_takes_what_fits_first_blocks_first_and_counts_the_rest(make: 
     assert rig.submit_write(KEYS[5:7]) is None
     assert rig.tier.counts.skipped == {"queue": 4}
     forced = rig.submit_write(KEYS[7:9], must=True)
+    assert rig.submit_write(KEYS[9:13]) is None, "it holds more than fits now, and takes no more than before"
     rig.store.gate.let()
     assert set(rig.settle()) == {first, second, forced}
     assert second.outcomes == [DONE, FULL, FULL] and second.done_keys == KEYS[2:3]
@@ -249,7 +250,7 @@ def test_what_a_store_far_away_is_known_to_have_is_not_sent_again(make: Make) ->
     assert again is not None and not again.settled
     assert rig.settle() == [again] and again.done_keys == KEYS[:3]
     nothing = rig.submit_write(KEYS[:2])
-    assert nothing is not None and not nothing.settled and rig.tier.num_writing == 1
+    assert nothing is not None and not nothing.settled and nothing.done_keys == [] and rig.tier.num_writing == 1
     assert rig.tier.settle() == [nothing] and nothing.done_keys == KEYS[:2], "it comes out of settle like any other"
     assert rig.store.calls.count("write") == 2 and rig.tier.counts.num_written == 3
 
