@@ -417,3 +417,12 @@ def test_all_requests_of_a_call_have_one_deadline(slots: Slots, monkeypatch: pyt
         assert deadlines == [began_s + 4.0] * num_rounds
         deadlines.clear()
     store.close()
+
+
+def test_manifests_are_listed_from_every_page(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("s3://bucket?endpoint=http://127.0.0.1:1&region=r", slots.space, 60.0)
+    assert isinstance(store, BucketStore)
+    pages = [[{"path": f"{store._manifests}/aa-1"}, {"path": f"{store._manifests}/ab-2"}], [{"path": f"{store._manifests}/aa-3"}]]
+    monkeypatch.setattr(obstore, "list", lambda *args: iter(pages))
+    assert store.manifests() == ["aa-1", "ab-2", "aa-3"] and store.manifests("aa") == ["aa-1", "aa-3"]
+    store.close()
