@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,14 +153,18 @@ def test_reset_forgets_every_block(store: BucketStore, slots: Slots, monkeypatch
 # ------------------------------------------------------------------------------------------------------------------- trouble
 
 
-def test_one_broken_request_is_one_failed_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ConnectionError, obstore.exceptions.GenericError])
+def test_one_broken_request_is_one_failed_block(
+    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Errors of the library are not those of the system."""
     keys = keys_of("one broken", 4)
     bad = keys[2]
     get, put, has = store._get, store._put, store._has
 
     def broken(key: bytes) -> None:
         if key == bad:
-            raise ConnectionError("with the request in it")
+            raise error("with the request in it")
 
     monkeypatch.setattr(store, "_has", lambda key: (broken(key), has(key))[1])
     monkeypatch.setattr(store, "_put", lambda named: (broken(named[0]), put(named))[1])
@@ -387,3 +392,37 @@ def test_a_file_of_authorities_is_read_and_one_that_is_missing_is_refused(monkey
     assert made[0]["root_certificate"] == b"trust"
     with pytest.raises(ConfigError, match="file for TLS cannot be read"):
         s3.connect(parse_address(f"s3://bucket?ca={tmp_path}/none.pem"), 1.0)
+
+
+def test_all_requests_of_a_call_have_one_deadline(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    deadlines: list[float] = []
+    keys = keys_of("one deadline", 40)
+    store = open_store("s3://bucket?endpoint=http://127.0.0.1:1&region=r", slots.space, 4.0)
+    assert isinstance(store, BucketStore)
+
+    def together(job: object, things: Sequence[object], until: float) -> list[tuple[int, object]]:
+        """Of 40 blocks the first is there, and damaged; each answer takes a second."""
+        nonlocal now_s
+        now_s += 1.0
+        deadlines.append(until)
+        there = {store._has: keys[0], store._get: keys[0]}.get(job)
+        return [(place, (memoryview(b"") if job == store._get else True) if thing == there else None) for place, thing in enumerate(things)]
+
+    monkeypatch.setattr(s3, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(store._requests, "together", together)
+    for call, num_rounds in ((lambda: store.find(keys), 2), (lambda: slots.write(store, keys), 2), (lambda: slots.read(store, keys), 2)):
+        began_s = now_s
+        call()
+        assert deadlines == [began_s + 4.0] * num_rounds
+        deadlines.clear()
+    store.close()
+
+
+def test_manifests_are_listed_from_every_page(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("s3://bucket?endpoint=http://127.0.0.1:1&region=r", slots.space, 60.0)
+    assert isinstance(store, BucketStore)
+    pages = [[{"path": f"{store._manifests}/aa-1"}, {"path": f"{store._manifests}/ab-2"}], [{"path": f"{store._manifests}/aa-3"}]]
+    monkeypatch.setattr(obstore, "list", lambda *args: iter(pages))
+    assert store.manifests() == ["aa-1", "ab-2", "aa-3"] and store.manifests("aa") == ["aa-1", "aa-3"]
+    store.close()

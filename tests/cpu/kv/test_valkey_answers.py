@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from valkey_rig import BLOCK_BYTES, CALLS, DONE, PATIENT_S, keys_of, num_idle, opened, write
+from valkey_rig import BLOCK_BYTES, CALLS, DONE, PATIENT_S, keys_of, name_of, num_idle, opened, write
 
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.remote import open_store, valkey
@@ -204,3 +204,57 @@ def test_nobody_here_counts_what_is_in_a_shared_store() -> None:
         assert store.usage() == StoreUsage(0) and store.usage().as_dict() == {}
         assert (store.name, store.local) == ("remote", False)
         store.persist()  # asks nobody
+
+
+def test_each_block_has_the_answer_to_its_own_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come behind commands that were sent ahead of them."""
+    keys = keys_of(7)
+    full = {name_of(keys[place]).encode() for place in (1, 2, 5)}
+    monkeypatch.setattr(valkey.ValkeyConnection, "at_once", lambda self, value_bytes: 2)
+    with answering(SET=lambda words: b"-OOM" if words[1] in full else b"+OK") as url, contextlib.closing(opened(url)) as store:
+        assert write(store, keys) == [Outcome.FULL if place in (1, 2, 5) else DONE for place in range(7)]
+
+
+# ------------------------------------------------------------------------------------------------------------------- manifests
+
+
+@pytest.mark.parametrize(("answer", "written"), [(b"+OK", True), (b"-OOM no room", False), (b"-MOVED 1 h:1", False)])
+def test_a_manifest_counts_as_written_where_the_server_has_it(answer: bytes, written: bool) -> None:
+    with answering(SET=answer) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
+        assert store.write_manifest("aa-1", b"text", None) is written
+
+
+def test_a_manifest_for_less_than_a_second_is_kept_for_one() -> None:
+    """A server refuses a time to live of nothing."""
+    asked: list[list[bytes]] = []
+
+    def answer(words: list[bytes]) -> bytes:
+        asked.append(words)
+        return b"+OK"
+
+    with answering(SET=answer) as url, contextlib.closing(opened(url)) as store:
+        assert store.write_manifest("aa-1", b"text", 0.25) and store.write_manifest("aa-2", b"text", -3.0)
+    assert [words[3:] for words in asked] == [[b"EX", b"1"]] * 2
+
+
+def test_a_manifest_that_is_replaced_while_it_is_read_is_not_served_in_part() -> None:
+    for length in (b":3", b":7"):
+        with answering(STRLEN=length, GET=b"$5\r\nother") as url, contextlib.closing(opened(url)) as store:
+            assert store.read_manifest("aa-1") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [
+        ("STRLEN", lambda store: store.read_manifest("aa-1")),
+        ("GET", lambda store: store.read_manifest("aa-1")),
+        ("SET", lambda store: store.write_manifest("aa-1", b"text", None)),
+        ("UNLINK", lambda store: store.remove_manifest("aa-1")),
+        ("SCAN", lambda store: store.manifests()),
+    ],
+)
+def test_a_refusal_ends_what_is_said_about_manifests(command: str, call: Callable[[valkey.ValkeyStore], object]) -> None:
+    with answering(**{"STRLEN": b":0", "GET": b"$0\r\n", command: b"-NOPERM secret"}) as url, contextlib.closing(opened(url)) as store:
+        with pytest.raises(StoreFailed, match="refuses: NOPERM"):
+            call(store)
+        assert num_idle(store) == 0

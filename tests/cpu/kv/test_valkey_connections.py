@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from valkey_rig import PATIENT_S, is_closed, num_idle, opened
+from valkey_rig import PATIENT_S, is_closed, keys_of, num_idle, opened, write
 
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.remote import valkey
 from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.store import Outcome
 from support.servers import LOOPBACK
 
 
@@ -176,3 +177,111 @@ def test_a_connection_that_is_left_with_answers_owed_is_not_kept(answering: str)
         with store._connections.borrowed(store._address.nodes[0], time.monotonic() + PATIENT_S) as connection:
             connection.num_owed = 1
         assert num_idle(store) == 0 and is_closed(connection)
+
+
+def test_a_long_prompt_is_looked_for_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    deadlines: list[float] = []
+
+    def ask_each(word: bytes, names: list[bytes], after: object, deadline: float) -> list[bool]:
+        nonlocal now_s
+        now_s += 1.0
+        deadlines.append(deadline)
+        return [True] * len(names)
+
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1", 4.0)) as store:
+        monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(store, "_ask_each", ask_each)
+        assert store.find(keys_of(1100)) == 1100
+    assert deadlines == [1004.0] * 3
+
+
+def test_a_write_asks_what_is_there_and_sends_the_rest_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    deadlines: list[float] = []
+
+    def ask_each(word: bytes, names: list[bytes], after: object, deadline: float) -> list[bool]:
+        nonlocal now_s
+        now_s += 1.0
+        deadlines.append(deadline)
+        return [False] * len(names)
+
+    def set_each(keys: list[bytes], blocks: object, deadline: float) -> list[Outcome]:
+        deadlines.append(deadline)
+        return [Outcome.DONE] * len(keys)
+
+    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1", 4.0)) as store:
+        monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(store, "_ask_each", ask_each)
+        monkeypatch.setattr(store, "_set_each", set_each)
+        assert write(store, keys_of(3)) == [Outcome.DONE] * 3
+    assert deadlines == [1004.0] * 2
+
+
+def test_manifests_are_looked_for_at_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(opened("valkey://h:1?cluster=1")) as store:
+
+        @contextlib.contextmanager
+        def borrowed(node: Node, deadline: float) -> Iterator[SimpleNamespace]:
+            yield SimpleNamespace(query=lambda *words: [b"0", [store._manifest_prefix + b"aa-%d" % node.port]])
+
+        monkeypatch.setattr(store._connections, "nodes", lambda deadline: [Node("h", port) for port in (3, 1, 2)])
+        monkeypatch.setattr(store._connections, "borrowed", borrowed)
+        assert store.manifests() == ["aa-1", "aa-2", "aa-3"]
+
+
+@pytest.mark.parametrize("alive", [1, 2, 3])
+def test_any_node_that_was_named_or_was_known_tells_who_has_what(monkeypatch: pytest.MonkeyPatch, alive: int) -> None:
+    """The one in the URL may be gone for good, and so may those that were there when the map was asked for."""
+    answering_ports = {1}
+
+    @contextlib.contextmanager
+    def borrowed(node: Node, deadline: float) -> Iterator[SimpleNamespace]:
+        if node.port not in answering_ports:
+            raise StoreFailed("no answer in time")
+        yield SimpleNamespace(query=lambda *words: [[0, 9999, [b"h", 2]], [10000, 16383, [b"h", 3]]])
+
+    with contextlib.closing(opened("valkey://h:1?cluster=1")) as store:
+        monkeypatch.setattr(store._connections, "borrowed", borrowed)
+        assert store._connections.nodes(time.monotonic() + PATIENT_S) == [Node("h", 2), Node("h", 3)]
+        store._connections.forget()
+        answering_ports = {alive}
+        assert store._connections.nodes(time.monotonic() + PATIENT_S) == [Node("h", 2), Node("h", 3)]
+
+
+def test_nodes_are_those_of_the_newest_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that left the cluster are not asked for names, nor for a ping."""
+    ports = (2, 3)
+
+    @contextlib.contextmanager
+    def borrowed(node: Node, deadline: float) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(query=lambda *words: [[0, 9999, [b"h", ports[0]]], [10000, 16383, [b"h", ports[1]]]])
+
+    with contextlib.closing(opened("valkey://h:1?cluster=1")) as store:
+        monkeypatch.setattr(store._connections, "borrowed", borrowed)
+        for ports in ((2, 3), (3, 4)):
+            store._connections.forget()
+            assert store._connections.nodes(time.monotonic() + PATIENT_S) == [Node("h", port) for port in ports]
+
+
+def test_each_address_of_a_host_has_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still, and nobody answers."""
+    given_s: list[float] = []
+
+    class Silent:
+        def __init__(self, *kind: object) -> None: ...
+
+        def settimeout(self, timeout_s: float) -> None:
+            given_s.append(timeout_s)
+
+        def connect(self, address: object) -> None:
+            raise TimeoutError
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(valkey, "resolve", lambda node, patience_s: [(2, 1, 6, "", ("h", number)) for number in range(3)])
+    monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(valkey, "socket", SimpleNamespace(socket=Silent))
+    with pytest.raises(StoreFailed, match="no answer in time"):
+        valkey.dial(Node("h", 1), None, 1006.0)
+    assert given_s == [2.0, 3.0, 6.0]

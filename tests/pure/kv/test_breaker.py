@@ -38,6 +38,12 @@ def test_blocks_open_it_when_so_many_fail_in_a_row_over_calls() -> None:
     assert breaker.note(0, [FAILED]) and breaker.state is BreakerState.OPEN
 
 
+@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not FAILED])
+def test_a_store_that_is_full_or_has_nothing_of_ours_is_not_broken(outcome: Outcome) -> None:
+    breaker = Breaker(1.0, HandClock())
+    assert not breaker.note(0, [outcome] * (3 * MAX_FAILED)) and breaker.state is BreakerState.CLOSED
+
+
 def test_it_is_probed_when_it_is_time_by_one_at_a_time() -> None:
     clock = HandClock()
     breaker = broken(clock)

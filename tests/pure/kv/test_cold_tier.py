@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
-from cold_rig import BLOCK_BYTES, KEYS, LAYERS, Make, Rig, Woken, make
+from cold_rig import BLOCK_BYTES, KEYS, LAYERS, SOON_S, Make, Rig, Woken, make
 
 from penstock.contract import Access, Mode
-from penstock.errors import StoreFailed
+from penstock.errors import DeadlineExceeded, StoreFailed
 from penstock.kv.tiers.calls import KnownKeys
 from penstock.kv.tiers.cold import Finding, StoreLanes
 from penstock.kv.tiers.store import Outcome
@@ -100,6 +101,26 @@ def test_groups_are_given_out_in_order_each_once_also_where_a_later_one_is_over_
     assert reading.over and list(reading.take_arrived()) == []
     assert all(group.fence.passed() for group in given)
     assert rig.tier.num_reading == 0 and rig.tier.queued_read_bytes == 0
+
+
+def test_whoever_waits_for_a_reading_waits_for_all_of_its_groups(make: Make) -> None:
+    """Its slots are given back then."""
+    rig = make(num_readers=1)
+    rig.write(KEYS[:4])
+    rig.store.gate.hold("read")
+    reading, _ = rig.submit_read(KEYS[:4])
+    other, _ = rig.submit_read(KEYS[:1])
+    rig.store.gate.let(1)
+    rig.store.gate.wait_came(2)  # the first group is over, and the second one is being read
+    with pytest.raises(DeadlineExceeded):
+        reading.wait_over(time.monotonic())
+    rig.store.gate.let()
+    reading.wait_over(time.monotonic() + SOON_S)
+    assert reading.over
+    other.wait_over(time.monotonic() + SOON_S)
+    assert rig.tier.num_reading == 2
+    rig.tier.settle()
+    assert rig.tier.num_reading == 0, "all that are over are seen at once"
 
 
 def test_nothing_of_a_reading_is_done_before_it_is_over(make: Make) -> None:
@@ -223,6 +244,7 @@ def test_the_queue_takes_what_fits_first_blocks_first_and_counts_the_rest(make: 
     assert rig.submit_write(KEYS[5:7]) is None
     assert rig.tier.counts.skipped == {"queue": 4}
     forced = rig.submit_write(KEYS[7:9], must=True)
+    assert rig.submit_write(KEYS[9:13]) is None, "it holds more than fits now, and takes no more than before"
     rig.store.gate.let()
     assert set(rig.settle()) == {first, second, forced}
     assert second.outcomes == [DONE, FULL, FULL] and second.done_keys == KEYS[2:3]
@@ -249,7 +271,7 @@ def test_what_a_store_far_away_is_known_to_have_is_not_sent_again(make: Make) ->
     assert again is not None and not again.settled
     assert rig.settle() == [again] and again.done_keys == KEYS[:3]
     nothing = rig.submit_write(KEYS[:2])
-    assert nothing is not None and not nothing.settled and rig.tier.num_writing == 1
+    assert nothing is not None and not nothing.settled and nothing.done_keys == [] and rig.tier.num_writing == 1
     assert rig.tier.settle() == [nothing] and nothing.done_keys == KEYS[:2], "it comes out of settle like any other"
     assert rig.store.calls.count("write") == 2 and rig.tier.counts.num_written == 3
 
@@ -279,6 +301,8 @@ def test_only_so_many_keys_are_remembered_the_newest() -> None:
     known.add(KEYS[:1])  # seen again
     known.add(KEYS[3:4])
     assert known.has_each(KEYS[:4]) == [True, False, True, True]
+    known.add(KEYS[10:20])  # more at once than there is room for
+    assert known.has_each(KEYS[:4]) == [False] * 4 and known.has_each(KEYS[10:20]) == [False] * 7 + [True] * 3
 
 
 # ------------------------------------------------------------------------------------------------------------ settle, persist
@@ -393,3 +417,12 @@ def test_a_reset_store_is_written_again(make: Make) -> None:
     reset = rig.tier.reset()
     rig.settle()
     assert reset.settled and isinstance(reset.error, StoreFailed) and reset.num_forgotten == 0
+
+
+def test_a_reset_that_is_settled_leaves_what_is_written_later_known(make: Make) -> None:
+    rig = make()
+    reset = rig.tier.reset()
+    assert rig.tier.is_resetting and rig.settle() == [reset] and not rig.tier.is_resetting
+    rig.write(KEYS[:2])
+    rig.write(KEYS[:2])
+    assert rig.store.calls.count("write") == 1, "it is not sent twice"

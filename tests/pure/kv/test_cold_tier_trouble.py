@@ -151,6 +151,44 @@ def test_nothing_of_what_others_raise_is_said_in_a_log_or_an_error(make: Make, c
     assert "hunter2" not in caplog.text + str(writing.error) + repr(writing.error)
 
 
+def test_nothing_is_believed_to_be_in_a_store_from_the_moment_that_it_is_usable_again(make: Make) -> None:
+    """It may have come back empty, and other threads write to it as soon as they may."""
+    rig = make()
+    rig.write(KEYS[:2])
+    rig.break_store()
+    rig.store.raises = None
+    probed, believed = rig.tier.calls.breaker.probed, []
+
+    def usable_again(answers: bool) -> None:
+        probed(answers)
+        believed.append((rig.tier.usable, rig.tier.calls.stored(KEYS[:2])))
+
+    rig.tier.calls.breaker.probed = usable_again  # type: ignore[method-assign]
+    rig.clock.advance(1.0)
+    rig.tier.settle()
+    rig.settle()
+    assert believed == [(True, [False, False])]
+
+
+def test_a_write_from_before_a_store_was_away_says_nothing_about_what_it_has(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("write")
+    early = rig.submit_write(KEYS[:1])
+    rig.store.gate.wait_came()
+    rig.break_store()
+    rig.store.raises = None
+    rig.clock.advance(1.0)
+    rig.tier.settle()
+    assert rig.asker is not None
+    rig.asker.drain(SOON_S)
+    assert rig.tier.usable, "it was probed"
+    rig.store.gate.let()
+    assert rig.settle() == [early]
+    rig.store.lose()
+    rig.write(KEYS[:1])
+    assert set(rig.store.blocks) == set(KEYS[:1]), "it is written again"
+
+
 # ----------------------------------------------------------------------------------------------------------------------- stuck
 
 
@@ -175,6 +213,19 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     rig.store.gate.let()
     rig.settle()
     assert rig.tier.usable and rig.tier._calls.breaker.state is BreakerState.CLOSED
+
+
+def test_each_time_that_something_takes_too_long_is_counted_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make()
+    for num in (1, 2):
+        rig.store.gate.hold("read")
+        rig.submit_read(KEYS[:1])
+        rig.store.gate.wait_came()
+        rig.clock.advance(10.1)
+        assert rig.tier.settle() == [] == rig.tier.settle()
+        assert rig.tier.counts.failures == {"stuck": num} and len(caplog.records) == num
+        rig.store.gate.let()
+        rig.settle()
 
 
 def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
@@ -299,9 +350,11 @@ def test_it_is_noticed_where_it_does_not(make: Make) -> None:
         a_defect_surfaces_and_loses_nothing(make(make=Quiet))
 
 
-def test_a_store_that_does_not_say_what_became_of_each_block_is_a_defect(make: Make) -> None:
-    rig = make()
-    rig.store.read = lambda keys, into: [DONE]  # type: ignore[method-assign]
+@pytest.mark.parametrize("num_outcomes", [1, 3])
+@pytest.mark.parametrize("local", [False, True])
+def test_a_store_that_does_not_say_what_became_of_each_block_is_a_defect(make: Make, local: bool, num_outcomes: int) -> None:
+    rig = make(local)
+    rig.store.read = lambda keys, into: [DONE] * num_outcomes  # type: ignore[method-assign]
     reading, _ = rig.submit_read(KEYS[:2])
     rig.tier.drain(SOON_S)
     num, groups = raised_by(lambda: [group.outcomes for group in reading.take_arrived()])

@@ -97,6 +97,14 @@ def test_noise_never_makes_a_token_cost_less_than_nothing() -> None:
     assert min(rate.seconds(100, depth) or 0.0 for depth in (0, 1000, 100000)) > 0.0
 
 
+def test_deep_steps_that_were_held_up_do_not_make_early_tokens_cost_less_than_nothing() -> None:
+    rate = PrefillRate()
+    for depth, seconds in ((1000, 1.0), (3000, 10.0)):  # a line through both is below zero at depth 0
+        rate.add(100, depth, seconds)
+    assert (rate.seconds(100, 0) or 0.0) > 0.0
+    assert (rate.tokens(1.0, 0) or 0) > 0
+
+
 def test_newer_measurements_count_more() -> None:
     link, rate = LinkRate(), measured(1e-5, 0.0, [(512, 256), (512, 4096)])
     link.add(1000, 1.0)

@@ -117,6 +117,17 @@ def test_a_tier_that_was_slow_once_is_tried_again() -> None:
     tries_again(LinkRate(clock=clock), clock)
 
 
+def test_a_try_whose_end_nobody_saw_leaves_the_next_measurement_to_replace_what_was_known() -> None:
+    clock = HandClock()
+    link = LinkRate(clock=clock)
+    link.add(100, 10.0)
+    clock.advance(STALE_S + 1.0)
+    link.note_try()
+    link.add(100, 10.0, unsure_s=9.0)
+    link.add(1000, 1.0)
+    assert link.bytes_per_s == 1000.0
+
+
 def test_one_that_never_is_is_noticed() -> None:
     with pytest.raises(AssertionError, match="faster"):
         tries_again(LinkRate(), HandClock())

@@ -7,7 +7,8 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from penstock.errors import StoreFailed
 from penstock.kv.tiers.remote import valkey
 from penstock.kv.tiers.remote.url import Node
 from penstock.kv.tiers.remote.valkey import Refusal, ValkeyConnection, command, command_with_value
+from support.servers import ServerMissing, make_certificate
 
 NEVER = time.monotonic() + 1e5
 NODE = Node("store", 6379)
@@ -149,6 +151,12 @@ def test_what_is_no_value_is_a_failure(data: bytes) -> None:
     with pytest.raises(StoreFailed):
         connection.read_value([])
     assert connection.num_owed == 1_000_000  # so nobody uses it again
+
+
+def test_a_value_that_no_block_and_no_manifest_can_have_is_not_received() -> None:
+    connection = receiving(b"$%d\r\n" % ((1 << 31) + 1) + b"x" * 100)
+    with pytest.raises(StoreFailed, match="something else than a value"):
+        connection.read_value([])
 
 
 def test_a_value_that_is_longer_than_it_said_is_a_failure() -> None:
@@ -310,3 +318,31 @@ def test_a_peer_that_is_gone_is_a_failure_of_whoever_sends(whole: bool) -> None:
     with ours, pytest.raises(StoreFailed) as raised:
         ValkeyConnection(NODE, ours, NEVER).send([b"PING"] if whole else [b"PI", b"NG"], 1)
     assert raised.value.__cause__ is None
+
+
+def test_what_an_encrypted_peer_sends_behind_a_value_leaves_the_connection_not_quiet(tmp_path: Path) -> None:
+    """It was decrypted together with the value, so that the system shows nothing of it; the next call would take it for its answer."""
+    try:
+        certificate, key = make_certificate(tmp_path)
+    except ServerMissing as missing:
+        pytest.skip(str(missing))
+    theirs_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs_context.load_cert_chain(certificate, key)
+    ours, theirs = socket.socketpair()
+
+    def serve() -> None:
+        with suppress(OSError), theirs_context.wrap_socket(theirs, server_side=True) as peer:
+            for surprise in (b"", b"+surprise\r\n"):
+                peer.recv(1000)
+                peer.sendall(reply(b"v" * 9000) + surprise)
+            peer.recv(1000)  # until the other side has ended
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ssl.create_default_context(cafile=certificate).wrap_socket(ours, server_hostname="localhost") as encrypted:
+        connection = ValkeyConnection(NODE, encrypted, NEVER)
+        for quiet in (True, False):
+            connection.ask_each(b"GET", [b"name"])
+            assert connection.read_value([memoryview(bytearray(9000))]) == 9000
+            assert connection.quiet is quiet
+    thread.join(60.0)

@@ -508,6 +508,8 @@ class ValkeyConnection:
     @property
     def readable(self) -> bool:
         """Something has arrived, or the other side is gone."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True  # decrypted with what was read before it: the system shows nothing of it any more
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
