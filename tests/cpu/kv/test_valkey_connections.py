@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from valkey_rig import PATIENT_S, is_closed, keys_of, num_idle, opened, write
@@ -179,7 +180,9 @@ def test_a_connection_that_is_left_with_answers_owed_is_not_kept(answering: str)
         assert num_idle(store) == 0 and is_closed(connection)
 
 
-def test_a_long_prompt_is_looked_for_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def asked_slowly(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> Iterator[tuple[Any, list[float]]]:
+    """A store with four seconds for a call, in which every question takes one; and the deadlines that it was asked under."""
     now_s = 1000.0
     deadlines: list[float] = []
 
@@ -187,32 +190,26 @@ def test_a_long_prompt_is_looked_for_under_one_deadline(monkeypatch: pytest.Monk
         nonlocal now_s
         now_s += 1.0
         deadlines.append(deadline)
-        return [True] * len(names)
+        return [is_there] * len(names)
 
     with contextlib.closing(opened(f"valkey://{LOOPBACK}:1", 4.0)) as store:
         monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: now_s))
         monkeypatch.setattr(store, "_ask_each", ask_each)
+        yield store, deadlines
+
+
+def test_a_long_prompt_is_looked_for_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with asked_slowly(monkeypatch, is_there=True) as (store, deadlines):
         assert store.find(keys_of(1100)) == 1100
     assert deadlines == [1004.0] * 3
 
 
 def test_a_write_asks_what_is_there_and_sends_the_rest_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    deadlines: list[float] = []
-
-    def ask_each(word: bytes, names: list[bytes], after: object, deadline: float) -> list[bool]:
-        nonlocal now_s
-        now_s += 1.0
-        deadlines.append(deadline)
-        return [False] * len(names)
-
     def set_each(keys: list[bytes], blocks: object, deadline: float) -> list[Outcome]:
         deadlines.append(deadline)
         return [Outcome.DONE] * len(keys)
 
-    with contextlib.closing(opened(f"valkey://{LOOPBACK}:1", 4.0)) as store:
-        monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: now_s))
-        monkeypatch.setattr(store, "_ask_each", ask_each)
+    with asked_slowly(monkeypatch, is_there=False) as (store, deadlines):
         monkeypatch.setattr(store, "_set_each", set_each)
         assert write(store, keys_of(3)) == [Outcome.DONE] * 3
     assert deadlines == [1004.0] * 2

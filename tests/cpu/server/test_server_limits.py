@@ -72,7 +72,7 @@ def test_a_header_in_drops_has_one_deadline_for_all_of_it() -> None:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"X-Drop: 1\r\n")
             num_drops += 1
-        assert num_drops < 2000
+            assert num_drops < 500, "long before the header is too large, which would end the connection as well"
 
 
 def test_a_body_that_does_not_end_behind_an_early_reply_ends_the_connection() -> None:
