@@ -357,10 +357,9 @@ class Engine:
     def _turn(self) -> bool:
         self._inbox.run_some()
         settled = self._settle()
-        if self._running is not None and self._parts.scheduler.needs_result:
-            running, self._running = self._running, None
-            self._read(running)
-            settled = True
+        reads = self._running is not None
+        if self._parts.scheduler.needs_result:
+            self._read_running()
         plan = self._plan()
         if self._parts.scheduler.left_scored and self._parts.executor.scores is not None:
             left, self._parts.scheduler.left_scored = self._parts.scheduler.left_scored, []
@@ -374,15 +373,22 @@ class Engine:
             self._running = self._sample(launched)
         more = self._sessions.step()
         self._snapshots.step()
-        return launched is not None or previous is not None or settled or more
+        return launched is not None or reads or settled or more
 
     def _plan(self) -> StepPlan | None:
         """Steps that read KV in host memory have half of the time, where others run: they take as long as dozens of others, and whoever is
-        in them waits for the link."""
+        in them waits for the link. What runs is read before such a step: launching one takes as long as the link does."""
         scheduler = self._parts.scheduler
-        if time.monotonic() >= self._reads_host_s:
-            return scheduler.plan()
-        return scheduler.plan(reads_host=False) or scheduler.plan()
+        if time.monotonic() < self._reads_host_s and (plan := scheduler.plan(reads_host=False)) is not None:
+            return plan
+        if self._running is not None and self._running.samples and scheduler.reads_host:
+            self._read_running()
+        return scheduler.plan()
+
+    def _read_running(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            self._read(running)
 
     def has_work(self) -> bool:
         """Whether requests are open. Saves may be under way beyond that; they end by themselves."""
@@ -415,9 +421,7 @@ class Engine:
             self._inbox.run_all()
             for request_id in self._outbox.open_ids():
                 self._outbox.publish([self._parts.scheduler.cancel(request_id)])
-            if self._running is not None:
-                running, self._running = self._running, None
-                self._read(running)
+            self._read_running()
             self._sessions.close()
             self._snapshots.close(timeout_s)
             self._parts.cache.close(timeout_s)

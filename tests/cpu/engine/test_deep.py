@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.contract import FinishReason, Match, Request, SamplingParams
+from penstock.contract import FinishReason, Match, Request, SamplingParams, StepPlan, Waits
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
+from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.execution.recording import Recorder
 from penstock.engine.execution.recording import read as read_recording
 from penstock.engine.scheduling.matching import found_share
@@ -122,6 +123,33 @@ def test_alone_it_has_every_step(make_engine: Make, prompts: Prompts) -> None:
         turns += 1
     assert deep.finish is FinishReason.LENGTH and engine.stats().steps - steps <= 30
     assert turns <= 40, "a turn without a step is one that waits for a block to be saved"
+
+
+def test_a_token_never_waits_for_the_launch_of_a_step_that_reads_host_memory(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU such a launch takes as long as the link. Steps without a token to tell are launched ahead all the same."""
+    engine = deep_engine(make_engine, 256)
+    executor, read = engine._parts.executor, engine._read
+    launch, unread, behind = executor.launch, dict[int, bool](), list[bool]()
+
+    def launch_noted(plan: StepPlan, waits: Waits) -> RunningStep:
+        if any(chunk.num_paged for chunk in plan.chunks):
+            behind.extend(unread.values())
+        unread[plan.number] = any(chunk.num_logits for chunk in plan.chunks)
+        return launch(plan, waits)
+
+    def read_noted(step: RunningStep) -> None:
+        del unread[step.number]
+        read(step)
+
+    monkeypatch.setattr(executor, "launch", launch_noted)
+    monkeypatch.setattr(engine, "_read", read_noted)
+    for asked in [[(LONG, 10)], [(LONG, 10), (30, 40), (700, 8)]]:
+        readers = [submit(engine, prompts(length, length), max_tokens=num) for length, num in asked]
+        run_all(engine)
+        assert [len(reader.tokens) for reader in readers] == [num for _, num in asked]
+    assert behind and not any(behind)
 
 
 def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts: Prompts) -> None:

@@ -84,6 +84,11 @@ class RunningStep:
     late: LateSample | None = None  # its sampling, where that is not on the lane yet
     endings: Sequence[GrammarEnd] = ()  # requests whose grammars allow no further token: known when it was sampled
 
+    @property
+    def samples(self) -> bool:
+        """Whether somebody gets a token of it."""
+        return any(chunk.num_logits for chunk in self.chunks)
+
     def wait_result(self) -> StepResult:
         """Block until the step is over. A failure is logged and part of the result, not raised."""
         try:

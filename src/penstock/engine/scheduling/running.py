@@ -45,6 +45,10 @@ class Running:
     def has_row(self) -> bool:
         return bool(self._free_rows)
 
+    @property
+    def has_deep(self) -> bool:
+        return self._num_deep > 0
+
     def fits(self, track: Track, match: Match) -> bool:
         """Whether its whole life can be promised on top of what is promised already. Matched idle blocks stop being evictable,
         so they count as taken; matched blocks that others hold cost nothing. Nothing may happen between this and `enter`."""

@@ -156,6 +156,11 @@ class Scheduler:
         """Whether the next plan can propose more once the step that runs has been read."""
         return self._drafter is not None and self._drafter.needs_results and self._steps.has_drafts
 
+    @property
+    def reads_host(self) -> bool:
+        """Whether the next tokens of a request that runs read KV in host memory."""
+        return self._running.has_deep and any(track.state is State.RUNNING and track.reads_host for track in self._running.tracks.values())
+
     # ------------------------------------------------------------------------------------------------------------- plan
 
     def plan(self, reads_host: bool = True) -> StepPlan | None:
