@@ -149,7 +149,7 @@ def test_a_token_never_waits_for_the_launch_of_a_step_that_reads_host_memory(
         readers = [submit(engine, prompts(length, length), max_tokens=num) for length, num in asked]
         run_all(engine)
         assert [len(reader.tokens) for reader in readers] == [num for _, num in asked]
-    assert behind and not any(behind)
+    assert len(behind) > 6 and not any(behind)
 
 
 def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts: Prompts) -> None:

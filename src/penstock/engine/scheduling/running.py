@@ -19,7 +19,7 @@ _SPARE_SHARE = 64
 _ANSWER_BLOCKS = 32
 _ANSWER_SHARE = 32
 _NEXT_RANK = -1e12  # below all others: times of arrival, and what stands for priorities
-_CHUNK_SHARE = 4  # a deep request computes at most one in so many of the blocks that it may have on the device in one step
+_CHUNK_SHARE = 2  # a deep request computes at most one in so many of the blocks that it may have on the device in one step
 _SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, for the rate of the link
 
 
@@ -153,7 +153,7 @@ class Running:
         lies behind all steps launched. None where what would make way is still being saved."""
         table, size = track.held_table(), self._ledger.block_tokens
         most = self._budget.resident_blocks - self._take_lent_back(track)
-        num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)  # several chunks fit: while one is computed, others are saved
+        num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)  # while one chunk is computed, the one before it is saved
         most -= table.num_fetched
         num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
         if (resident := track.deciding) is not None:
