@@ -54,6 +54,12 @@ class Line:
         yield from self._queued[queued:]
         yield from self._ranked[ranked:]
 
+    def after_late(self) -> Iterator[Track]:
+        return iter(self._ranked)
+
+    def going_on(self) -> Iterator[Track]:
+        return (track for track in self._ranked if track.goes_on)
+
     def add(self, track: Track) -> None:
         """By its arrival, until more is known: `rank` says so."""
         track.rank = track.request.arrival_s
@@ -76,6 +82,7 @@ class Line:
         keeps the place of its arrival."""
         known = self._bound_s > 0 and start_s is not None and track.state is not State.RETRACTED
         offset_s = 0.0
+        track.goes_on = found_share >= _GOOD_PART or track.state is State.RETRACTED
         if known and start_s is not None:
             most_s = self._bound_s * (1.0 - (1.0 - _KNOWN_SHARE) * min(1.0, found_share / _GOOD_PART))
             patience = _COLD_PATIENCE if not found_share else _HERE_PATIENCE if is_here else _PATIENCE
