@@ -51,10 +51,12 @@ _DEAR_TOKENS = 8192  # of a conversation that this is done for
 # Plans in which the KV of such a conversation counts as wanted, as if its next request had come already. Until it has come and was looked
 # at nobody else wants it, and whoever draws blocks would take them from it first.
 _KEPT_PLANS = 16
-# Conversations grow. Another one is begun where all that are under way take at most so much of the device with it: if they filled it from
-# the first turn on, each would make another one leave at every turn.
+# Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
+# filled it, later ones would make each other leave. That holds as long as half of those that are answered go on at once; it is assumed at
+# first, and what so many answers show counts more than all before.
 _BEGUN_SHARE = 0.75
-_BELIEF = 8  # answers after which it is another matter whether conversations go on at once
+_LEAST_GOING_ON = 0.5
+_ANSWERS = 8
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -67,7 +69,6 @@ class _Answered:
 
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
-    prefix: Prefix
     track: Track
     went_on: bool = False  # its next request has come
 
@@ -105,7 +106,7 @@ class Scheduler:
         self._num_plans = 0
         self._newest_s = 0.0  # the latest arrival
         self._answered: deque[_Answered] = deque()  # oldest first
-        self._belief = 1.0  # how many of those that were answered lately went on at once
+        self._going_on = 1.0  # how many of those that were answered lately went on at once, as a share
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
@@ -120,9 +121,8 @@ class Scheduler:
             raise InvariantBroken(f"request {request.id} was added twice")
         self._num_orders += 1
         self._newest_s = max(self._newest_s, request.arrival_s)
-        if request.prefix is not None:
-            for one in self._answered:
-                one.went_on |= _goes_on(request.prefix, one.prefix)
+        for one in self._answered:
+            one.went_on = one.went_on or _goes_on(request.prefix, one.track.prefix)
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
         most = self._budget.deep_blocks
         track.is_deep = 0 < most < blocks_for(track.lifetime_tokens, self._ledger.block_tokens) and request.prefix is not None
@@ -180,7 +180,7 @@ class Scheduler:
         while self._answered and self._answered[0].until <= self._num_plans:
             one = self._answered.popleft()
             self._ledger.end_want(one.want)
-            self._belief += (one.went_on - self._belief) / _BELIEF
+            self._going_on += (one.went_on - self._going_on) / _ANSWERS
         self._take_in_loads()
         self._running.keep_free()
         tracks = self._in_turn()
@@ -327,14 +327,14 @@ class Scheduler:
             if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
                 self._rank(known, find_match(known, self._ledger, self._budget.resident_blocks))
         passed: set[Track] = set()  # those that wait, and let others go ahead
-        late: Track | None = None  # the first that begins later; so do all behind it that would begin
+        late: Track | None = None  # the first that begins later; so does whoever else would begin a long conversation
         waiting = iter(self._line)
         for _ in range(2 * _LOOK_AHEAD):
             track = next((one for one in waiting if one not in passed), None)
             if track is None or len(passed) >= _LOOK_AHEAD or not self._running.has_row:
                 return
             if late is not None and track.request.priority != late.request.priority:
-                return
+                return  # what counts among ranks does not count among priorities
             match = self._try_match(track)
             if match is None:
                 if is_arriving(track):
@@ -343,10 +343,10 @@ class Scheduler:
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
-                if self._begins_later(track) or (late is not None and not track.goes_on):
+                if _begins(track) and (late is not None or self._begins_later(track)):
                     late = late or track
                     passed.add(track)
-                    waiting = self._line.after_late()
+                    waiting = self._line.passing(_DEAR_TOKENS, _LOOK_AHEAD)
                     continue
                 if self._holds_back(track, match):
                     return
@@ -358,15 +358,12 @@ class Scheduler:
                     return
                 if self._claim(track, match) and self._start(track, match):
                     self._take_first_tokens(track, room)
-            waiting = iter(self._line) if late is None else self._line.after_late()
+            waiting = iter(self._line) if late is None else self._line.passing(_DEAR_TOKENS, _LOOK_AHEAD)
 
     def _start_alone(self, track: Track, room: Room) -> bool:
         """It is the only one in line. Where slots are free for all of it, it needs neither a place in line nor a want, and starts now."""
         match = self._try_match(track) if self._running.has_row else None
         if match is None or self._holds_back(track, match):
-            return False
-        track.goes_on = found_share(track, match, self._ledger.block_tokens) >= 0.25
-        if self._begins_later(track):
             return False
         if not self._running.fits_free(track, match) or not self._claim(track, match) or not self._start(track, match):
             return False
@@ -380,18 +377,16 @@ class Scheduler:
         return is_held and not self._is_here(track, match)
 
     def _begins_later(self, track: Track) -> bool:
-        """Whether it would begin a long conversation, and those that are under way need the device. It is overtaken meanwhile, so only until
-        somebody comes whom it may not be overtaken by."""
-        if track.goes_on or len(track.tokens) < _DEAR_TOKENS or not self._budget.max_overtaken_s or not self._running.tracks:
+        """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
+        meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
+        if self._going_on < _LEAST_GOING_ON or self._newest_s >= track.rank or not len(self._running):
             return False
-        if self._belief < 0.5 or self._newest_s >= track.rank:
-            return False
-        most = _BEGUN_SHARE * self._ledger.num_blocks * self._ledger.block_tokens - track.lifetime_tokens
+        num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - self._running.most_blocks(track)
         answered = (one.track for one in self._answered if not one.went_on)
         for other in chain(self._running.tracks.values(), answered, self._line.going_on()):
-            if other.lifetime_tokens >= _DEAR_TOKENS and other.request.priority <= track.request.priority:
-                most -= other.lifetime_tokens
-                if most < 0:
+            if len(other.tokens) >= _DEAR_TOKENS and other.request.priority <= track.request.priority:
+                num_left -= self._running.most_blocks(other)
+                if num_left < 0:
                     return True
         return False
 
@@ -648,7 +643,7 @@ class Scheduler:
         if track.prefix is not None and track.prefix.keys and track.request.may_match and self._budget.max_overtaken_s > 0:
             want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
             if want is not None:
-                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want, track.prefix, track))
+                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want, track))
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
@@ -666,8 +661,15 @@ class Scheduler:
         self._running.check()
 
 
-def _goes_on(prefix: Prefix, earlier: Prefix) -> bool:
-    """Whether they have half of the earlier one in common."""
+def _begins(track: Track) -> bool:
+    """Whether it would begin a long conversation."""
+    return not track.goes_on and len(track.tokens) >= _DEAR_TOKENS
+
+
+def _goes_on(prefix: Prefix | None, earlier: Prefix | None) -> bool:
+    """Whether at least half of the earlier one is the same."""
+    if prefix is None or earlier is None:
+        return False
     place = len(earlier.keys) // 2
     return place < len(prefix.keys) and prefix.keys[place] == earlier.keys[place]
 
