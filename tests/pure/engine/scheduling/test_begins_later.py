@@ -1,5 +1,5 @@
-"""When a long conversation begins: those that are under way grow, and need the device first. How long it waits for that, who goes ahead of it
-meanwhile, and where nobody waits at all."""
+"""When a long conversation begins: those that are under way grow, and need the device first. How long it waits for that, who goes ahead of
+it meanwhile, and where nobody waits at all."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_nobody_waits_for_conversations_where_those_that_were_answered_did_not_go_on(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
     monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
     monkeypatch.setattr(scheduler_module, "_GRACE", 0)
     world, _ = under_way(bound_s=1000.0)
@@ -225,7 +225,8 @@ def crowd(seed: int) -> Counter[str]:
     """Conversations that begin and go on at any time, long and short, on a device for a few of them. The world checks at every admission
     that nobody was overtaken by one that came later than the bound, or by a lower priority."""
     r = random.Random(seed)
-    world = World(r.randint(6, 16), r.choice([2, 4]), r.choice([4, 64]), cold=Cold(r.choice([9, 24])), max_overtaken_s=r.choice([2.0, 20.0]))
+    bound_s, cold = r.choice([2.0, 20.0]), Cold(r.choice([9, 24]))
+    world = World(r.randint(6, 16), r.choice([2, 4]), r.choice([4, 64]), cold=cold, max_overtaken_s=bound_s)
     tiers_of(world).loads.prefill.add(100, 0.0, r.choice([0.1, 10.0, 100.0]))
     talks: list[list[int]] = []
     for _ in range(r.randint(6, 16)):
