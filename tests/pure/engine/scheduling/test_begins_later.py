@@ -258,7 +258,7 @@ def test_whoever_begins_later_is_overtaken_within_the_bound_and_comes_to_run(mon
         return late
 
     monkeypatch.setattr(Scheduler, "_begins_later", counted)
-    seen = sum((crowd(seed) for seed in range(12)), Counter[str]())
+    seen = sum((crowd(seed) for seed in range(24)), Counter[str]())
     assert num_late > 20 and seen["overtakes"] > 10
 
 
