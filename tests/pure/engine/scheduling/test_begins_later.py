@@ -110,14 +110,14 @@ def test_short_requests_that_run_and_long_ones_in_line_that_find_nothing_are_no_
     world.close()
 
 
-def test_those_in_line_that_go_on_are_under_way() -> None:
-    world, _ = under_way(B, C, max_tokens=4)
-    for prompt in (B, C):
-        world.submit([*prompt[:12], 1, 1], 28, ignore_eos=True)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_those_in_line_that_go_on_are_under_way(goes_on: bool) -> None:
+    """5 blocks run, and 3 are its own; 12 that do not fit beside those that run come later, and their rank is behind its own."""
+    world, _ = under_way(C[:12], max_tokens=4)
     waits = world.submit([4] * 12, 1, ignore_eos=True)
-    for _ in range(4):
-        world.plan()
-    assert waits in world.in_line(), "5 blocks run and 4 are its own; 12 and 12 go on"
+    world.now_s += 18.0
+    other = world.submit([*C[:12], 1, 1] if goes_on else [1, 1] * 7, 34, ignore_eos=True)
+    assert begun(world, waits, other) == ([] if goes_on else [waits])
     world.finish()
     world.close()
 
@@ -184,7 +184,7 @@ def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(monkeyp
     world.finish()
     last = world.submit([*talk[:12], 6, 6], 14, ignore_eos=True)
     world.plan()
-    waits, _ = world.submit(B, 12), world.submit(C, 12)
+    waits, _ = world.submit([3] * 16, 12), world.submit(C, 12)
     assert begun(world, last, waits) == ([last] if goes_on else [last, waits])
     world.finish()
     world.close()
