@@ -12,6 +12,7 @@ import argparse
 import heapq
 import itertools
 import json
+import random
 import sys
 import time
 from collections import deque
@@ -47,6 +48,9 @@ TOKEN_S, DEPTH_S = 11.3e-6, 1.025e-9  # of a prompt's token, and for each token 
 STEP_S = 2.9e-3
 MEMORY_BYTES_S = 4.3e12
 LINK_BYTES_S = 52e9
+# How far steps, and clients before they go on, are from their mean where they are random (`--seed`).
+STEPS_VARY = 0.05
+CLIENT_VARIES = 0.7
 
 
 class Clock:
@@ -155,6 +159,7 @@ class Model:
         self.asked: dict[str, Asked] = {}
         self.steps: deque[tuple[StepPlan, ModelFence, tuple[int, float, float] | None]] = deque()  # launched, with what they say of prefill
         self.num_done = 0
+        self.random = random.Random(o.seed)
         for number in range(len(self.users)):
             self._send_later(number, 0)
 
@@ -164,8 +169,13 @@ class Model:
         return Mover((source, dest), copier, lane, ModelLane(f"launch to {dest}", self.clock))  # type: ignore[arg-type]
 
     def _send_later(self, user: int, number: int) -> None:
-        think_s = self.users[user].asks[number].think_s + self.options.client_ms / 1000
+        client_s = self._varied(self.options.client_ms / 1000, CLIENT_VARIES)
+        think_s = self.users[user].asks[number].think_s + client_s
         heapq.heappush(self.arriving, (self.clock.now_s + think_s, len(self.asked) + len(self.arriving), user, number))
+
+    def _varied(self, seconds: float, by: float) -> float:
+        """Without a seed as given, else a random time of that mean."""
+        return seconds * (1.0 + self.random.uniform(-by, by)) if self.options.seed else seconds
 
     def _send(self, user: int, number: int) -> None:
         ask = self.users[user].asks[number]
@@ -213,6 +223,8 @@ class Model:
         step_s = STEP_S + context * LAYOUT.block_bytes / BLOCK / MEMORY_BYTES_S
         prompts = [(chunk.num_tokens, chunk.start + chunk.num_tokens / 2) for chunk in plan.chunks if chunk.num_tokens > 1]
         prompt_s = sum(num * (TOKEN_S + DEPTH_S * depth) for num, depth in prompts)
+        slower = 1.0 + self.options.slower
+        step_s, prompt_s = self._varied(step_s * slower, STEPS_VARY), self._varied(prompt_s * slower, STEPS_VARY)
         lane.busy_s += step_s + prompt_s
         seen = None
         if prompts:
@@ -288,6 +300,8 @@ def main() -> None:
     parser.add_argument("--max-overtaken-s", type=float, default=60.0)
     parser.add_argument("--chunk-ms", type=float, default=150.0)
     parser.add_argument("--client-ms", type=float, default=30.0)
+    parser.add_argument("--slower", type=float, default=0.0, help="by which share steps take longer than their rates say")
+    parser.add_argument("--seed", type=int, default=0, help="of random times of steps and clients; 0: none is random")
     parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
     options = parser.parse_args()
     o = options

@@ -5,7 +5,7 @@ never more than a bound. Whoever runs next is of the highest priority, and of th
 by a request of its priority that has arrived more than the bound later, whatever the figures say, and whether they change or not.
 
 Those that find nothing cached are a queue of their own, in order of arrival, of which only the first competes: among each other they do
-not overtake.
+not overtake. But where a long one of them begins later, so that others can go on, short ones go ahead of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
+from heapq import merge
 from itertools import islice
 
 from penstock.engine.scheduling.track import State, Track
@@ -54,6 +55,16 @@ class Line:
         yield from self._queued[queued:]
         yield from self._ranked[ranked:]
 
+    def passing(self, num_tokens: int, most: int) -> Iterator[Track]:
+        """Those that may go ahead of one which begins a long conversation later, whoever is next first: whoever finds something, and of the
+        first `most` that find nothing those below `num_tokens`. It may not be changed meanwhile."""
+        short = [track for track in islice(self._queued, most) if len(track.tokens) < num_tokens]
+        return merge(short, self._ranked, key=_by_rank)
+
+    def going_on(self) -> Iterator[Track]:
+        """Those in the middle of a conversation."""
+        return (track for track in self._ranked if track.goes_on)
+
     def add(self, track: Track) -> None:
         """By its arrival, until more is known: `rank` says so."""
         track.rank = track.request.arrival_s
@@ -76,6 +87,7 @@ class Line:
         keeps the place of its arrival."""
         known = self._bound_s > 0 and start_s is not None and track.state is not State.RETRACTED
         offset_s = 0.0
+        track.goes_on = found_share >= _GOOD_PART or track.state is State.RETRACTED
         if known and start_s is not None:
             most_s = self._bound_s * (1.0 - (1.0 - _KNOWN_SHARE) * min(1.0, found_share / _GOOD_PART))
             patience = _COLD_PATIENCE if not found_share else _HERE_PATIENCE if is_here else _PATIENCE

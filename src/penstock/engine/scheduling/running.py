@@ -88,7 +88,11 @@ class Running:
 
     def _needs(self, track: Track, match: Match) -> int:
         """Blocks of its life that are not on the device, as far as they will be there at the same time."""
-        return (self._budget.resident_blocks if track.is_deep else self._lifetime(track)) - match.num_blocks
+        return self.most_blocks(track) - match.num_blocks
+
+    def most_blocks(self, track: Track) -> int:
+        """That it may have on the device at the same time."""
+        return self._budget.resident_blocks if track.is_deep else self._lifetime(track)
 
     def _lifetime(self, track: Track) -> int:
         """Blocks of its life."""

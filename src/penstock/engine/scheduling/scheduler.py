@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.contract import (
     Chunk,
@@ -16,6 +17,7 @@ from penstock.contract import (
     Load,
     Match,
     PartScores,
+    Prefix,
     PromptLogprobs,
     Request,
     Sampled,
@@ -49,6 +51,12 @@ _DEAR_TOKENS = 8192  # of a conversation that this is done for
 # Plans in which the KV of such a conversation counts as wanted, as if its next request had come already. Until it has come and was looked
 # at nobody else wants it, and whoever draws blocks would take them from it first.
 _KEPT_PLANS = 16
+# Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
+# filled it, later ones would make each other leave. That holds as long as half of those that are answered go on at once; it is assumed at
+# first, and what so many answers show counts more than all before.
+_BEGUN_SHARE = 0.75
+_LEAST_GOING_ON = 0.5
+_ANSWERS = 8
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
@@ -61,6 +69,8 @@ class _Answered:
 
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
+    track: Track
+    went_on: bool = False  # its next request has come
 
 
 class Scheduler:
@@ -96,6 +106,7 @@ class Scheduler:
         self._num_plans = 0
         self._newest_s = 0.0  # the latest arrival
         self._answered: deque[_Answered] = deque()  # oldest first
+        self._going_on = 1.0  # how many of those that were answered lately went on at once, as a share
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
@@ -110,6 +121,8 @@ class Scheduler:
             raise InvariantBroken(f"request {request.id} was added twice")
         self._num_orders += 1
         self._newest_s = max(self._newest_s, request.arrival_s)
+        for one in self._answered:
+            one.went_on = one.went_on or _goes_on(request.prefix, one.track.prefix)
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
         most = self._budget.deep_blocks
         track.is_deep = 0 < most < blocks_for(track.lifetime_tokens, self._ledger.block_tokens) and request.prefix is not None
@@ -170,7 +183,9 @@ class Scheduler:
         num_retractions = self.counts.retractions
         self._num_plans += 1
         while self._answered and self._answered[0].until <= self._num_plans:
-            self._ledger.end_want(self._answered.popleft().want)
+            one = self._answered.popleft()
+            self._ledger.end_want(one.want)
+            self._going_on += (one.went_on - self._going_on) / _ANSWERS
         self._take_in_loads()
         self._running.keep_free()
         tracks = self._in_turn()
@@ -317,11 +332,14 @@ class Scheduler:
             if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
                 self._rank(known, find_match(known, self._ledger, self._budget.resident_blocks))
         passed: set[Track] = set()  # those that wait, and let others go ahead
+        late: Track | None = None  # the first that begins later; so does whoever else would begin a long conversation
         waiting = iter(self._line)
         for _ in range(2 * _LOOK_AHEAD):
             track = next((one for one in waiting if one not in passed), None)
             if track is None or len(passed) >= _LOOK_AHEAD or not self._running.has_row:
                 return
+            if late is not None and track.request.priority != late.request.priority:
+                return  # what counts among ranks does not count among priorities
             match = self._try_match(track)
             if match is None:
                 if is_arriving(track):
@@ -330,6 +348,11 @@ class Scheduler:
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
+                if _begins(track) and (late is not None or self._begins_later(track)):
+                    late = late or track
+                    passed.add(track)
+                    waiting = self._line.passing(_DEAR_TOKENS, _LOOK_AHEAD)
+                    continue
                 if self._holds_back(track, match):
                     return
                 if not self._running.fits(track, match):
@@ -340,7 +363,7 @@ class Scheduler:
                     return
                 if self._claim(track, match) and self._start(track, match):
                     self._take_first_tokens(track, room)
-            waiting = iter(self._line)
+            waiting = iter(self._line) if late is None else self._line.passing(_DEAR_TOKENS, _LOOK_AHEAD)
 
     def _start_alone(self, track: Track, room: Room) -> bool:
         """It is the only one in line. Where slots are free for all of it, it needs neither a place in line nor a want, and starts now."""
@@ -357,6 +380,20 @@ class Scheduler:
         steps are what it waits for."""
         is_held = bool(self._grace) and len(self._running) > 0 and self._budget.max_overtaken_s > 0
         return is_held and not self._is_here(track, match)
+
+    def _begins_later(self, track: Track) -> bool:
+        """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
+        meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
+        if self._going_on < _LEAST_GOING_ON or self._newest_s >= track.rank or not len(self._running):
+            return False
+        num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - self._running.most_blocks(track)
+        answered = (one.track for one in self._answered if not one.went_on)
+        for other in chain(self._running.tracks.values(), answered, self._line.going_on()):
+            if len(other.tokens) >= _DEAR_TOKENS and other.request.priority <= track.request.priority:
+                num_left -= self._running.most_blocks(other)
+                if num_left < 0:
+                    return True
+        return False
 
     def _is_here(self, track: Track, match: Match) -> bool:
         """Whether most of what it has to have computed is on the device."""
@@ -611,7 +648,7 @@ class Scheduler:
         if track.prefix is not None and track.prefix.keys and track.request.may_match and self._budget.max_overtaken_s > 0:
             want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
             if want is not None:
-                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want))
+                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want, track))
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
@@ -627,6 +664,19 @@ class Scheduler:
     def check(self) -> None:
         """Recount what is kept as running totals; raises InvariantBroken where they differ."""
         self._running.check()
+
+
+def _begins(track: Track) -> bool:
+    """Whether it would begin a long conversation."""
+    return not track.goes_on and len(track.tokens) >= _DEAR_TOKENS
+
+
+def _goes_on(prefix: Prefix | None, earlier: Prefix | None) -> bool:
+    """Whether at least half of the earlier one is the same."""
+    if prefix is None or earlier is None:
+        return False
+    place = len(earlier.keys) // 2
+    return place < len(prefix.keys) and prefix.keys[place] == earlier.keys[place]
 
 
 def _may_begin(load: Load) -> bool:

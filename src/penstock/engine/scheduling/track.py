@@ -57,6 +57,7 @@ class Track:
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
     leased_at: int = -1  # blocks that the device had when colder tiers were asked last on the engine thread; -1: they were not
     want: Want | None = None  # while it waits: what it will use of the device's blocks
+    goes_on: bool = False  # it is in the middle of a conversation: it has found a good part of its prompt, or ran before
     rank: float = 0.0  # its place in line, which knows what it means,
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits

@@ -211,6 +211,32 @@ def test_one_that_was_retracted_has_the_place_of_its_arrival_whatever_it_costs()
         assert list(crowd.line) == [retracted, cheap]
 
 
+def test_whoever_finds_a_good_part_of_his_prompt_or_ran_before_goes_on() -> None:
+    crowd = Crowd(60.0)
+    ran = crowd.add()
+    assert crowd.admit() is ran
+    crowd.retract(ran)
+    found = {share: crowd.add() for share in (0.0, 0.24, 0.25)}
+    new = crowd.add()
+    for share, track in found.items():
+        crowd.line.rank(track, 0.1, share)
+    crowd.line.rank(ran, 0.1, 0.0)
+    assert list(crowd.line.going_on()) == [ran, found[0.25]] and new in crowd.waiting
+    crowd.line.rank(found[0.25], 0.1, 0.0)
+    assert list(crowd.line.going_on()) == [ran], "what it had found is lost"
+
+
+def test_whoever_finds_something_and_whoever_is_short_passes_one_that_begins_later_in_order_of_rank() -> None:
+    crowd = Crowd(60.0)
+    tracks = {name: crowd.add() for name in ("long", "short", "longer", "known", "far", "too far")}
+    for name, num_tokens in (("long", 9), ("longer", 10)):
+        tracks[name].tokens = [1] * num_tokens
+    for name, start_s in (("long", 1.0), ("short", 0.02), ("longer", 1.0), ("far", 0.01), ("too far", 0.0)):
+        crowd.line.rank(tracks[name], start_s, 0.0)
+    crowd.line.rank(tracks["known"], 0.05, 1.0)
+    assert list(crowd.line.passing(9, 4)) == [tracks["known"], tracks["short"], tracks["far"]], "only so many are looked through"
+
+
 def test_a_line_says_whether_a_place_may_have_changed() -> None:
     line = Crowd(60.0)
     track = line.add()

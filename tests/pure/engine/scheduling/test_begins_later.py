@@ -1,0 +1,277 @@
+"""When a long conversation begins: those that are under way grow, and need the device first. How long it waits for that, who goes ahead of
+it meanwhile, and where nobody waits at all."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from scheduler_cases import A, B, C, planned, tiers_of
+from scheduler_tiers import Cold
+from scheduler_world import World
+
+from penstock.engine.scheduling import scheduler as scheduler_module
+from penstock.engine.scheduling.scheduler import Scheduler
+
+BOUND_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _twelve_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", 12)
+
+
+def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True, **talk: Any) -> tuple[World, str]:
+    """A conversation of 7 blocks runs on a device of 16, of which three quarters are 12. `known` are cached there."""
+    world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
+    if measured:
+        tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+    for prompt in known:
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    world.scheduler._answered.clear()
+    world.scheduler._going_on = 1.0
+    runs = world.submit(A, **{"max_tokens": 12, "ignore_eos": True, **talk})
+    planned(world)
+    assert world.state_of(runs) == "running"
+    return world, runs
+
+
+def begun(world: World, *request_ids: str) -> list[str]:
+    """Which of them run after the next plan."""
+    world.plan()
+    return [one for one in request_ids if one not in world.in_line()]
+
+
+@pytest.mark.parametrize(("max_tokens", "begins"), [(5, True), (6, False)], ids=["12 blocks", "13 blocks"])
+def test_a_long_conversation_begins_where_all_take_three_quarters_of_the_device(max_tokens: int, begins: bool) -> None:
+    world, _ = under_way()
+    first, second = world.submit(B, max_tokens, ignore_eos=True), world.submit(C, 12)
+    assert begun(world, first, second) == ([first] if begins else [])
+    world.finish()
+    assert world.admitted[1:] == [first, second], "and their turn comes"
+    world.close()
+
+
+def test_it_begins_when_those_that_are_under_way_have_ended() -> None:
+    world, runs = under_way()
+    world.submit([2, 2, 2], 9, ignore_eos=True)
+    waits = world.submit(B, 12)
+    assert begun(world, waits) == []
+    world.cancel(runs)
+    assert begun(world, waits) == [waits]
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins"),
+    [([*C[:12], 1], True), ([*C[:4], *B[:12]], True), ([*C[:4], *B[:13]], False), ([2] * 11, True), ([2] * 12, False)],
+    ids=["nearly all is known", "a quarter is known", "less than a quarter is known", "a short one", "a long one"],
+)
+def test_whoever_goes_on_and_whoever_is_short_goes_ahead_of_it(prompt: list[int], begins: bool) -> None:
+    world, _ = under_way(C[:12])
+    waits, other = world.submit(B, 12), world.submit(prompt, 10)
+    assert begun(world, waits, other) == ([other] if begins else [])
+    world.finish()
+    assert len(world.admitted) == 4
+    world.close()
+
+
+@pytest.mark.parametrize(("late_s", "begins"), [(0.0, False), (19.9, False), (20.0, True)])
+def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(late_s: float, begins: bool) -> None:
+    world, _ = under_way(C[:12])
+    waits = world.submit(B, 12)
+    world.submit([*B[:15], 1], 12)
+    assert begun(world, waits) == []
+    world.now_s += late_s
+    newest = world.submit([*C[:12], 1], 1)
+    assert begun(world, waits, newest) == ([waits] if begins else [newest]), "there is no room for both"
+    world.close()
+
+
+@pytest.mark.parametrize("why", ["in order of arrival", "nothing was measured"])
+def test_nobody_begins_later_where_there_is_no_order_but_that_of_arrival(why: str) -> None:
+    world, _ = under_way(bound_s=0.0 if why == "in order of arrival" else BOUND_S, measured=why != "nothing was measured")
+    waits, _ = world.submit(B, 12), world.submit(C, 12)
+    assert begun(world, waits) == [waits]
+    world.close()
+
+
+def test_short_requests_that_run_and_long_ones_in_line_that_find_nothing_are_no_conversations() -> None:
+    world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=BOUND_S)
+    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+    world.submit([2, 2], 5, ignore_eos=True)
+    world.submit([3, 3], 5, ignore_eos=True)
+    planned(world)
+    first, second = world.submit(B, 24, ignore_eos=True), world.submit(C, 24)
+    assert begun(world, first, second) == [first]
+    world.close()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_those_in_line_that_go_on_are_under_way(goes_on: bool) -> None:
+    """5 blocks run, and 3 are its own; 12 that do not fit beside those that run come later, and their rank is behind its own."""
+    world, _ = under_way(C[:12], max_tokens=4)
+    waits = world.submit([4] * 12, 1, ignore_eos=True)
+    world.now_s += 18.0
+    other = world.submit([*C[:12], 1, 1] if goes_on else [1, 1] * 7, 34, ignore_eos=True)
+    assert begun(world, waits, other) == ([] if goes_on else [waits])
+    world.finish()
+    world.close()
+
+
+# --------------------------------------------------------------------------------------------------------- after an answer
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, kept_plans: int) -> World:
+    """A conversation of 5 blocks was answered a moment ago; a short request runs."""
+    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", kept_plans)
+    monkeypatch.setattr(scheduler_module, "_GRACE", 0)
+    world, runs = under_way(max_tokens=2)
+    world.submit([2, 2], 9, ignore_eos=True)
+    while world.outcome(runs)[1] is None:
+        planned(world)
+        world.commit()
+    assert world.outcome(runs)[1] is not None
+    return world
+
+
+def test_one_that_was_just_answered_is_under_way_for_some_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = answered(monkeypatch, 3)
+    waits, _ = world.submit(B, 17, ignore_eos=True), world.submit(C, 12)
+    waited = []
+    while waits in world.in_line():
+        planned(world)
+        world.commit()
+        waited.append(waits in world.in_line())
+    assert waited == [True, True, False]
+    world.close()
+
+
+def test_it_begins_where_nobody_runs_whose_end_could_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = answered(monkeypatch, 1000)
+    waits, _ = world.submit(B, 17, ignore_eos=True), world.submit(C, 12)
+    assert begun(world, waits) == []
+    world.cancel(world.admitted[-1])
+    assert not world.scheduler._running.tracks and begun(world, waits) == [waits]
+    world.close()
+
+
+def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its 5 blocks and the 7 of the one that begins are three quarters; with the answered one they would be more."""
+    world = answered(monkeypatch, 1000)
+    goes_on = world.submit([*A[:12], 1, 1], 6, ignore_eos=True)
+    waits, other = world.submit(B, 12, ignore_eos=True), world.submit(C, 12)
+    assert begun(world, goes_on, waits, other) == [goes_on, waits]
+    world.close()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
+    monkeypatch.setattr(scheduler_module, "_GRACE", 0)
+    world, _ = under_way(bound_s=1000.0)
+    world.finish()
+    talk = [5, 4] * 6
+    for number in range(7):
+        talk = [*talk[:12], number % 6 + 1] if goes_on else [number % 6 + 1, *talk[:12]]
+        one, _ = world.submit(talk, 1, ignore_eos=True), world.submit([2, 2, 2], 4, ignore_eos=True)
+        for _ in range(3):
+            world.step()
+        assert world.outcome(one)[1] is not None
+    world.finish()
+    last = world.submit([*talk[:12], 6, 6], 14, ignore_eos=True)
+    world.plan()
+    waits, _ = world.submit([3] * 16, 12), world.submit(C, 12)
+    assert begun(world, last, waits) == ([last] if goes_on else [last, waits])
+    world.finish()
+    world.close()
+
+
+def test_what_was_answered_when_nobody_is_left_says_nothing_about_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = under_way()
+    for _ in range(9):
+        world.submit(B, 2, ignore_eos=True)
+        world.finish()
+    assert world.scheduler._going_on == 1.0
+    world.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- priorities
+
+
+def test_nobody_of_a_lower_priority_goes_ahead_of_one_that_begins_later() -> None:
+    world, _ = under_way(C[:12])
+    waits, other = world.submit(B, 12), world.submit([*C[:12], 1], 1, priority=1)
+    assert begun(world, waits, other) == []
+    world.finish()
+    assert world.admitted[-2:] == [waits, other]
+    world.close()
+
+
+def test_it_does_not_wait_for_conversations_of_a_lower_priority() -> None:
+    world, _ = under_way(priority=1)
+    waits, other = world.submit(B, 12), world.submit(C, 12, priority=1)
+    assert begun(world, waits, other) == [waits]
+    world.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- any order
+
+
+def crowd(seed: int) -> Counter[str]:
+    """Conversations that begin and go on at any time, long and short, on a device for a few of them. The world checks at every admission
+    that nobody was overtaken by one that came later than the bound, or by a lower priority."""
+    r = random.Random(seed)
+    bound_s, cold = r.choice([2.0, 20.0]), Cold(r.choice([9, 24]))
+    world = World(r.randint(6, 16), r.choice([2, 4]), r.choice([4, 64]), cold=cold, max_overtaken_s=bound_s)
+    tiers_of(world).loads.prefill.add(100, 0.0, r.choice([0.1, 10.0, 100.0]))
+    talks: list[list[int]] = []
+    for _ in range(r.randint(6, 16)):
+        if not talks or r.random() < 0.5:
+            talks.append([r.randint(1, 6) for _ in range(r.choice([3, 8, 12, 14]))])
+        talk = r.choice(talks)
+        talk += [r.randint(1, 6) for _ in range(r.randint(0, 3))]
+        world.submit(talk[:18], r.randint(1, 6), r.choice([0, 0, 0, 1]), ignore_eos=True)
+        world.now_s += r.choice([0.0, 0.0, 0.5, 10.0])
+        for _ in range(r.choice([0, 1, 3])):
+            world.plan()
+            world.check()
+            if world.in_flight:
+                world.commit()
+    world.finish()
+    assert not world.scheduler.has_work()
+    world.close()
+    return world.seen
+
+
+def test_whoever_begins_later_is_overtaken_within_the_bound_and_comes_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_late = 0
+    begins_later = Scheduler._begins_later
+
+    def counted(self: Scheduler, track: Any) -> bool:
+        nonlocal num_late
+        late = begins_later(self, track)
+        num_late += late
+        return late
+
+    monkeypatch.setattr(Scheduler, "_begins_later", counted)
+    seen = sum((crowd(seed) for seed in range(24)), Counter[str]())
+    assert num_late > 20 and seen["overtakes"] > 10
+
+
+def test_a_plan_looks_at_one_of_many_that_would_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = under_way(C[:12])
+    ids = [world.submit([number % 6 + 1, number // 6 % 6 + 1, *B[:12]], 12) for number in range(36)]
+    for _ in range(11):
+        world.plan()
+        while len(world.in_flight) > 1:
+            world.commit()
+    looked: list[str] = []
+    match = scheduler_module.find_match
+    monkeypatch.setattr(scheduler_module, "find_match", lambda track, *args: looked.append(track.request.id) or match(track, *args))
+    other = world.submit([*C[:12], 1], 1)
+    assert begun(world, *ids, other) == [other] and len(looked) <= 7, "four whose turn it is, the first of those, and the other twice"
+    world.close()
