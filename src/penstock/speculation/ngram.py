@@ -30,16 +30,24 @@ def longest(text: Tokens, run: Tokens) -> _Match | None:
     """Where `text` has most of the last tokens of `run`, with a token of the same text behind them."""
     if len(run) < LEAST or len(text) < LEAST + 1:
         return None
-    places = np.flatnonzero(text[:-1] == run[-1]) + 1
-    places = places[text[places] != _BETWEEN]
-    length = 1
-    while len(places) and length < min(MOST, len(run)):
+    places = np.flatnonzero((text[1:-1] == run[-1]) & (text[:-2] == run[-2])) + LEAST
+    if len(places):
+        places = places[text[places] != _BETWEEN]
+    length = LEAST
+    while len(places) > 1 and length < min(MOST, len(run)):
         further = places[places > length]
         further = further[text[further - length - 1] == run[-length - 1]]
         if not len(further):
             break
         places, length = further, length + 1
-    return _Match(length, int(places[-1])) if len(places) and length >= LEAST else None
+    if not len(places):
+        return None
+    place = int(places[-1])
+    most = min(MOST, len(run), place)
+    if length < most and len(places) == 1:
+        differ = np.flatnonzero(text[place - most : place - length] != run[len(run) - most : len(run) - length])
+        length = most - int(differ[-1]) - 1 if len(differ) else most
+    return _Match(length, place)
 
 
 class SharedTexts:
@@ -80,7 +88,18 @@ class NgramProposer:
     def propose(self, history: Sequence[int], k: int) -> tuple[int, ...]:
         """At most `k` tokens behind `history`, which is that of the last call with accepted tokens appended. May be fewer, or none."""
         self._extend(history)
-        text = self._text[max(0, self._num - OWN_TOKENS) : self._num]
+        return self._continued(self._num, k)
+
+    def hindsight(self, history: Sequence[int], k: int) -> int | None:
+        """How many of the last `k` tokens of `history` would have been proposed before they came; None: nothing would."""
+        self._extend(history)
+        proposed = self._continued(self._num - k, k)
+        agree = (at for at, (one, other) in enumerate(zip(proposed, history[-k:], strict=False)) if one != other)
+        return next(agree, len(proposed)) if proposed else None
+
+    def _continued(self, num: int, k: int) -> tuple[int, ...]:
+        """At most `k` tokens behind the first `num` of the text."""
+        text = self._text[max(0, num - OWN_TOKENS) : num]
         if k <= 0:
             return ()
         own = longest(text, text)

@@ -30,13 +30,16 @@ class Script:
     """Implements `Drafter`: proposes what the request will say, with mistakes."""
 
     def __init__(self, ahead: bool, right_share: float = 0.7, most: int = 8, seed: int = 0) -> None:
-        self.needs_results = not ahead
+        self.needs_results, self.has_kv = not ahead, ahead
         self.num_ahead = 0
         self.may_lag = False
         self.answers: dict[str, Sequence[int]] = {}
         self.seen: list[tuple[int, int]] = []  # drafts, and those kept
         self.ended_ids: list[str] = []
         self._right_share, self._most, self._random = right_share, most, random.Random(seed)
+
+    def considers(self, tracks: Sequence[Track]) -> bool:
+        return True
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         return [self._drafts(one) for one in requests]
