@@ -94,7 +94,8 @@ class Speculation:
 
     @property
     def num_ahead(self) -> int:
-        return self._max_drafts if self._makes and not self.has_failed() else 0
+        makes = self._makes or (self._on_device and self.force is not None)
+        return self._max_drafts if makes and not self.has_failed() else 0
 
     @property
     def may_lag(self) -> bool:
@@ -103,7 +104,6 @@ class Speculation:
     def considers(self, tracks: Sequence[Track]) -> bool:
         self._was_made, self._makes = self._makes, False
         if self.force is not None:
-            self._makes = self._on_device
             return True
         if self.has_failed():
             return False

@@ -2,8 +2,8 @@
 bound what a request can lose.
 
 A draft is worth the probability that it and all before it survive. A step takes what the same step took without drafts, measured; what its
-further rows take, by a table; and what drafting itself takes, measured as well: passes that make drafts, or results that are read before the
-next step is planned. Drafts are taken by worth, and as many as give the most tokens per second.
+further rows take, by a table; and what drafting itself takes, measured as well: passes that make drafts, or results that are read before
+the next step is planned. Drafts are taken by worth, and as many as give the most tokens per second.
 
 Estimates may be wrong, and a request's luck may turn. So each request has an account. It earns `MAX_LOSS` of the time that it decodes, and
 what its accepted drafts save. It pays what steps with drafts take longer, whoever the drafts are of. A step has drafts only where every

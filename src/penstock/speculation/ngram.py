@@ -56,25 +56,35 @@ class SharedTexts:
     def __init__(self, tokens_per_scope: int = 65536, max_scopes: int = 64) -> None:
         self._tokens_per_scope, self._max_scopes = tokens_per_scope, max_scopes
         self._scopes: OrderedDict[bytes, Tokens] = OrderedDict()  # used last at the end
+        self._new: dict[bytes, list[int]] = {}  # what is not in there yet: often nobody asks, and many requests end together
 
-    def add(self, scope: bytes, tokens: Sequence[int] | Tokens) -> None:
+    def add(self, scope: bytes, tokens: Sequence[int]) -> None:
         """A request has ended with these accepted tokens. Of a long one the end is kept."""
-        before = self._scopes.get(scope, np.empty(0, np.int32))
-        text = np.asarray(tokens, np.int32)[-self._tokens_per_scope :]
-        self._scopes[scope] = np.concatenate([before, text, np.array([_BETWEEN], np.int32)])[-self._tokens_per_scope - 1 :]
+        new = self._new.setdefault(scope, [])
+        new += tokens[-self._tokens_per_scope :]
+        new.append(_BETWEEN)
+        self._scopes.setdefault(scope, np.empty(0, np.int32))
         self._scopes.move_to_end(scope)
+        if len(new) > self._tokens_per_scope:
+            self._take_in(scope)
         while len(self._scopes) > self._max_scopes:
-            self._scopes.popitem(last=False)
+            self._new.pop(self._scopes.popitem(last=False)[0], None)
 
     def of(self, scope: bytes) -> Tokens:
         """The texts of this scope, the newest last."""
         if scope in self._scopes:
             self._scopes.move_to_end(scope)
+            self._take_in(scope)
         return self._scopes.get(scope, np.empty(0, np.int32))
+
+    def _take_in(self, scope: bytes) -> None:
+        new = self._new.pop(scope, None)
+        if new:
+            self._scopes[scope] = np.concatenate([self._scopes[scope], np.array(new, np.int32)])[-self._tokens_per_scope - 1 :]
 
     @property
     def num_tokens(self) -> int:
-        return sum(int((texts != _BETWEEN).sum()) for texts in self._scopes.values())
+        return sum(int((self.of(scope) != _BETWEEN).sum()) for scope in list(self._scopes))
 
 
 class NgramProposer:
@@ -93,7 +103,7 @@ class NgramProposer:
     def hindsight(self, history: Sequence[int], k: int) -> int | None:
         """How many of the last `k` tokens of `history` would have been proposed before they came; None: nothing would."""
         self._extend(history)
-        proposed = self._continued(self._num - k, k)
+        proposed = self._continued(max(0, self._num - k), k)
         agree = (at for at, (one, other) in enumerate(zip(proposed, history[-k:], strict=False)) if one != other)
         return next(agree, len(proposed)) if proposed else None
 

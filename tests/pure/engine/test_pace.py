@@ -109,6 +109,18 @@ def test_a_decode_has_what_the_host_did_before_it_and_no_pause() -> None:
     assert pace.decoded == Decoded(1, 1, 1.0, 0)
 
 
+def test_a_step_after_drafts_has_all_that_the_host_did_before_it() -> None:
+    """Their result was read before it was planned: that is no pause, however quick the device is."""
+    clock = Clock()
+    pace = Pace(clock)
+    with_drafts = Chunk("r", 0, 50, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
+    taken(pace, clock, StepPlan(1, (with_drafts,), 1, num_ahead=4), 1.0)
+    assert pace.decoded == Decoded(1, 3, 1.0, 4)
+    clock.now_s += 2.0
+    taken(pace, clock, plan((52, 1)), 1.0)
+    assert pace.decoded == Decoded(1, 1, 3.0, 0)
+
+
 def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:
     step = plan((50, 1))
     (chunk,) = step.chunks

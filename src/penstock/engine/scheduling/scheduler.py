@@ -553,8 +553,8 @@ class Scheduler:
             track.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
         if share.num_drafts:
             return self._commit_drafts(share, fence, sampled)
+        size = self._ledger.block_tokens
         if track.epoch == share.epoch:
-            size = self._ledger.block_tokens
             track.num_committed = share.end
             if share.end - share.start > 1:
                 track.num_sealed = share.end
