@@ -76,6 +76,7 @@ class Speculation:
         self._num_skipped = self._num_vain = 0  # steps for which lookups wait, after those for a step came to nothing
         self._num_looks = 0
         self._makes = self._was_made = False  # the step planned last leaves drafts on the device, and so did the one before
+        self._has_drafts = False  # the step planned last verifies some
         self._room_s = 0.0  # that it may take longer than a plain one
         self._paid_at_s = 0.0  # on the clock of plain steps: before, some account cannot pay
         self._num_idle, self._retry_steps = 0, RETRY_STEPS
@@ -102,7 +103,7 @@ class Speculation:
         return self._on_device and self.num_ahead == 0
 
     def considers(self, tracks: Sequence[Track]) -> bool:
-        self._was_made, self._makes = self._makes, False
+        self._was_made, self._makes, self._has_drafts = self._makes, False, False
         if self.force is not None:
             return True
         if self.has_failed():
@@ -142,11 +143,12 @@ class Speculation:
                 for one, drafts in zip(requests, proposed, strict=True)
             ]
             nums = choose(rows, self.books, self._max_step_drafts, self._room_s, is_paid=self._on_device)
+        self._has_drafts = any(nums)
         if not self._on_device:
             took_s = self._clock() - self._started_s
             self.books.charge(took_s)
             self._busy_s += took_s
-            self._num_vain = 0 if any(nums) else min(2 * self._num_vain + 1, _MOST_VAIN)
+            self._num_vain = 0 if self._has_drafts else min(2 * self._num_vain + 1, _MOST_VAIN)
             self._num_skipped = self._num_vain
         return [drafts[:num] for drafts, num in zip(proposed, nums, strict=True)]
 
@@ -165,7 +167,7 @@ class Speculation:
 
     def step_had_prompts(self) -> None:
         """A step that also computed prompts: what drafts took in it is not known, and taken to be the most."""
-        if self._makes or self._was_made:
+        if self._makes or self._was_made or self._has_drafts:
             self.books.charge(self.books.estimate(max(1, len(self._requests))).most_extra_s)
 
     def ended(self, track: Track) -> None:

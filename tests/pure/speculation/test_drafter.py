@@ -248,6 +248,13 @@ def test_drafts_beside_prompts_are_paid_for_as_if_they_had_taken_the_most() -> N
     before = made.books.balance_s(account, 0.0)
     made.step_had_prompts()
     assert made.books.balance_s(account, 0.0) == pytest.approx(before - 1.25 * 0.1)
+    two = decoding(REPEATED)
+    lookups = seasoned(tracks=[two.track])
+    account = lookups._requests["r"].account
+    assert lookups.considers([two.track]) and any(lookups.propose([two], 0))
+    before = lookups.books.balance_s(account, 0.0)
+    lookups.step_had_prompts()
+    assert lookups.books.balance_s(account, 0.0) == pytest.approx(before - 1.0), "to read first takes as long again at most"
 
 
 def test_steps_are_measured_without_drafts_now_and_then() -> None:
