@@ -1,16 +1,24 @@
-"""Tokens per second with drafts and without, on prompts of several kinds: engines of one process, in turns, medians of rounds.
+"""Tokens per second with drafts and without, on prompts of several kinds. Each engine has a process of its own; medians of rounds.
 
 python benchmarks/speculation.py --batches 1,4 --json speculation.json
-python benchmarks/speculation.py --device cuda --model PATH.gguf --batches 1,8,32
+python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json bench_results/speculation-h200.json
 python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf --model PATH.gguf
+python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --proposers plain,ngram --kinds loops --batches 1,8
 python benchmarks/speculation.py --shown bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
+
+`loops` has random prompts: greedy text of random weights soon says the same over and over, and lookups keep nearly all. It shows what a
+step of a large model gives with drafts; no real text is like that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +110,7 @@ def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, sal
 
 def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
     config = Config(
-        ModelSource(args.model, device=args.device, weights=args.weights, dtype=args.dtype),
+        ModelSource(args.model, device=args.device, weights=args.weights, dtype=args.dtype, load_format=args.load_format),
         KvConfig(device_gib=args.device_kv_gib),
         EngineConfig(max_batch=max(args.batches)),
         OffloadConfig(enabled=False),
@@ -112,34 +120,53 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    proposers = [None if name == "plain" else name for name in args.proposers]
-    engines = {name or "plain": make_engine(args, name) for name in proposers}
-    for engine in engines.values():
-        engine.warm()
-    tokenizer = next(iter(engines.values())).tokenizer
-    found = []
-    try:
-        for kind, texts in ((kind, KINDS[kind]) for kind in args.kinds):
-            prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
-            for batch in args.batches:
-                some = [list(prompts[n % len(prompts)]) for n in range(batch)]
-                groups = [some] if batch > 1 else [[one] for one in prompts]
-                rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
-                for number in range(args.rounds + 1):  # the first is thrown away: in it is learned what steps cost
-                    for name, engine in engines.items():
-                        salts = (f"{kind} {batch} {number} {n}" for n in range(len(groups)))
-                        rounds[name].append(
-                            [run_round(engine, group, args.tokens, salt) for group, salt in zip(groups, salts, strict=True)]
-                        )
-                found += [row(kind, batch, name, measured[1:]) for name, measured in rounds.items()]
-                print_rows(found[-len(engines) :])
-    finally:
-        for engine in engines.values():
-            engine.close()
+    """One process after the other: engines of one process make each other slower, whoever has nothing to do as well."""
+    found: list[dict[str, Any]] = []
+    for name in args.proposers:
+        again = [*sys.argv[1:], "--only", name]
+        done = subprocess.run([sys.executable, __file__, *again], stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"measuring {name} ended with {done.returncode}")
+        found += json.loads(done.stdout.splitlines()[-1])
+        print_rows([one for one in found if one["proposer"] == name], found)
     return found
 
 
-def row(kind: str, batch: int, name: str, rounds: Sequence[Sequence[Round]]) -> dict[str, Any]:
+def measure_one(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    started_s = time.perf_counter()
+    engine = make_engine(args, None if name == "plain" else name)
+    try:
+        engine.warm()
+        print(f"{name}: warm after {time.perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
+        return [
+            row(kind, batch, num_tokens, name, rounds_of(engine, args, kind, batch, num_tokens))
+            for kind in args.kinds
+            for num_tokens in args.tokens
+            for batch in args.batches
+        ]
+    finally:
+        engine.close()
+
+
+def rounds_of(engine: Engine, args: argparse.Namespace, kind: str, batch: int, num_tokens: int) -> list[list[Round]]:
+    prompts = prompts_of(engine, kind)
+    some = [list(prompts[n % len(prompts)]) for n in range(batch)]
+    groups = [some] if batch > 1 else [[one] for one in prompts]
+    rounds = []
+    for number in range(args.rounds + 1):  # the first is thrown away: what steps take is learned in it
+        salts = (f"{kind} {batch} {num_tokens} {number} {n}" for n in range(len(groups)))
+        rounds.append([run_round(engine, group, num_tokens, salt) for group, salt in zip(groups, salts, strict=True)])
+    return rounds[1:]
+
+
+def prompts_of(engine: Engine, kind: str) -> list[list[int]]:
+    if kind != "loops":
+        return [engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in KINDS[kind]]
+    chooser = random.Random(1)
+    return [[chooser.randrange(1, 500) for _ in range(64)] for _ in range(4)]
+
+
+def row(kind: str, batch: int, num_tokens: int, name: str, rounds: Sequence[Sequence[Round]]) -> dict[str, Any]:
     rates = [sum(one.num_tokens for one in some) / sum(one.seconds for one in some) for some in rounds]
     every = [one for some in rounds for one in some]
     drafted, accepted = sum(one.drafted for one in every), sum(one.accepted for one in every)
@@ -147,6 +174,7 @@ def row(kind: str, batch: int, name: str, rounds: Sequence[Sequence[Round]]) -> 
     return {
         "kind": kind,
         "batch": batch,
+        "tokens": num_tokens,
         "proposer": name,
         "tokens_per_s": statistics.median(rates),
         "acceptance": accepted / drafted if drafted else None,
@@ -155,28 +183,46 @@ def row(kind: str, batch: int, name: str, rounds: Sequence[Sequence[Round]]) -> 
     }
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    plain = next((one["tokens_per_s"] for one in rows if one["proposer"] == "plain"), None)
+def print_rows(rows: Sequence[dict[str, Any]], all_rows: Sequence[dict[str, Any]]) -> None:
     for one in rows:
+        plain = next((other for other in all_rows if other["proposer"] == "plain" and case_of(other) == case_of(one)), None)
         share = "" if one["acceptance"] is None else f"{one['acceptance']:6.1%} kept"
-        ratio = "" if plain is None else f"{one['tokens_per_s'] / plain:5.2f}x"
+        ratio = "" if plain is None else f"{one['tokens_per_s'] / plain['tokens_per_s']:5.2f}x"
         print(
-            f"{one['kind']:8} batch {one['batch']:3}  {one['proposer']:8} {one['tokens_per_s']:9.1f} tok/s {ratio}  "
-            f"{one['tokens_per_step']:5.2f} tokens a step {share}  waits for the device {one['waits_for_device']:4.0%}",
+            f"{one['kind']:8} {one['tokens']:4} tokens  batch {one['batch']:3}  {one['proposer'][:16]:16} {one['tokens_per_s']:9.1f} tok/s "
+            f"{ratio}  {one['tokens_per_step']:5.2f} tokens a step {share}  waits for the device {one['waits_for_device']:4.0%}",
             flush=True,
         )
 
 
+def case_of(one: dict[str, Any]) -> tuple[str, int, int]:
+    return one["kind"], one.get("tokens", 128), one["batch"]
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """For the docs: tokens per second of plain decoding, and what others have of it."""
+    proposers = [name for name in dict.fromkeys(one["proposer"] for one in rows) if name != "plain"]
+    rates = {(case_of(one), one["proposer"]): one["tokens_per_s"] for one in rows}
+    print(f"| prompts | tokens | requests | plain tok/s | {' | '.join(proposers)} |")
+    print("|" + "---|" * (4 + len(proposers)))
+    for case in dict.fromkeys(map(case_of, rows)):
+        plain = rates.get((case, "plain"))
+        if plain is not None:
+            ratios = (rates.get((case, name)) for name in proposers)
+            shown = " | ".join("" if rate is None else f"{rate / plain:.2f}" for rate in ratios)
+            print(f"| {case[0]} | {case[1]} | {case[2]} | {plain:,.0f} | {shown} |")
+
+
 def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     """Tokens per second against plain decoding: a group of bars for each kind of prompts and number of requests."""
-    rates = {(one["kind"], one["batch"], one["proposer"]): one["tokens_per_s"] for one in rows}
-    groups = list(dict.fromkeys((one["kind"], one["batch"]) for one in rows))
+    rates = {(*case_of(one), one["proposer"]): one["tokens_per_s"] for one in rows}
+    groups = list(dict.fromkeys(map(case_of, rows)))
     proposers = list(dict.fromkeys(one["proposer"] for one in rows if one["proposer"] != "plain"))
 
     def ratios(proposer: str) -> list[float | None]:
         return [rates[*group, proposer] / rates[*group, "plain"] if (*group, proposer) in rates else None for group in groups]
 
-    names = [f"{kind}, {batch} request{'s' if batch > 1 else ''}" for kind, batch in groups]
+    names = [f"{kind}, {tokens} tokens, {batch} request{'s' if batch > 1 else ''}" for kind, tokens, batch in groups]
     draw_bars(axes, names, {proposer: ratios(proposer) for proposer in proposers}, "%.2f")
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("tokens per second, against plain decoding")
@@ -188,25 +234,32 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--weights", default="auto")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
     parser.add_argument("--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp"])
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4])
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["chat", "summary"], help=f"of {', '.join(KINDS)}, loops")
+    parser.add_argument("--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[128])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device-kv-gib", type=float, default=1.0)
+    parser.add_argument("--machine", default=platform.machine(), help="its name, for the file and the picture")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw them into this file")
     parser.add_argument("--shown", type=Path, help="measure nothing: draw what this file has")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # the engine of this process
     args = parser.parse_args()
+    if args.only is not None:
+        print(json.dumps(measure_one(args, args.only)))
+        return
     where = args.device
     if args.shown is not None:
         stored = json.loads(args.shown.read_text())
         rows, where = stored["rows"], f"{stored['settings']['model']} on {stored['machine']}"
     else:
         rows = measure(args)
+        print_table(rows)
     if args.json is not None:
-        settings = {**vars(args), "json": None, "plot": None, "shown": None}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "shown", "only")}
+        args.json.write_text(json.dumps({"machine": args.machine, "settings": settings, "rows": rows}, indent=1) + "\n")
     if args.plot is not None:
         save_picture(args.plot, f"Speculative decoding: {where}", lambda axes: draw(axes, rows))
 

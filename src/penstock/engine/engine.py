@@ -342,7 +342,8 @@ class Engine:
                 slot = int(table.slots(1)[0])
                 self._parts.executor.warm(slot, self.max_model_len, progress)
                 if self._parts.speculation is not None:
-                    self._parts.speculation.costs = self._parts.executor.measured_costs(slot, self._parts.speculation.costs)
+                    books = self._parts.speculation.books
+                    books.costs = self._parts.executor.measured_costs(slot, books.costs)
         finally:
             cache.release(table, self._parts.lanes[0].record())
 
@@ -476,8 +477,9 @@ class Engine:
             time.sleep(POLL_S)
             self._settle()
         events = self._parts.scheduler.commit(result)
-        if self._parts.speculation is not None and self._pace.decoded is not None:
-            self._parts.speculation.step_took(*self._pace.decoded, sum(len(event.tokens) for event in events))
+        if self._parts.speculation is not None:
+            decoded = self._pace.decoded
+            self._parts.speculation.step_had_prompts() if decoded is None else self._parts.speculation.step_took(*decoded)
         self._parts.executor.masks.advance((event.request_id, event.tokens) for event in events)  # their masks are computed from now on
         self._outbox.publish(events)
         started = time.monotonic()

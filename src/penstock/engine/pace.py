@@ -36,15 +36,17 @@ class Prefill(NamedTuple):
 class Decoded(NamedTuple):
     """A step that did nothing but decode."""
 
-    num_rows: int
-    seconds: float  # from the end of the step before, where there was one: what the host did in between counts
+    num_requests: int
+    num_rows: int  # drafts included
+    seconds: float  # from the end of the step before, where this one was waited for: what the host did in between counts
+    num_ahead: int  # drafts made behind it for each request
 
 
 class _LaunchedStep(NamedTuple):
     """A step on the lane."""
 
     prefill: Prefill | None  # what it computes, where that is of interest
-    num_rows: int  # of a step that only decodes
+    plan: StepPlan
     at_s: float
     scores: bool | None  # of a step that only decodes, whether it scores
 
@@ -93,16 +95,18 @@ class Pace:
             prefill = Prefill(num, depth, 0.0, at_most=num < _MIN_SHARE * plan.num_tokens)
         decodes = plan.is_decode and not (plan.loads or any(chunk.num_paged for chunk in plan.chunks))
         scores = any(chunk.scoring is not None for chunk in plan.chunks) if decodes else None
-        self._launched.append(_LaunchedStep(prefill, plan.num_rows if plan.is_decode else 0, self._clock(), scores))
+        self._launched.append(_LaunchedStep(prefill, plan, self._clock(), scores))
 
     def read(self) -> Prefill | None:
         """The oldest step is over; None where it says nothing about prefills."""
-        prefill, num_rows, launched_s, scores = self._launched.popleft()
+        prefill, plan, launched_s, scores = self._launched.popleft()
         before_s = self._last_end_s
         started_s, self._last_end_s = max(launched_s, before_s), self._clock()
         took_s = self._last_end_s - started_s
         if scores is not None:
             self.scoring.add(took_s, scores)
         idle_s = started_s - before_s
-        self.decoded = Decoded(num_rows, took_s + (idle_s if idle_s < took_s else 0.0)) if num_rows else None
+        was_read_first = self.decoded is not None and self.decoded.num_rows > self.decoded.num_requests
+        took_s += idle_s if idle_s < took_s or was_read_first else 0.0
+        self.decoded = Decoded(len(plan.chunks), plan.num_rows, took_s, plan.num_ahead) if plan.is_decode else None
         return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)

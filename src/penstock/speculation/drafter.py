@@ -1,40 +1,87 @@
-"""Drafts for the requests of a step. Owns what is known of each request: its proposer, how its drafts fared, and its account."""
+"""Drafts for the requests of a step. Owns what is known of each request: its proposer, how its drafts fared, and its account.
+
+While nothing is drafted, steps are planned ahead as they are without speculation, and what is done here takes a few microseconds of a step
+whatever the number of requests. Prompt lookup is then tried on one request after the other, within a small share of the time: what it would
+have proposed some tokens ago is compared with what came. So how many are kept is known before a step is spent on them. Drafts of the device
+cannot be had without its passes: a few steps show how they fare, when every account can pay for them.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
-from penstock.speculation.length import DraftTrack, Row, StepCosts, Trial, begin, choose, settle
+from penstock.speculation.length import (
+    LEAST_GAIN,
+    MAX_LOSS,
+    MOST_RETRY_STEPS,
+    RETRY_STEPS,
+    SURE,
+    Account,
+    Books,
+    Record,
+    Row,
+    StepCosts,
+    choose,
+)
 from penstock.speculation.ngram import NgramProposer, SharedTexts
 
+_Found = TypeVar("_Found")
 log = logging.getLogger(__name__)
 
-_LEARNS = 0.2  # share of a measured step in what its size is taken to cost
+LOOK_SHARE = 0.005  # of the time, for lookups that nobody verifies
+_SAVED_STEPS = 4  # whose share is saved up
+_LOOKUP_PRIOR, _DEVICE_PRIOR = 0.3, 0.6  # rates at which drafts are taken to be kept; only looking shows the first, for nothing
+_TRUSTED = 64  # steps with drafts, after which what was tried in vain before says nothing any more
+_PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked up for a step
+_FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be again, where others are
+_MOST_VAIN = 31  # steps without lookups, after several that came to nothing
+_NEWEST = 0.1  # weight of the newest lookup
 
 
 @dataclass(slots=True)
 class _Request:
     proposer: NgramProposer | None  # None: drafts are made on the device, or it has failed
-    account: DraftTrack
-    plain_s: float = 0.0  # of its last step, as it would have been without drafts
+    record: Record
+    account: Account
+    gained_s: float = 0.0  # that its accepted drafts have saved
+    is_promising: bool = True  # by its record
+    num_seen: int = 0  # tokens that it had when its record was last added to
 
 
 class Speculation:
     """Implements `Drafter`: one kind of proposer for all requests."""
 
-    def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts, on_device: bool) -> None:
+    def __init__(
+        self, max_drafts: int, max_step_drafts: int, costs: StepCosts, on_device: bool, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are made there."""
-        self.costs = costs  # a guess, until somebody has measured
+        self.books = Books(costs, on_device)
         self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
-        self._on_device = on_device
+        self._on_device, self._clock = on_device, clock
         self._shared = SharedTexts()
         self._requests: dict[str, _Request] = {}
-        self._trials: dict[int, Trial] = {}  # by the number of requests that decode, rounded up
-        self._trial = Trial()
+        self._prior = _DEVICE_PRIOR if on_device else _LOOKUP_PRIOR
+        self._pool = Record(max_drafts)  # of all requests,
+        self._survival = self._pool.survival(self._prior)  # and what it says of each place
+        self._num_kept = 0.0  # drafts of one lookup that were kept, lately
+        self._look_s = 0.0  # left for looking
+        self._lookup_s = 0.0  # that one lookup takes
+        self._busy_s = 0.0  # that lookups took since a step was last read: no part of what steps take
+        self._num_skipped = self._num_vain = 0  # steps for which lookups wait, after those for a step came to nothing
+        self._num_looks = 0
+        self._makes = self._was_made = False  # the step planned last leaves drafts on the device, and so did the one before
+        self._has_drafts = False  # the step planned last verifies some
+        self._room_s = 0.0  # that it may take longer than a plain one
+        self._paid_at_s = 0.0  # on the clock of plain steps: before, some account cannot pay
+        self._num_idle, self._retry_steps = 0, RETRY_STEPS
+        self._num_paying = 0  # steps with drafts since it was last found that they do not pay
+        self._started_s = 0.0
         self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
         self.force: Callable[[int], int] | None = None  # for tests: drafts of a request, whatever they cost
 
@@ -43,45 +90,196 @@ class Speculation:
         return not self._on_device
 
     @property
+    def has_kv(self) -> bool:
+        return self._on_device
+
+    @property
     def num_ahead(self) -> int:
-        is_on = self._on_device and (self._trial.is_on or self.force is not None)
-        return self._max_drafts if is_on and not self.has_failed() else 0
+        makes = self._makes or (self._on_device and self.force is not None)
+        return self._max_drafts if makes and not self.has_failed() else 0
 
     @property
     def may_lag(self) -> bool:
         return self._on_device and self.num_ahead == 0
 
+    def considers(self, tracks: Sequence[Track]) -> bool:
+        self._was_made, self._makes, self._has_drafts = self._makes, False, False
+        if self.force is not None:
+            return True
+        if self.has_failed():
+            return False
+        if len(self._requests) != len(tracks):
+            for track in tracks:
+                self._of(track)
+        if not self._on_device:
+            self._look(tracks)
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return False
+        wants = self._pays(len(tracks))
+        if not wants and not self._was_made:
+            return False
+        self._started_s = self._clock()
+        wants = self._can_pay(tracks, wants)
+        self._makes = wants and self._on_device
+        self._num_paying += wants
+        if self._num_paying >= _TRUSTED:
+            self._retry_steps = RETRY_STEPS
+        return wants or self._was_made
+
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        self._trial = self._trials.setdefault(len(requests).bit_length(), Trial())
-        if not self._trial.is_on and self.force is None:
-            return [()] * len(requests)
+        none: list[tuple[int, ...]] = [()] * len(requests)
+        if num_others and self.force is None:  # what drafts take beside prompts is not known
+            self._makes = False
+            return none
         proposed = [self._proposal(one) for one in requests]
-        rows = [Row(self._of(one.track).account, len(drafts)) for one, drafts in zip(requests, proposed, strict=True)]
-        choice = choose(rows, self.costs, self._max_step_drafts, num_others, is_bounded=not self._trial.is_look)
-        nums = choice.drafts if self.force is None else [min(row.most, self.force(row.most)) for row in rows]
-        begin(rows, choice)
-        for one in requests:
-            self._of(one.track).plain_s = choice.plain_s
+        if self.force is not None:
+            return [drafts[: self.force(len(drafts))] for drafts in proposed]
+        nums = [0] * len(requests)
+        if any(proposed):
+            prior, depth = self._pool.rate(self._prior), self._depth(sum(map(bool, proposed)))  # who gets none pays all the same
+            rows = [
+                Row(self._of(one.track).record.survival(prior), min(depth, len(drafts)))
+                for one, drafts in zip(requests, proposed, strict=True)
+            ]
+            nums = choose(rows, self.books, self._max_step_drafts, self._room_s, is_paid=self._on_device)
+        self._has_drafts = any(nums)
+        if not self._on_device:
+            took_s = self._clock() - self._started_s
+            self.books.charge(took_s)
+            self._busy_s += took_s
+            self._num_vain = 0 if self._has_drafts else min(2 * self._num_vain + 1, _MOST_VAIN)
+            self._num_skipped = self._num_vain
         return [drafts[:num] for drafts, num in zip(proposed, nums, strict=True)]
 
     def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
         request = self._of(track)
-        settle(request.account, num_drafts, num_kept, request.plain_s)
+        if num_kept:
+            request.gained_s += num_kept * self.books.plain_step_s(len(self._requests))
+            self._paid_at_s = 0.0
+        self._learn(request, track, num_drafts, num_kept)
 
-    def step_took(self, num_rows: int, seconds: float, num_tokens: int) -> None:
-        """A step that did nothing but decode so many rows, and gave so many tokens."""
-        self._trial.add(seconds, num_tokens)
-        costs = self.costs
-        if (size := costs.padded(num_rows)) is None:
-            return
-        at = costs.sizes.index(size)
-        learned = (1 - _LEARNS) * costs.seconds[at] + _LEARNS * seconds
-        self.costs = replace(costs, seconds=(*costs.seconds[:at], learned, *costs.seconds[at + 1 :]))
+    def step_took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int) -> None:
+        """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it."""
+        self._look_s = min(_SAVED_STEPS * LOOK_SHARE * seconds, self._look_s + LOOK_SHARE * seconds)
+        seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
+        self.books.took(num_requests, num_rows, seconds, num_ahead)
+
+    def step_had_prompts(self) -> None:
+        """A step that also computed prompts: what drafts took in it is not known, and taken to be the most."""
+        if self._makes or self._was_made or self._has_drafts:
+            self.books.charge(self.books.estimate(max(1, len(self._requests))).most_extra_s)
 
     def ended(self, track: Track) -> None:
         request = self._requests.pop(track.request.id, None)
-        if request is not None and request.proposer is not None:
+        if request is None:
+            return
+        self._paid_at_s = 0.0
+        if request.proposer is not None:
             request.proposer.end(track.tokens)
+
+    # ----------------------------------------------------------------------------------------------------- whether it pays
+
+    def _pays(self, num_requests: int) -> bool:
+        """Whether steps with drafts are expected to give more tokens per second. What does not is tried again now and then, ever more
+        seldom: costs and texts change."""
+        if not self.books.is_known(num_requests):
+            return False
+        plain_s, extra_s, _ = self.books.estimate(num_requests)
+        depth = self._depth(num_requests)
+        gain = sum(self._survival[:depth]) if self._on_device else min(depth, self._num_kept)
+        extra_s += self.books.rows_s(num_requests, num_requests * depth) if self._on_device else num_requests * self._lookup_s
+        if (1 + gain) * plain_s > LEAST_GAIN * (plain_s + extra_s):
+            return True
+        self._num_idle, self._num_paying = self._num_idle + 1, 0
+        if self._num_idle >= self._retry_steps:
+            self._num_idle, self._retry_steps = 0, min(2 * self._retry_steps, MOST_RETRY_STEPS)
+            self.books.forget(num_requests)
+            if self._on_device:  # lookups are seen to fare better without being tried
+                for record in (self._pool, *(request.record for request in self._requests.values())):
+                    record.forget()
+            self._survival = self._pool.survival(self._prior)
+        return False
+
+    def _depth(self, num_requests: int) -> int:
+        """Drafts of each request that a step verifies at most."""
+        return max(1, min(self._max_drafts, self._max_step_drafts // num_requests))
+
+    def _can_pay(self, tracks: Sequence[Track], wants: bool) -> bool:
+        """Whether every account can pay for the next step, and for the one that is not read yet, though all drafts fail."""
+        if self.books.plain_s < self._paid_at_s and not self._was_made:
+            return False
+        num = len(tracks)
+        most_extra_s = self.books.estimate(num).most_extra_s
+        requests = [self._of(track) for track in tracks]
+        least_s = min(self.books.balance_s(one.account, one.gained_s) for one in requests)
+        self._room_s = least_s - (most_extra_s if self._was_made else 0.0)
+        need_s = most_extra_s + SURE * self.books.rows_s(num, num * self._depth(num))
+        if not self._on_device:
+            lookups_s = SURE * self._lookup_s * sum(map(_is_looked_up, requests, tracks))
+            need_s += lookups_s
+            self._room_s -= lookups_s
+        if least_s < need_s:
+            self._paid_at_s = self.books.plain_s + (need_s - least_s) / MAX_LOSS
+        return wants and least_s >= (1 + self._was_made) * need_s
+
+    def _learn(self, request: _Request, track: Track, num_drafts: int, num_kept: int) -> None:
+        request.num_seen = len(track.tokens)
+        request.record.saw(num_drafts, num_kept)
+        self._pool.saw(num_drafts, num_kept)
+        self._survival = self._pool.survival(self._prior)
+        if not self._on_device:
+            request.is_promising = sum(request.record.survival(self._pool.rate(self._prior))) >= _PROMISING
+            self._num_kept += _NEWEST * (num_kept - self._num_kept)
+
+    # ------------------------------------------------------------------------------------------------------------- lookups
+
+    def _look(self, tracks: Sequence[Track]) -> None:
+        """Try the lookup on a few requests, as long as there is time for it."""
+        for _ in tracks:
+            if self._look_s <= 0:
+                return
+            started_s = self._clock()
+            self._num_looks += 1
+            self._look_at(tracks[self._num_looks % len(tracks)])
+            took_s = self._clock() - started_s
+            self._look_s -= took_s
+            self._busy_s += took_s
+            self._lookup_s = max(took_s, 0.9 * self._lookup_s)
+
+    def _look_at(self, track: Track) -> None:
+        """How its last tokens would have fared as drafts."""
+        request, num = self._of(track), self._max_drafts
+        if len(track.tokens) < track.num_prompt + num or track.request.sampling.grammar is not None:
+            return
+        num_kept = self._lookup(request, track, lambda proposer: proposer.hindsight(track.tokens, num))
+        self._learn(request, track, *((1, 0) if num_kept is None else (num, num_kept)))
+
+    def _lookup(self, request: _Request, track: Track, look: Callable[[NgramProposer], _Found]) -> _Found | None:
+        if request.proposer is None:
+            return None
+        try:
+            return look(request.proposer)
+        except Exception:  # nobody needs a proposal
+            log.exception("nothing more is proposed for request %s", track.request.id)
+            request.proposer = None
+            return None
+
+    def _proposal(self, one: Decoding) -> tuple[int, ...]:
+        """Of what the device has drafted the host knows the number. A token that is being sampled comes first: what is proposed for its
+        place is left out."""
+        most, track = min(one.most, self._max_drafts), one.track
+        if self._on_device:
+            return tuple(range(-2, -2 - min(most, one.num_pending), -1))
+        request = self._of(track)
+        if self.force is None and not _is_looked_up(request, track):
+            return ()
+        num_unknown = track.num_expected - len(track.tokens)
+        found = self._lookup(request, track, lambda proposer: proposer.propose(track.tokens, most + num_unknown))
+        drafts = (found or ())[num_unknown:]
+        if not drafts and self.force is None:
+            self._learn(request, track, 1, 0)
+        return drafts
 
     def _of(self, track: Track) -> _Request:
         found = self._requests.get(track.request.id)
@@ -90,22 +288,11 @@ class Speculation:
             if not self._on_device:
                 prefix = track.request.prefix
                 proposer = NgramProposer(b"" if prefix is None else prefix.scope, None if prefix is None else self._shared)
-            found = self._requests[track.request.id] = _Request(proposer, DraftTrack(self._max_drafts))
+            found = _Request(proposer, Record(self._max_drafts), self.books.opened(), num_seen=len(track.tokens))
+            self._requests[track.request.id] = found
         return found
 
-    def _proposal(self, one: Decoding) -> tuple[int, ...]:
-        """Of what the device has drafted the host knows the number. A token that is being sampled comes first: what is proposed for its
-        place is left out."""
-        most, track = min(one.most, self._max_drafts), one.track
-        if self._on_device:
-            return tuple(range(-2, -2 - min(most, one.num_pending), -1))
-        num_unknown = track.num_expected - len(track.tokens)
-        request = self._of(track)
-        if request.proposer is None:
-            return ()
-        try:
-            return request.proposer.propose(track.tokens, most + num_unknown)[num_unknown:]
-        except Exception:  # nobody needs a proposal
-            log.exception("nothing more is proposed for request %s", track.request.id)
-            request.proposer = None
-            return ()
+
+def _is_looked_up(request: _Request, track: Track) -> bool:
+    """For a step; to see how lookups fare every request is."""
+    return request.is_promising or len(track.tokens) - request.num_seen >= _FORGOTTEN_TOKENS

@@ -1,30 +1,40 @@
-"""How many drafts of each request a step verifies. Owns what was learned of each request, and the account that bounds what it can lose.
+"""Whether drafts pay, and how many of each request a step verifies. Owns what was learned of steps and of requests, and the accounts that
+bound what a request can lose.
 
-A draft is worth the probability that it and all before it survive. A step costs what its padded number of tokens costs, measured; rows up
-to the next padded size are free. Drafts are taken by worth, and as many as give the most tokens per second.
+A draft is worth the probability that it and all before it survive. A step takes what the same step took without drafts, measured; what its
+further rows take, by a table; and what drafting itself takes, measured as well: passes that make drafts, or results that are read before
+the next step is planned. Drafts are taken by worth, and as many as give the most tokens per second.
 
-Estimates may be wrong, and a request's luck may turn. So each request has an account: what its steps took, and what plain decoding would
-have taken for its tokens. A step may cost more than a plain one only where, should every draft fail, no account in the batch would end
-more than `MAX_LOSS` behind.
+Estimates may be wrong, and a request's luck may turn. So each request has an account. It earns `MAX_LOSS` of the time that it decodes, and
+what its accepted drafts save. It pays what steps with drafts take longer, whoever the drafts are of. A step has drafts only where every
+account of the batch could pay for it though all drafts failed. So a request is at no time more than `MAX_LOSS` behind plain decoding, as
+long as a step takes no longer than was expected of it.
 """
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_LOSS = 0.03
-LOOK_STEPS = 8  # in which it is seen what proposing, or not proposing, gives
-KEPT_STEPS, MOST_KEPT_STEPS = 512, 8192  # in which the better one of the two goes on
-SETTLING_STEPS = 2  # behind a change that do not count
+MAX_LOSS = 0.025  # of a request's time, by drafts; looking for drafts that nobody verifies has a share of its own
+LEAST_GAIN = 1.05  # times as many tokens per second: less is within what estimates miss
+FIRST_PLAIN_STEPS = 4  # that are seen with so many requests before one has drafts, and again after
+STALE_STEPS = 256  # with drafts: what plain ones take is measured again
+RETRY_STEPS, MOST_RETRY_STEPS = 512, 8192  # for which what does not pay is not tried again
+SURE = 1.25  # times what a step with drafts is expected to take longer is put aside for it
+_LEARNS = 0.2  # share of a step in what its like are taken to take
+_NUM_EXTRAS, _BURST = 5, 8  # measurements of what drafting takes, and steps of one
 _DECAY = 0.97  # of what was learned, with every step: a request that has changed is tried again
 _PRIOR_TRIES = 2.0  # how many observations the prior is worth
-_PRIOR_RATE = 0.6
 _LEAST_WORTH = 0.02  # drafts that hardly ever survive take KV slots, even where their rows are free
 
 
@@ -34,16 +44,12 @@ class StepCosts:
 
     sizes: tuple[int, ...]  # ascending
     seconds: tuple[float, ...]
-    draft_s: float = 0.0  # of drafting one token more for the whole batch; 0: proposals cost nothing
+    ahead_s: float | None = None  # of making drafts on the device behind a step of one request; None: not measured, or not made there
+    ahead_row_s: float = 0.0  # of each further request
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds) or list(self.sizes) != sorted(set(self.sizes)):
             raise ValueError("costs need one time for each of their ascending sizes")
-
-    def padded(self, num_tokens: int) -> int | None:
-        """None: no step is as large."""
-        at = bisect_left(self.sizes, num_tokens)
-        return self.sizes[at] if at < len(self.sizes) else None
 
     def of(self, num_tokens: int) -> float:
         """A step beyond the table grows with its tokens."""
@@ -51,146 +57,197 @@ class StepCosts:
         return self.seconds[at] if at < len(self.sizes) else self.seconds[-1] * num_tokens / self.sizes[-1]
 
 
-@dataclass(slots=True)
-class DraftTrack:
-    """One request: how its drafts fared, by their place, and its account."""
+class Record:
+    """How drafts fared, by their place."""
 
-    max_drafts: int
-    spent_s: float = 0.0  # of all steps that it took part in
-    plain_s: float = 0.0  # that plain decoding would have taken for the same tokens
-    hits: NDArray[np.float64] = field(init=False)
-    tries: NDArray[np.float64] = field(init=False)
+    __slots__ = ("hits", "max_drafts", "tries")
 
-    def __post_init__(self) -> None:
-        self.hits, self.tries = np.zeros(self.max_drafts), np.zeros(self.max_drafts)
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self.forget()
 
-    def survival(self) -> NDArray[np.float64]:
+    def forget(self) -> None:
+        self.hits, self.tries = [0.0] * self.max_drafts, [0.0] * self.max_drafts
+
+    def survival(self, prior: float) -> list[float]:
         """For each place, the probability that it and all before it are kept. A place that was seldom reached is taken to be like the
-        average of all."""
-        mean = (self.hits.sum() + _PRIOR_RATE * _PRIOR_TRIES) / (self.tries.sum() + _PRIOR_TRIES)
-        rates = (self.hits + mean * _PRIOR_TRIES) / (self.tries + _PRIOR_TRIES)
-        return np.cumprod(rates)
+        average of all, and where nothing was seen each is kept at the rate `prior`."""
+        mean = self.rate(prior)
+        rates = ((hits + mean * _PRIOR_TRIES) / (tries + _PRIOR_TRIES) for hits, tries in zip(self.hits, self.tries, strict=True))
+        return list(accumulate(rates, mul))
+
+    def rate(self, prior: float) -> float:
+        return (sum(self.hits) + prior * _PRIOR_TRIES) / (sum(self.tries) + _PRIOR_TRIES)
 
     def saw(self, num_drafts: int, num_kept: int) -> None:
         """A step's outcome; places behind the first that was rejected say nothing."""
-        self.hits *= _DECAY
-        self.tries *= _DECAY
         reached = min(num_kept + 1, num_drafts)
-        self.hits[:num_kept] += 1
-        self.tries[:reached] += 1
+        self.hits = [_DECAY * hits + (place < num_kept) for place, hits in enumerate(self.hits)]
+        self.tries = [_DECAY * tries + (place < reached) for place, tries in enumerate(self.tries)]
 
 
-class Trial:
-    """Whether proposing pays at all with so many requests: tokens per second with it and without, both as they really were. What proposing
-    itself costs, and what the host does besides, is in no table. The better one goes on for long; then the other is looked at for a few
-    steps, ever more seldom as long as it stays the worse one."""
+class Account(NamedTuple):
+    """Of one request: what the clocks of `Books` showed when it began."""
 
-    def __init__(self) -> None:
-        self.is_on = False
-        self.is_look = False  # for a few steps
-        self._other: float | None = None  # tokens per second of the one that does not run, when it ran last
-        self._num_kept = KEPT_STEPS
-        self._left, self._num_unsettled = LOOK_STEPS, SETTLING_STEPS
-        self._seconds = self._tokens = 0.0
+    plain_s: float
+    extra_s: float
 
-    def add(self, seconds: float, num_tokens: int) -> None:
-        """A step has been read."""
-        if self._num_unsettled:  # it was planned before the last change
-            self._num_unsettled -= 1
-            return
-        self._seconds += seconds
-        self._tokens += num_tokens
-        self._left -= 1
-        if self._left == 0:
-            self._end_turn(self._tokens / max(self._seconds, 1e-9))
 
-    def _end_turn(self, rate: float) -> None:
-        if self._other is None or not self.is_look:
-            self._other = rate
-            self._begin_turn(not self.is_on, LOOK_STEPS, is_look=True)
-        elif rate > self._other:
-            self._num_kept = KEPT_STEPS
-            self._begin_turn(self.is_on, self._num_kept, is_look=False)
+@dataclass(slots=True)
+class _Batch:
+    """Steps of about so many requests."""
+
+    plain_s: float = 0.0  # of one without drafts, lately
+    num_plain: int = 0  # of these, since the last time that enough of them were seen
+    num_drafting: int = STALE_STEPS  # steps with drafts since then
+    is_new: bool = True
+    extras: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_EXTRAS))  # what drafting took, its rows aside
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was measured what plain steps take, and not long ago."""
+        return self.num_drafting < STALE_STEPS
+
+    def saw_plain(self, seconds: float) -> None:
+        """Of the first ones the least counts: they have to do with what came before. A step that took very long had another reason."""
+        before = self.plain_s
+        if self.is_new:
+            self.plain_s = min(seconds, before or seconds)
         else:
-            self._begin_turn(not self.is_on, self._num_kept, is_look=False)
-            self._num_kept = min(2 * self._num_kept, MOST_KEPT_STEPS)
+            self.plain_s += _LEARNS * (min(seconds, 2 * before) - before)
+        self.num_plain += 1
+        if self.num_plain >= FIRST_PLAIN_STEPS:
+            self.num_plain = self.num_drafting = 0
+            self.is_new = False
 
-    def _begin_turn(self, is_on: bool, num_steps: int, is_look: bool) -> None:
-        self.is_on, self._left, self.is_look = is_on, num_steps, is_look
-        self._num_unsettled = SETTLING_STEPS
-        self._seconds = self._tokens = 0.0
+
+class Estimate(NamedTuple):
+    """Of the next step."""
+
+    plain_s: float  # without drafts
+    extra_s: float  # what drafting takes, its rows aside: as expected,
+    most_extra_s: float  # and at most
+
+
+class Books:
+    """What steps took with drafts and without, and two clocks that every account is read from: what all steps would have taken without
+    drafts, and what they took longer with them."""
+
+    def __init__(self, costs: StepCosts, on_device: bool) -> None:
+        """`on_device`: steps that make drafts are followed by those that verify them. Else drafting means to read results first."""
+        self.costs = costs
+        self._on_device = on_device
+        self._batches: dict[int, _Batch] = {}
+        self._plain_s = self._extra_s = 0.0  # the two clocks
+        self._is_drafting = False  # the step read last had to do with drafts
+        self._burst_s, self._num_burst = 0.0, 0  # steps with drafts whose like are not known yet, and how many made some
+
+    @property
+    def plain_s(self) -> float:
+        return self._plain_s
+
+    def opened(self) -> Account:
+        return Account(self._plain_s, self._extra_s)
+
+    def balance_s(self, account: Account, gained_s: float) -> float:
+        """What a request may lose now; `gained_s` is what its accepted drafts have saved."""
+        return MAX_LOSS * (self._plain_s - account.plain_s) + gained_s - (self._extra_s - account.extra_s)
+
+    def charge(self, seconds: float) -> None:
+        """What drafts took that is not in the time of a step."""
+        self._extra_s += seconds
+
+    def is_known(self, num_requests: int) -> bool:
+        return self._batch(num_requests).is_known
+
+    def plain_step_s(self, num_requests: int) -> float:
+        return self._batch(num_requests).plain_s or self.costs.of(num_requests)
+
+    def rows_s(self, num_requests: int, num_drafts: int) -> float:
+        """What the rows of so many drafts take."""
+        return max(0.0, self.costs.of(num_requests + num_drafts) - self.costs.of(num_requests))
+
+    def estimate(self, num_requests: int) -> Estimate:
+        """Where drafting was not measured yet: what warming up has measured of passes. To read results first takes at most as long as
+        the step, since host and device then wait for each other; how much less is worth finding out."""
+        batch, plain_s = self._batch(num_requests), self.plain_step_s(num_requests)
+        if batch.extras:
+            extra_s = statistics.median(batch.extras)
+            return Estimate(plain_s, extra_s, SURE * extra_s)
+        if self._on_device and self.costs.ahead_s is not None:
+            extra_s = self.costs.ahead_s + self.costs.ahead_row_s * (num_requests - 1)
+            return Estimate(plain_s, extra_s, SURE * extra_s)
+        return Estimate(plain_s, 0.0, plain_s)
+
+    def forget(self, num_requests: int) -> None:
+        """What drafting takes may have changed."""
+        self._batch(num_requests).extras.clear()
+
+    def took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int) -> None:
+        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has to fill the pipe again."""
+        batch = self._batch(num_requests)
+        has_drafts = num_rows > num_requests or num_ahead > 0
+        plain_s = self.plain_step_s(num_requests)
+        if not has_drafts and not self._is_drafting:
+            batch.saw_plain(seconds)
+            self._plain_s += min(seconds, 2 * batch.plain_s)
+            return
+        self._is_drafting = has_drafts
+        self._plain_s += plain_s
+        self._extra_s += seconds - plain_s
+        self._burst_s += seconds - plain_s - self.rows_s(num_requests, num_rows - num_requests)
+        made = num_ahead > 0 if self._on_device else num_rows > num_requests
+        self._num_burst += made
+        batch.num_drafting += made
+        if not has_drafts or self._num_burst >= _BURST:
+            if self._num_burst:
+                batch.extras.append(max(0.0, self._burst_s / self._num_burst))
+            self._burst_s, self._num_burst = 0.0, 0
+
+    def _batch(self, num_requests: int) -> _Batch:
+        at = bisect_left(self.costs.sizes, num_requests)
+        found = self._batches.get(at)
+        if found is None:
+            found = self._batches[at] = _Batch()
+        return found
 
 
 class Row(NamedTuple):
     """A request in the next step."""
 
-    track: DraftTrack
-    most: int  # drafts that there are, or that it can still use
+    survival: Sequence[float]
+    most: int  # drafts that there are
 
 
-class DraftChoice(NamedTuple):
-    drafts: list[int]  # by row
-    step_s: float
-    plain_s: float  # of the same step without drafts
-
-
-def choose(rows: Sequence[Row], costs: StepCosts, budget: int, other_tokens: int = 0, is_bounded: bool = True) -> DraftChoice:
-    """Drafts for each row: `budget` in all at most, beside `other_tokens` of prompts in the same step. Not bounded by accounts while it is
-    looked at whether proposing pays."""
-    base = len(rows) + other_tokens
-    plain_s = costs.of(base)
-    best = DraftChoice([0] * len(rows), plain_s, plain_s)
+def choose(rows: Sequence[Row], books: Books, budget: int, room_s: float, is_paid: bool = False) -> list[int]:
+    """Drafts for each row, `budget` in all at most. The step may take `room_s` longer than without any. `is_paid`: what drafting takes is
+    spent already, and drafts are there; what counts is the rows."""
+    num = len(rows)
+    none = [0] * num
     if not rows or budget <= 0:
-        return best
+        return none
     worth = _worth(rows)
     order = np.argsort(-worth, axis=None, kind="stable")  # of equal worth the lower place first, so that no place is skipped
-    order = order[worth.ravel()[order] >= _LEAST_WORTH]
-    places = order % worth.shape[1]
-    best_rate, room_s = len(rows) / plain_s, _room_s(rows, plain_s) if is_bounded else float("inf")
-    for depth in _depths(worth.shape[1], costs):
-        taken = order[places < depth][:budget]
-        gains = np.cumsum(worth.ravel()[taken])
-        for num in _sizes(base, len(taken), costs):
-            step_s = costs.of(base + num) + costs.draft_s * (int((taken[:num] % worth.shape[1]).max()) + 1)
-            rate = (len(rows) + gains[num - 1]) / step_s
-            if rate > best_rate and step_s <= room_s:
-                best_rate = rate
-                best = DraftChoice(np.bincount(taken[:num] // worth.shape[1], minlength=len(rows)).tolist(), step_s, plain_s)
-    return best
-
-
-def begin(rows: Sequence[Row], choice: DraftChoice) -> None:
-    """The step is launched: accounts take it as if no draft were kept, until `settle` says more."""
-    for row in rows:
-        row.track.spent_s += choice.step_s
-        row.track.plain_s += choice.plain_s
-
-
-def settle(track: DraftTrack, num_drafts: int, num_kept: int, plain_s: float) -> None:
-    """The step has been read; `plain_s` as its choice had it."""
-    track.saw(num_drafts, num_kept)
-    track.plain_s += num_kept * plain_s
+    order = order[worth.ravel()[order] >= _LEAST_WORTH][:budget]
+    gains = np.cumsum(worth.ravel()[order])
+    plain_s, extra_s, most_extra_s = books.estimate(num)
+    if is_paid:
+        extra_s = most_extra_s = 0.0
+    best, best_rate = 0, (1.0 if is_paid else LEAST_GAIN) * num / plain_s
+    for size in _sizes(num, len(order), books.costs):
+        rows_s = books.rows_s(num, size)
+        rate = (num + gains[size - 1]) / (plain_s + extra_s + rows_s)
+        if rate > best_rate and most_extra_s + SURE * rows_s <= room_s:
+            best, best_rate = size, rate
+    return np.bincount(order[:best] // worth.shape[1], minlength=num).tolist() if best else none
 
 
 def _worth(rows: Sequence[Row]) -> NDArray[np.float64]:
     """[rows, places]: falls from place to place in every row; 0 where there is no draft."""
-    width = max(1, max(min(row.most, row.track.max_drafts) for row in rows))
-    worth = np.zeros((len(rows), width))
-    for at, row in enumerate(rows):
-        most = min(row.most, row.track.max_drafts)
-        if most > 0:
-            worth[at, :most] = row.track.survival()[:most]
+    worth = np.array([row.survival for row in rows])
+    most = np.array([row.most for row in rows])
+    worth[np.arange(worth.shape[1]) >= most[:, None]] = 0.0
     return worth
-
-
-def _room_s(rows: Sequence[Row], plain_s: float) -> float:
-    """What a step may take so that no account is too far behind if it keeps nothing."""
-    return min((1 + MAX_LOSS) * (row.track.plain_s + plain_s) - row.track.spent_s for row in rows)
-
-
-def _depths(width: int, costs: StepCosts) -> Sequence[int]:
-    """Where drafting costs by depth, every depth is tried; else the deepest alone, which includes the others."""
-    return range(1, width + 1) if costs.draft_s else (width,)
 
 
 def _sizes(base: int, most: int, costs: StepCosts) -> list[int]:

@@ -30,16 +30,24 @@ def longest(text: Tokens, run: Tokens) -> _Match | None:
     """Where `text` has most of the last tokens of `run`, with a token of the same text behind them."""
     if len(run) < LEAST or len(text) < LEAST + 1:
         return None
-    places = np.flatnonzero(text[:-1] == run[-1]) + 1
-    places = places[text[places] != _BETWEEN]
-    length = 1
-    while len(places) and length < min(MOST, len(run)):
+    places = np.flatnonzero((text[1:-1] == run[-1]) & (text[:-2] == run[-2])) + LEAST
+    if len(places):
+        places = places[text[places] != _BETWEEN]
+    length = LEAST
+    while len(places) > 1 and length < min(MOST, len(run)):
         further = places[places > length]
         further = further[text[further - length - 1] == run[-length - 1]]
         if not len(further):
             break
         places, length = further, length + 1
-    return _Match(length, int(places[-1])) if len(places) and length >= LEAST else None
+    if not len(places):
+        return None
+    place = int(places[-1])
+    most = min(MOST, len(run), place)
+    if length < most and len(places) == 1:
+        differ = np.flatnonzero(text[place - most : place - length] != run[len(run) - most : len(run) - length])
+        length = most - int(differ[-1]) - 1 if len(differ) else most
+    return _Match(length, place)
 
 
 class SharedTexts:
@@ -48,25 +56,35 @@ class SharedTexts:
     def __init__(self, tokens_per_scope: int = 65536, max_scopes: int = 64) -> None:
         self._tokens_per_scope, self._max_scopes = tokens_per_scope, max_scopes
         self._scopes: OrderedDict[bytes, Tokens] = OrderedDict()  # used last at the end
+        self._new: dict[bytes, list[int]] = {}  # what is not in there yet: often nobody asks, and many requests end together
 
-    def add(self, scope: bytes, tokens: Sequence[int] | Tokens) -> None:
+    def add(self, scope: bytes, tokens: Sequence[int]) -> None:
         """A request has ended with these accepted tokens. Of a long one the end is kept."""
-        before = self._scopes.get(scope, np.empty(0, np.int32))
-        text = np.asarray(tokens, np.int32)[-self._tokens_per_scope :]
-        self._scopes[scope] = np.concatenate([before, text, np.array([_BETWEEN], np.int32)])[-self._tokens_per_scope - 1 :]
+        new = self._new.setdefault(scope, [])
+        new += tokens[-self._tokens_per_scope :]
+        new.append(_BETWEEN)
+        self._scopes.setdefault(scope, np.empty(0, np.int32))
         self._scopes.move_to_end(scope)
+        if len(new) > self._tokens_per_scope:
+            self._take_in(scope)
         while len(self._scopes) > self._max_scopes:
-            self._scopes.popitem(last=False)
+            self._new.pop(self._scopes.popitem(last=False)[0], None)
 
     def of(self, scope: bytes) -> Tokens:
         """The texts of this scope, the newest last."""
         if scope in self._scopes:
             self._scopes.move_to_end(scope)
+            self._take_in(scope)
         return self._scopes.get(scope, np.empty(0, np.int32))
+
+    def _take_in(self, scope: bytes) -> None:
+        new = self._new.pop(scope, None)
+        if new:
+            self._scopes[scope] = np.concatenate([self._scopes[scope], np.array(new, np.int32)])[-self._tokens_per_scope - 1 :]
 
     @property
     def num_tokens(self) -> int:
-        return sum(int((texts != _BETWEEN).sum()) for texts in self._scopes.values())
+        return sum(int((self.of(scope) != _BETWEEN).sum()) for scope in list(self._scopes))
 
 
 class NgramProposer:
@@ -80,7 +98,18 @@ class NgramProposer:
     def propose(self, history: Sequence[int], k: int) -> tuple[int, ...]:
         """At most `k` tokens behind `history`, which is that of the last call with accepted tokens appended. May be fewer, or none."""
         self._extend(history)
-        text = self._text[max(0, self._num - OWN_TOKENS) : self._num]
+        return self._continued(self._num, k)
+
+    def hindsight(self, history: Sequence[int], k: int) -> int | None:
+        """How many of the last `k` tokens of `history` would have been proposed before they came; None: nothing would."""
+        self._extend(history)
+        proposed = self._continued(max(0, self._num - k), k)
+        agree = (at for at, (one, other) in enumerate(zip(proposed, history[-k:], strict=False)) if one != other)
+        return next(agree, len(proposed)) if proposed else None
+
+    def _continued(self, num: int, k: int) -> tuple[int, ...]:
+        """At most `k` tokens behind the first `num` of the text."""
+        text = self._text[max(0, num - OWN_TOKENS) : num]
         if k <= 0:
             return ()
         own = longest(text, text)

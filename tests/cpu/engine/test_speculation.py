@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason
+from penstock.contract import FinishReason, StepPlan
 from penstock.engine.engine import Engine
+from penstock.engine.pace import Pace
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
 from penstock.models.registry import BUILT_IN
+from penstock.speculation.length import StepCosts
 from penstock.speculation.ngram import NgramProposer
 from support.adapters import write_random_adapter
 from support.driving import Collected, generate, run_all, settle_all, submit
@@ -30,13 +32,16 @@ class Script:
     """Implements `Drafter`: proposes what the request will say, with mistakes."""
 
     def __init__(self, ahead: bool, right_share: float = 0.7, most: int = 8, seed: int = 0) -> None:
-        self.needs_results = not ahead
+        self.needs_results, self.has_kv = not ahead, ahead
         self.num_ahead = 0
         self.may_lag = False
         self.answers: dict[str, Sequence[int]] = {}
         self.seen: list[tuple[int, int]] = []  # drafts, and those kept
         self.ended_ids: list[str] = []
         self._right_share, self._most, self._random = right_share, most, random.Random(seed)
+
+    def considers(self, tracks: Sequence[Track]) -> bool:
+        return True
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         return [self._drafts(one) for one in requests]
@@ -258,6 +263,77 @@ def test_figures_are_those_of_what_happened(ahead: bool, make_engine: Make, prom
     assert sum(event.accepted for event in found.events) == accepted
     assert counts.generated_tokens == 80
     assert ahead or engine.stats().steps == 80 - accepted
+
+
+LOOPS = tuple((token, 40.0) for token in (3, 5, 7, 11, 13))  # a greedy text of these says the same for long
+
+
+class Ticks:
+    """A clock that goes on by a millisecond whenever it is asked."""
+
+    def __init__(self, step_s: float = 0.001) -> None:
+        self._now_s, self._step_s = 0.0, step_s
+
+    def __call__(self) -> float:
+        self._now_s += self._step_s
+        return self._now_s
+
+
+def timed(engine: Engine) -> Engine:
+    """Every step takes as long, with drafts or without, and lookups take nothing."""
+    engine._pace = Pace(Ticks())
+    if (speculation := engine._parts.speculation) is not None:
+        speculation._clock = Ticks(0.0)
+        speculation.books.costs = StepCosts((1, 2, 4, 8, 16), (1e-3,) * 5, ahead_s=0.0)
+    return engine
+
+
+def turns_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine does, in order: it launches steps, with drafts or without, and reads results."""
+    done: list[str] = []
+    launch, read = engine._launch, engine._read
+
+    def launched(plan: StepPlan) -> Any:
+        done.append("drafts" if any(chunk.num_logits > 1 for chunk in plan.chunks) else "launch")
+        return launch(plan)
+
+    def was_read(step: Any) -> None:
+        done.append("read")
+        read(step)
+
+    monkeypatch.setattr(engine, "_launch", launched)
+    monkeypatch.setattr(engine, "_read", was_read)
+    return done
+
+
+def test_where_a_text_does_not_repeat_itself_steps_are_launched_and_read_as_without_speculation(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+    for proposer in (None, "ngram"):
+        engine = timed(make_engine(speculate=proposer))
+        done.append(turns_of(engine, monkeypatch))
+        found = [submit(engine, prompts(20, seed=n), max_tokens=48, temperature=2.0, seed=n) for n in range(4)]
+        run_all(engine)
+        assert all(len(one.tokens) == 48 for one in found)
+    plain, looked = done
+    assert looked == plain and "drafts" not in looked
+    speculation = engine._parts.speculation
+    assert speculation is not None and any(speculation._pool.tries), "lookups were tried"
+
+
+def test_a_text_that_repeats_itself_gets_drafts_within_tens_of_tokens(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, engine = make_engine(), timed(make_engine(speculate="ngram"))
+    done = turns_of(engine, monkeypatch)
+    prompt = prompts(40, seed=1)
+    right = generate(plain, prompt, max_tokens=110, logit_bias=LOOPS)
+    found = submit(engine, prompt, max_tokens=110, logit_bias=LOOPS)
+    run_all(engine)
+    assert_same(found, right)
+    assert done[:100].count("drafts") > 1, "before 50 tokens are there: so many have to pay for what reading first may take"
+    assert engine.stats().steps < 90
 
 
 def test_a_proposer_that_fails_costs_its_request_the_drafts_alone(

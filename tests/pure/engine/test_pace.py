@@ -90,11 +90,11 @@ def test_a_step_that_does_not_only_decode_says_nothing_about_decodes() -> None:
     clock = Clock()
     pace = Pace(clock)
     taken(pace, clock, plan((50, 1), (60, 1)), 0.5)
-    assert pace.decoded == Decoded(2, 0.5)
+    assert pace.decoded == Decoded(2, 2, 0.5, 0)
     taken(pace, clock, plan((50, 1), (0, 64)), 2.0)
     assert pace.decoded is None
     taken(pace, clock, plan((51, 1)), 0.25)
-    assert pace.decoded == Decoded(1, 0.25)
+    assert pace.decoded == Decoded(1, 1, 0.25, 0)
 
 
 def test_a_decode_has_what_the_host_did_before_it_and_no_pause() -> None:
@@ -103,10 +103,22 @@ def test_a_decode_has_what_the_host_did_before_it_and_no_pause() -> None:
     taken(pace, clock, plan((50, 1)), 1.0)
     clock.now_s += 0.5  # the host, between two steps
     taken(pace, clock, plan((51, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1.5)
+    assert pace.decoded == Decoded(1, 1, 1.5, 0)
     clock.now_s += 1.0  # as long as the step: nobody had asked for anything
     taken(pace, clock, plan((52, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1.0)
+    assert pace.decoded == Decoded(1, 1, 1.0, 0)
+
+
+def test_a_step_after_drafts_has_all_that_the_host_did_before_it() -> None:
+    """Their result was read before it was planned: that is no pause, however quick the device is."""
+    clock = Clock()
+    pace = Pace(clock)
+    with_drafts = Chunk("r", 0, 50, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
+    taken(pace, clock, StepPlan(1, (with_drafts,), 1, num_ahead=4), 1.0)
+    assert pace.decoded == Decoded(1, 3, 1.0, 4)
+    clock.now_s += 2.0
+    taken(pace, clock, plan((52, 1)), 1.0)
+    assert pace.decoded == Decoded(1, 1, 3.0, 0)
 
 
 def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:

@@ -10,9 +10,9 @@ from penstock.contract import Prefix, Request, SamplingParams
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
 from penstock.speculation.drafter import Speculation
-from penstock.speculation.length import LOOK_STEPS, SETTLING_STEPS, StepCosts
+from penstock.speculation.length import FIRST_PLAIN_STEPS, MAX_LOSS, STALE_STEPS, StepCosts
 
-COSTS = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.01, 1.02, 1.03, 1.04, 1.05))
+COSTS = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.01, 1.02, 1.03, 1.04, 1.05), ahead_s=0.1)
 
 
 def speculation(max_drafts: int = 4, max_step_drafts: int = 100, on_device: bool = False, forced: bool = True) -> Speculation:
@@ -109,6 +109,7 @@ def test_one_whose_proposer_fails_has_no_drafts_any_more_and_others_have(monkeyp
 def test_of_what_the_device_has_drafted_the_number_is_known() -> None:
     made = speculation(on_device=True)
     one = decoding([*TEXT, 10, 11])
+    assert made.considers([one.track])
     assert made.propose([one._replace(num_pending=3), one._replace(num_pending=0), one._replace(num_pending=9)], 0) == [
         (-2, -3, -4),
         (),
@@ -120,57 +121,153 @@ def test_of_what_the_device_has_drafted_the_number_is_known() -> None:
     assert speculation(on_device=True, forced=False).num_ahead == 0, "nothing is drafted where nothing is proposed"
 
 
-def test_all_drafts_of_a_step_are_bounded() -> None:
-    made = speculation(max_step_drafts=5, forced=False)
-    on(made, 4)
-    found = made.propose([decoding([*TEXT, 10, 11], str(n)) for n in range(4)], 0)
-    assert 0 < sum(map(len, found)) <= 5
-    assert all(drafts == (12, 13, 14, 15)[: len(drafts)] for drafts in found)
+REPEATED = [*TEXT, *TEXT, *TEXT, 10, 11]
 
 
-def on(made: Speculation, num_requests: int) -> None:
-    """Until it is looked at whether proposing pays with so many requests."""
-    for _ in range(LOOK_STEPS + SETTLING_STEPS):
-        made.propose([decoding([7], f"first {n}") for n in range(num_requests)], 0)
-        made.step_took(num_requests, 1.0, num_requests)
-    assert made._trial.is_on
+def seasoned(on_device: bool = False, num_steps: int = 200, max_step_drafts: int = 100, tracks: Sequence[Track] = ()) -> Speculation:
+    """It knows what plain steps take, and requests have earned something."""
+    made = speculation(max_step_drafts=max_step_drafts, on_device=on_device, forced=False)
+    made._clock = lambda: 0.0  # lookups take no time
+    for _ in range(num_steps):
+        made.considers(tracks)
+        made.step_took(len(tracks), len(tracks), 1.0, 0)
+    return made
 
 
-def test_whether_it_pays_is_found_out_for_each_number_of_requests() -> None:
-    made = speculation(forced=False)
-    on(made, 2)
-    two = [decoding([*TEXT, 10, 11], str(n)) for n in range(2)]
-    assert all(made.propose(two, 0))
-    assert made.propose(two[:1], 0) == [()] and made.propose([*two, *two], 0) == [()] * 4, "others were not looked at"
-    assert all(made.propose(two, 0))
+def test_nothing_is_proposed_before_it_was_seen_what_it_would_have_given() -> None:
+    """A request whose text does not repeat itself is asked for nothing, whatever it has earned."""
+    one = decoding(list(range(100)))
+    made = seasoned(tracks=[one.track])
+    for _ in range(50):
+        assert not made.considers([one.track])
+        made.step_took(1, 1, 1.0, 0)
+    assert made._requests["r"].record.tries[0] > 2, "it was looked at"
 
 
-def test_an_account_has_what_a_step_took_and_what_plain_decoding_would_have() -> None:
-    made = speculation(forced=False)
-    on(made, 1)
-    one = decoding([*TEXT, 10, 11])
-    (drafts,) = made.propose([one], 0)
+def test_a_text_that_repeats_itself_is_proposed_when_its_account_can_pay() -> None:
+    one = decoding(REPEATED)
+    made = seasoned(num_steps=FIRST_PLAIN_STEPS + 2, tracks=[one.track])
+    num = 0
+    while not made.considers([one.track]):
+        made.step_took(1, 1, 1.0, 0)
+        num += 1
+    earned = FIRST_PLAIN_STEPS + 2 + num
+    assert earned == pytest.approx(1 / MAX_LOSS, abs=3), "to read a result first takes as long again at most"
+    assert made.propose([one], 0) == [(12, 13, 14, 15)]
+
+
+def test_a_new_request_has_to_earn_first_what_others_want_to_spend() -> None:
+    one, new = decoding(REPEATED), decoding(list(range(100)), "new")
+    made = seasoned(tracks=[one.track])
+    assert made.considers([one.track])
+    made._num_skipped = 0
+    made.step_took(1, 1, 1.0, 0)
+    for _ in range(FIRST_PLAIN_STEPS):
+        assert not made.considers([one.track, new.track])
+        made.step_took(2, 2, 1.0, 0)
+    for _ in range(20):
+        assert not made.considers([one.track, new.track])
+        made.step_took(2, 2, 1.0, 0)
+    made.ended(new.track)
+    assert made.considers([one.track]), "nobody else has to pay"
+
+
+def test_beside_prompts_nothing_is_drafted() -> None:
+    one = decoding(REPEATED)
+    made = seasoned(tracks=[one.track])
+    assert made.considers([one.track]) and made.propose([one], 16) == [()]
+    device = seasoned(on_device=True, num_steps=40, tracks=[one.track])
+    device._paid_at_s = 0.0
+    assert device.propose([one._replace(num_pending=4)], 16) == [()] and device.num_ahead == 0
+
+
+def test_all_drafts_of_a_step_are_bounded_and_everybody_has_some() -> None:
+    many = [decoding(REPEATED, str(n)) for n in range(4)]
+    tracks = [one.track for one in many]
+    made = seasoned(max_step_drafts=5, tracks=tracks)
+    assert made.considers(tracks)
+    found = made.propose(many, 0)
+    assert [len(drafts) for drafts in found] == [1, 1, 1, 1]
+    assert all(drafts == (12,) for drafts in found)
+
+
+def test_lookups_that_come_to_nothing_are_paid_for_and_wait_ever_longer() -> None:
+    one = decoding(REPEATED)
+    made = seasoned(tracks=[one.track])
+    one.track.tokens += range(900, 904)
+    waits = []
+    for _ in range(3):
+        num = 0
+        while not made.considers([one.track]):
+            made.step_took(1, 1, 1.0, 0)
+            num += 1
+        waits.append(num)
+        made._clock = lambda: made._started_s + 0.01
+        before = made.books.balance_s(made._requests["r"].account, 0.0)
+        assert made.propose([one], 0) == [()]
+        assert made.books.balance_s(made._requests["r"].account, 0.0) == pytest.approx(before - 0.01)
+        made._clock = lambda: 0.0
+        made._requests["r"].is_promising = True
+    assert waits[0] < waits[1] < waits[2]
+
+
+def test_what_the_device_drafts_is_tried_for_one_step_until_that_was_read() -> None:
+    one = decoding(TEXT)
+    made = speculation(on_device=True, forced=False)
+    num = 0
+    while not made.considers([one.track]):
+        made.step_took(1, 1, 1.0, 0)
+        num += 1
+    assert made.num_ahead == 4 and not made.may_lag
+    assert num == pytest.approx(1.25 * (0.1 + 0.03) / MAX_LOSS, abs=2)
+    assert made.propose([one], 0) == [()]
+    assert made.considers([one.track]) and made.num_ahead == 0, "its account cannot pay for two"
+    assert made.propose([one._replace(num_pending=4)], 0) == [(-2, -3, -4, -5)]
+    made.step_took(1, 1, 1.1, 4)
+    assert not made.considers([one.track]) and made.may_lag
+    made.saw(one.track, 4, 4)
+    made.step_took(1, 5, 1.03, 0)
+    assert made.considers([one.track]) and made.num_ahead == 4, "what it saved pays for more"
+
+
+def test_where_the_device_has_failed_nothing_is_considered() -> None:
+    one = decoding(TEXT)
+    made = speculation(on_device=True, forced=False)
+    made.has_failed = lambda: True
+    for _ in range(100):
+        assert not made.considers([one.track]) and made.num_ahead == 0
+        made.step_took(1, 1, 1.0, 0)
+
+
+def test_drafts_beside_prompts_are_paid_for_as_if_they_had_taken_the_most() -> None:
+    one = decoding(TEXT)
+    made = speculation(on_device=True, forced=False)
+    while not made.considers([one.track]):
+        made.step_took(1, 1, 1.0, 0)
     account = made._requests["r"].account
-    plain, step = made.costs.of(1), made.costs.of(1 + len(drafts))
-    assert len(drafts) == 4 and (account.plain_s, account.spent_s) == (plain, step)
-    made.saw(one.track, 4, 3)
-    assert (account.plain_s, account.spent_s) == (pytest.approx(4 * plain), step)
-    assert account.tries.tolist() == [1.0] * 4 and account.hits.tolist() == [1.0, 1.0, 1.0, 0.0]
+    before = made.books.balance_s(account, 0.0)
+    made.step_had_prompts()
+    assert made.books.balance_s(account, 0.0) == pytest.approx(before - 1.25 * 0.1)
+    two = decoding(REPEATED)
+    lookups = seasoned(tracks=[two.track])
+    account = lookups._requests["r"].account
+    assert lookups.considers([two.track]) and any(lookups.propose([two], 0))
+    before = lookups.books.balance_s(account, 0.0)
+    lookups.step_had_prompts()
+    assert lookups.books.balance_s(account, 0.0) == pytest.approx(before - 1.0), "to read first takes as long again at most"
 
 
-def test_a_request_that_gets_no_drafts_pays_its_share_of_the_step_all_the_same() -> None:
-    made = speculation(forced=False)
-    on(made, 2)
-    with_drafts, without = decoding([*TEXT, 10, 11], "a"), decoding([1, 2, 3], "b")
-    found = made.propose([with_drafts, without], 16)
-    account = made._requests["b"].account
-    assert account.plain_s == made.costs.of(18) and account.spent_s == made.costs.of(18 + sum(map(len, found)))
-
-
-def test_a_measured_step_changes_what_its_own_size_costs() -> None:
-    made = speculation()
-    before = made.costs.seconds
-    made.step_took(3, 2.02, 3)
-    assert made.costs.seconds == (*before[:2], pytest.approx(0.8 * 1.02 + 0.2 * 2.02), *before[3:])
-    made.step_took(33, 9.0, 33)
-    assert made.costs.seconds[3:] == before[3:], "no size is as large"
+def test_steps_are_measured_without_drafts_now_and_then() -> None:
+    one = decoding(TEXT)
+    made = speculation(on_device=True, forced=False)
+    spells, num = list[int](), 0
+    for _ in range(3 * STALE_STEPS):
+        made.considers([one.track])
+        made.propose([one._replace(num_pending=4)], 0)
+        num_ahead = made.num_ahead
+        made.saw(one.track, 4, 4)
+        made.step_took(1, 5 if num_ahead else 1, 1.1, num_ahead)
+        if not num_ahead and num:
+            spells.append(num)
+        num = num + 1 if num_ahead else 0
+    assert len(spells) >= 2 and max(spells) <= STALE_STEPS + 1

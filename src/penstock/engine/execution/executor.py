@@ -180,17 +180,33 @@ class Executor:
         progress("warming up", len(kinds), len(kinds))
 
     def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
-        """What steps that decode `costs.sizes` rows take on this machine: the least of a few. Blocks; behind `warm`."""
-        seconds: list[float] = []
+        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them: the least of a few. Blocks; behind
+        `warm`."""
+        size_of, seconds = self.limits.block_tokens, list[float]()
         for size in costs.sizes:
-            times = []
-            for _ in range(_TIMED_STEPS):
-                started_s = time.perf_counter()
-                if (error := self.launch(warm.verify_plan(size, slot, self.limits.block_tokens)).wait_error()) is not None:
-                    raise error
-                times.append(time.perf_counter() - started_s)
-            seconds.append(max([min(times), *seconds[-1:]]))  # noise aside, more rows take no less
-        return replace(costs, seconds=tuple(seconds))
+            seconds.append(
+                max([self._least_s(warm.verify_plan(size, slot, size_of)), *seconds[-1:]])
+            )  # noise aside, more rows take no less
+        measured = replace(costs, seconds=tuple(seconds))
+        if self.ahead is None:
+            return measured
+        most, num_ahead = self.limits.max_batch, self.limits.num_ahead
+        one_s, all_s = (
+            max(
+                0.0, self._least_s(warm.decode_plan(num, slot, size_of, num_ahead)) - self._least_s(warm.decode_plan(num, slot, size_of, 0))
+            )
+            for num in (1, most)
+        )
+        return replace(measured, ahead_s=one_s, ahead_row_s=max(0.0, all_s - one_s) / max(1, most - 1))
+
+    def _least_s(self, plan: StepPlan) -> float:
+        times = []
+        for _ in range(_TIMED_STEPS):
+            started_s = time.perf_counter()
+            if (error := self.launch(plan).wait_error()) is not None:
+                raise error
+            times.append(time.perf_counter() - started_s)
+        return min(times)
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
         """Put the step on the compute lane and return; the step before may still be running there. `waits`: what the plan's ids stand

@@ -109,6 +109,15 @@ def verify_plan(num_rows: int, slot: int, block_tokens: int) -> StepPlan:
     return StepPlan(0, (chunk,), 1, (Start.of(0, request),))
 
 
+def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int) -> StepPlan:
+    """A step that decodes one token of each request, and is passed over by what makes drafts only where it makes some."""
+    requests = [Request(f"warm-up {row}", [0, 0], _GREEDY) for row in range(num_requests)]
+    slots = np.full(-(-(2 + num_ahead) // block_tokens), slot, np.int32)
+    chunks = tuple(Chunk(one.id, row, 1, (0,), slots, writes=True, num_logits=1) for row, one in enumerate(requests))
+    starts = tuple(Start.of(row, one) for row, one in enumerate(requests))
+    return StepPlan(0, chunks, num_requests, starts, num_ahead=num_ahead, is_followed=num_ahead > 0)
+
+
 def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[StepPlan]:
     """Steps of these kinds. All their tables name one slot over and over: nobody looks at what is in it."""
     for number, kind in enumerate(kinds):

@@ -31,6 +31,14 @@ class Drafter(Protocol):
     def may_lag(self) -> bool:
         """Whether its own KV of the next step's tokens may be computed later, within a block."""
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether it passes over the tokens of steps, and keeps KV of them in every block."""
+
+    def considers(self, tracks: Sequence[Track]) -> bool:
+        """Whether it may propose something for a step of these, or has the device make drafts behind it. Called for every step in which
+        some request decodes; `propose` follows where it says yes."""
+
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         """Drafts for each of them, in a step that also computes `num_others` tokens of prompts."""
 

@@ -102,6 +102,7 @@ class Scheduler:
         self._num_looks = 0
         self._reads_host = True  # in the plan being made
         self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
+        self._num_unfollowed = 0  # steps in which nobody can come to lack a block of what makes drafts
         self._grace = 0  # how long the room of whoever has ended is kept for its next request
         self._num_plans = 0
         self._newest_s = 0.0  # the latest arrival
@@ -167,7 +168,11 @@ class Scheduler:
     @property
     def needs_result(self) -> bool:
         """Whether the next plan can propose more once the step that runs has been read."""
-        return self._drafter is not None and self._drafter.needs_results and self._steps.has_drafts
+        return self._steps.has_drafts and self._drafter is not None and self._drafter.needs_results
+
+    @property
+    def _has_draft_kv(self) -> bool:
+        return self._drafter is not None and self._drafter.has_kv
 
     @property
     def reads_host(self) -> bool:
@@ -214,22 +219,27 @@ class Scheduler:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if self._draft.prefills else 1))
         draft, self._draft = self._draft, Draft()
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
-        is_followed = self._is_followed(chunks, draft)
-        missed = self._follow(chunks) if is_followed and self._drafter is not None else ()
-        number = self._steps.add(chunks, self._running.tracks, missed)
+        is_followed = self._is_followed(chunks, draft, bool(drafts))
+        missed = self._follow(chunks) if is_followed and self._has_draft_kv else ()
+        number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts))
         self.waits = Waits(draft.after, draft.loads)
         waits = tuple(draft.after), tuple(draft.loads)
         return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
 
-    def _is_followed(self, chunks: Sequence[Chunk], draft: Draft) -> bool:
+    def _is_followed(self, chunks: Sequence[Chunk], draft: Draft, has_drafts: bool) -> bool:
         """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not, as long as no request lacks
         more than a block: blocks get their keys when its KV is in them, too."""
         if self._drafter is None or not self._drafter.may_lag or draft.num_ahead or draft.prefills:
             return True
-        tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
-        if any(chunk.num_logits > 1 or chunk.num_unsure for chunk in chunks) or any(track.is_deep for track in tracks):
+        running = self._running.tracks
+        if has_drafts or self._steps.has_drafts or any(track.is_deep for track in running.values()):
             return True
-        return any(chunk.kv_len - track.num_followed >= self._ledger.block_tokens for chunk, track in zip(chunks, tracks, strict=True))
+        self._num_unfollowed -= 1
+        if self._num_unfollowed > 0:
+            return False
+        most = max(chunk.kv_len - running[chunk.request_id].num_followed for chunk in chunks)
+        self._num_unfollowed = self._ledger.block_tokens - most  # each lacks one token more with every step, and who comes lacks no more
+        return most >= self._ledger.block_tokens
 
     def _follow(self, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
         """What it has to pass over besides, all of it before this step is over."""
@@ -241,6 +251,8 @@ class Scheduler:
 
     def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:
         """Tokens that may follow those which the next step computes, for requests that decode."""
+        if not drafter.considers(tracks):
+            return {}
         found: list[Decoding] = []
         num_others = 0
         for track in tracks:
@@ -471,6 +483,8 @@ class Scheduler:
     def _draw_room(self, track: Track, num_tokens: int) -> int:
         """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was promised, which it may draw;
         where promises exceed memory nobody leaves for a draft, and those without slots are not verified either."""
+        if not self._draft.num_ahead:
+            return 0
         end = track.num_planned + num_tokens
         most = min(self._draft.num_ahead, track.lifetime_tokens - end)
         if most <= 0 or end < track.num_expected or track.is_deep or track.request.sampling.grammar is not None:
@@ -488,7 +502,7 @@ class Scheduler:
         for share in mine:
             num_unsure += share.num_drafts
             num_computed = max(num_computed, share.end - num_unsure)
-        if self._drafter is not None:
+        if self._has_draft_kv:
             num_computed = min(num_computed, track.num_followed)
         self._leave(track, saves, num_computed)
         track.ran |= bool(mine) and track.lease is not None  # what they compute is saved, though their results may come later
@@ -555,9 +569,10 @@ class Scheduler:
     def _num_sealable(self, track: Track) -> int:
         """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan, and
         what makes drafts may not have passed over them yet."""
-        if self._drafter is None:
+        if not self._has_draft_kv and not self._steps.has_drafts:
             return track.num_committed
-        return min(track.num_committed, self._steps.writes_from(track), track.num_followed)
+        num_followed = track.num_followed if self._has_draft_kv else track.num_committed
+        return min(track.num_committed, self._steps.writes_from(track), num_followed)
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
@@ -580,13 +595,14 @@ class Scheduler:
             track.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
         if share.num_drafts:
             return self._commit_drafts(share, fence, sampled)
+        size = self._ledger.block_tokens
         if track.epoch == share.epoch:
             track.num_committed = share.end
             if share.end - share.start > 1:
                 track.num_sealed = share.end
                 self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
-            elif self._drafter is not None or share.end % self._ledger.block_tokens == 0:
-                self._seal_filled(track, fence)
+            elif share.end % size == 0 or (self._drafter is not None and share.end // size > track.num_sealed // size):
+                self._seal_filled(track, fence)  # where drafts are made, a block may get its key some tokens late
         if not share.num_logits:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None

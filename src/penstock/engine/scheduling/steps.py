@@ -112,6 +112,7 @@ class Step(NamedTuple):
     number: int
     shares: tuple[Share, ...]
     fence: Fence | None = None  # behind the step
+    has_drafts: bool = False  # it verifies some
 
 
 class Steps:
@@ -122,12 +123,13 @@ class Steps:
         self._num_steps = 0
         self._unread: deque[Step] = deque()
 
-    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track], missed: Sequence[Chunk] = ()) -> int:
+    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track], missed: Sequence[Chunk] = (), has_drafts: bool = False) -> int:
         """One of these chunks has been planned; returns its number. `tracks` are those that run, by request. `missed`: what it passes over
         besides."""
         firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
-        self._unread.append(Step(self._num_steps, tuple(_share(tracks[chunk.request_id], chunk, firsts) for chunk in chunks)))
+        shares = tuple(_share(tracks[chunk.request_id], chunk, firsts) for chunk in chunks)
+        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts))
         return self._num_steps
 
     def launched(self, fence: Fence) -> None:
@@ -148,7 +150,7 @@ class Steps:
     @property
     def has_drafts(self) -> bool:
         """Whether some are being verified."""
-        return any(share.num_drafts for step in self._unread for share in step.shares)
+        return any(step.has_drafts for step in self._unread)
 
     def writes_from(self, track: Track) -> int:
         """The first token of this life that a step which is not over may write."""

@@ -59,8 +59,11 @@ class Script:
     """Implements `Drafter`: what the request will say, with mistakes."""
 
     def __init__(self, world: World, ahead: bool) -> None:
-        self.needs_results, self.num_ahead, self.may_lag = not ahead, 0, False
+        self.needs_results, self.has_kv, self.num_ahead, self.may_lag = not ahead, ahead, 0, False
         self.world, self.alive = world, dict[str, int]()
+
+    def considers(self, tracks: Sequence[Track]) -> bool:
+        return True
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         return [self._drafts(one) for one in requests]
