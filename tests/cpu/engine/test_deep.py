@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.contract import FinishReason, Match, Request, SamplingParams
+from penstock.contract import FinishReason, Match, Request, SamplingParams, StepPlan
 from penstock.engine import build as build_module
+from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
+from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.execution.recording import Recorder
 from penstock.engine.execution.recording import read as read_recording
 from penstock.engine.scheduling.matching import found_share
@@ -106,6 +109,37 @@ def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_e
     assert sum(reads) > 3 and not any(one and next_one for one, next_one in itertools.pairwise(reads))
     alone = [plan for plan in plans if plan not in both]
     assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), "nobody waits for nobody"
+
+
+def test_others_have_as_much_time_as_steps_that_read_host_memory(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes a second, and ten where it reads host memory."""
+    engine, now_s, reads = deep_engine(make_engine, 256), 0.0, []
+    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    launch, read = engine._launch, engine._read
+
+    def launched(plan: StepPlan) -> RunningStep:
+        nonlocal now_s
+        now_s += 1.0
+        reads.append(any(chunk.num_paged for chunk in plan.chunks))
+        return launch(plan)
+
+    def is_read(step: RunningStep) -> None:
+        nonlocal now_s
+        now_s += 9.0 * (step.number == engine._host_step[0])
+        read(step)
+
+    monkeypatch.setattr(engine, "_launch", launched)
+    monkeypatch.setattr(engine, "_read", is_read)
+    submit(engine, prompts(30, 2), max_tokens=100)
+    deep = submit(engine, prompts(400), max_tokens=4)
+    while deep.finish is None:
+        if not engine.step():
+            engine.wait_work(0.01)
+    between = [len(list(others)) for is_host, others in itertools.groupby(reads[reads.index(True) :]) if not is_host]
+    assert len(between) > 2 and min(between[:-1]) >= 10, between
+    run_all(engine)
 
 
 def test_alone_it_has_every_step(make_engine: Make, prompts: Prompts) -> None:
