@@ -279,9 +279,20 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
         make_engine(blocks=64, host_blocks=16, max_model_len=2048)
     with pytest.raises(ConfigError, match=r"does not fit into 64 KV blocks .*let it be paged out with --kv-offload"):
         make_engine(blocks=64, max_model_len=2048)
+    with pytest.raises(ConfigError, match=r"--max-model-len 1024 exceeds --kv-resident-tokens 256, .*host memory takes 224 tokens of it"):
+        make_engine(blocks=64, host_blocks=16, max_model_len=1024, resident_tokens=256)
     engine = deep_engine(make_engine, 256)
     with pytest.raises(InvalidRequest):
         submit(engine, prompts(2048), max_tokens=100)
+
+
+@pytest.mark.parametrize(("host_blocks", "most"), [(16, 256), (40, 560)])
+def test_the_longest_sequence_that_is_accepted_runs(make_engine: Make, prompts: Prompts, host_blocks: int, most: int) -> None:
+    """It fits on the device, and may not be there as a whole: then host memory has to take it, or it would wait for ever, and all others
+    behind it. Where nobody says how long sequences are, they are as long as has room."""
+    engine = make_engine(blocks=64, host_blocks=host_blocks, resident_tokens=256)
+    assert engine.max_model_len == most
+    assert generate(engine, prompts(most - 2), max_tokens=2).finish is FinishReason.LENGTH
 
 
 def test_a_lone_long_request_needs_no_flag(make_engine: Make, prompts: Prompts) -> None:
