@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -309,6 +310,23 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_p
         except ModelError:
             refused += 1
     assert refused > 30
+
+
+@pytest.mark.parametrize("alignment", [8, 32, 4096])
+def test_tensors_begin_where_the_alignment_of_the_file_says(tmp_path: Path, alignment: int) -> None:
+    path = tmp_path / "aligned.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(alignment)
+    vectors = {"one": [1.0, 2.0, 3.0], "two": [4.0, 5.0]}
+    for name, values in vectors.items():
+        writer.add_tensor(name, np.array(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with WeightFile(path) as file:
+        source = GgufFile(file)
+        assert {name: source.numbers(tensor) for name, tensor in source.tensors.items()} == vectors
 
 
 TOKENS = [str(id) for id in range(300)]
