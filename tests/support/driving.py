@@ -74,9 +74,9 @@ class Collected:
 
 
 def submit(engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any) -> Collected:
-    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise. `residency` and `pins` are no sampling's."""
+    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise. `request_id`, `residency` and `pins` are no sampling's."""
     collected = Collected()
-    part = {name: sampling.pop(name) for name in ("residency", "pins") if name in sampling}
+    part = {name: sampling.pop(name) for name in ("request_id", "residency", "pins") if name in sampling}
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
     collected.request_id = engine.submit(prompt, params, collected.events.append, cache_salt=salt, adapter=adapter, **part)
     return collected

@@ -1,4 +1,4 @@
-"""vllm bench serve: the load generator of vLLM, streamed completions and chats. Only its client is used: the CPU build installs everywhere."""
+"""vllm bench serve: the load generator of vLLM, with streamed completions and chats. Of the CPU build nothing but that is used."""
 
 import json
 import os
@@ -35,4 +35,4 @@ for name, backend, endpoint in [
         assert made.returncode == 0, made.stdout[-600:] + made.stderr[-600:]
         totals = json.loads((folder / f"{backend}.json").read_text())
         assert totals["completed"] == NUM and totals["total_output_tokens"] == 12 * NUM, totals
-        assert 0 < totals["median_ttft_ms"] and 0 < totals["median_tpot_ms"], totals
+        assert totals["median_ttft_ms"] > 0 and totals["median_tpot_ms"] > 0, totals

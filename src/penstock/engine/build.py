@@ -343,10 +343,17 @@ def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pagea
     """`num_pageable`: blocks of host memory that a sequence which does not fit may be paged out to; None: nobody knows yet."""
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
+    resident, may_be_paged = config.kv.resident_tokens, config.offload.enabled and config.kv.prefix_cache and not any(dims.windows)
+    takes = fits  # of a sequence: on the device, or in host memory where it may have less than it needs there
+    if resident is not None and num_pageable is not None and may_be_paged:
+        takes = min(fits, max(resident // config.kv.block_tokens, num_pageable) * config.kv.block_tokens)
     if wanted is None:
-        return min(dims.default_len, fits)
+        return min(dims.default_len, takes)
     if wanted > dims.max_position:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {dims.max_position} positions of the model")
+    held = f"host memory takes {(num_pageable or 0) * config.kv.block_tokens} tokens of it; raise --kv-offload-host-gib"
+    if takes < wanted <= fits:
+        raise ConfigError(f"--max-model-len {wanted} exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}")
     if wanted <= fits:
         return wanted
     size = f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} tokens"
@@ -357,8 +364,7 @@ def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pagea
     if any(dims.windows):
         raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")
     if num_pageable is not None and blocks_for(wanted, config.kv.block_tokens) > num_pageable:
-        held = num_pageable * config.kv.block_tokens
-        raise ConfigError(f"{size}, nor can it be paged out: host memory takes {held} tokens of it; raise --kv-offload-host-gib")
+        raise ConfigError(f"{size}, nor can it be paged out: {held}")
     return wanted
 
 

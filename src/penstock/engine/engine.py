@@ -425,7 +425,7 @@ class Engine:
             self._read_running()
             self._sessions.close()
             self._snapshots.close(timeout_s)
-            self._parts.cache.close(timeout_s)
+            self._parts.cache.close(None if timeout_s is None else max(0.0, by_s - time.monotonic()))
             for lane in self._parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
             self._end_flushes()

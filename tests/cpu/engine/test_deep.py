@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from penstock.contract import FinishReason, Match, Request, SamplingParams, StepPlan, Waits
 from penstock.engine import build as build_module
+from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.outcome import RunningStep
 from penstock.engine.execution.recording import Recorder
@@ -107,6 +109,37 @@ def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_e
     assert sum(reads) > 3 and not any(one and next_one for one, next_one in itertools.pairwise(reads))
     alone = [plan for plan in plans if plan not in both]
     assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), "nobody waits for nobody"
+
+
+def test_others_have_as_much_time_as_steps_that_read_host_memory(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes a second, and ten where it reads host memory."""
+    engine, now_s, reads = deep_engine(make_engine, 256), 0.0, []
+    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    launch, read = engine._launch, engine._read
+
+    def launched(plan: StepPlan) -> RunningStep:
+        nonlocal now_s
+        now_s += 1.0
+        reads.append(any(chunk.num_paged for chunk in plan.chunks))
+        return launch(plan)
+
+    def is_read(step: RunningStep) -> None:
+        nonlocal now_s
+        now_s += 9.0 * (step.number == engine._host_step[0])
+        read(step)
+
+    monkeypatch.setattr(engine, "_launch", launched)
+    monkeypatch.setattr(engine, "_read", is_read)
+    submit(engine, prompts(30, 2), max_tokens=100)
+    deep = submit(engine, prompts(400), max_tokens=4)
+    while deep.finish is None:
+        if not engine.step():
+            engine.wait_work(0.01)
+    between = [len(list(others)) for is_host, others in itertools.groupby(reads[reads.index(True) :]) if not is_host]
+    assert len(between) > 2 and min(between[:-1]) >= 10, between
+    run_all(engine)
 
 
 def test_alone_it_has_every_step(make_engine: Make, prompts: Prompts) -> None:
@@ -273,9 +306,20 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
         make_engine(blocks=64, host_blocks=16, max_model_len=2048)
     with pytest.raises(ConfigError, match=r"does not fit into 64 KV blocks .*let it be paged out with --kv-offload"):
         make_engine(blocks=64, max_model_len=2048)
+    with pytest.raises(ConfigError, match=r"--max-model-len 1024 exceeds --kv-resident-tokens 256, .*host memory takes 224 tokens of it"):
+        make_engine(blocks=64, host_blocks=16, max_model_len=1024, resident_tokens=256)
     engine = deep_engine(make_engine, 256)
     with pytest.raises(InvalidRequest):
         submit(engine, prompts(2048), max_tokens=100)
+
+
+@pytest.mark.parametrize(("host_blocks", "most"), [(16, 256), (40, 560)])
+def test_the_longest_sequence_that_is_accepted_runs(make_engine: Make, prompts: Prompts, host_blocks: int, most: int) -> None:
+    """It fits on the device, and may not be there as a whole: then host memory has to take it, or it would wait for ever, and all others
+    behind it. Where nobody says how long sequences are, they are as long as has room."""
+    engine = make_engine(blocks=64, host_blocks=host_blocks, resident_tokens=256)
+    assert engine.max_model_len == most
+    assert generate(engine, prompts(most - 2), max_tokens=2).finish is FinishReason.LENGTH
 
 
 def test_a_lone_long_request_needs_no_flag(make_engine: Make, prompts: Prompts) -> None:

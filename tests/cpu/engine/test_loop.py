@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent, Waits
+from penstock.engine import engine as engine_module
 from penstock.engine import loop as loop_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.outcome import RunningStep
@@ -74,6 +76,26 @@ def test_closing_cancels_what_does_not_end_by_the_deadline(engine: Engine, promp
     assert ended.wait().finish in (FinishReason.CANCELLED, FinishReason.ERROR)
     with pytest.raises(EngineClosed):
         engine.submit(prompts(10), sampling(), ended)
+
+
+# Holds invariant 27: closing is bounded.
+def test_all_that_closing_waits_for_has_one_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, given = 100.0, {}
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def taking(seconds: float, name: str, close: Callable[..., None]) -> Callable[[float | None], None]:
+        def closing(timeout_s: float | None = None) -> None:
+            nonlocal now_s
+            given[name], now_s = timeout_s, now_s + seconds
+            close()
+
+        return closing
+
+    monkeypatch.setattr(engine, "_snapshots", SimpleNamespace(close=taking(12.0, "snapshots", lambda: engine.cache.check())))
+    monkeypatch.setattr(engine.cache, "close", taking(5.0, "transfers", engine.cache.close))
+    monkeypatch.setattr(engine._parts.lanes[0], "close", taking(1.0, "lane", engine._parts.lanes[0].close))
+    engine.close(timeout_s=20.0)
+    assert given == {"snapshots": 20.0, "transfers": 8.0, "lane": 3.0}
 
 
 def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[..., list[int]]) -> None:

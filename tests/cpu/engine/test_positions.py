@@ -145,6 +145,14 @@ def test_a_scheme_says_how_far_a_context_may_reach() -> None:
     assert (beyond.default_len, beyond.max_position) == (4096, 4096), "what yarn stretches to, though the config states less"
 
 
+def test_only_yarn_llama3_and_longrope_ask_what_a_context_was_before() -> None:
+    """Dynamic positions grow from what a config states, whatever it says of earlier; `transformers` does the same."""
+    for kind in ("linear", "dynamic"):
+        rope = {"rope_type": kind, "factor": 4.0}
+        assert config_of({**rope, "original_max_position_embeddings": 512}) == config_of(rope)
+        assert config_of(rope, original_max_position_embeddings=512) == config_of(rope)
+
+
 def test_both_spellings_and_both_places_say_the_same() -> None:
     plain = config_json(TINY_LLAMA)
     yarn = {"factor": 4.0, "original_max_position_embeddings": 512}

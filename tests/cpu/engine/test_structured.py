@@ -76,6 +76,18 @@ def test_regular_expressions_choices_and_grammars_are_kept_to(engine: Engine, gr
     assert re.fullmatch(pattern, text_of(engine, answer)), text_of(engine, answer)
 
 
+def test_a_request_with_the_id_of_an_earlier_one_has_nothing_of_its_grammar(engine: Engine) -> None:
+    """It gets another row, so that nobody has taken the earlier one's; and as many tokens are before it as the earlier one had in all."""
+    prompt = [*PROMPT, *b"yes"]
+    alone = generate(engine, prompt, max_tokens=5).tokens
+    beside = submit(engine, PROMPT, max_tokens=20)
+    earlier = submit(engine, PROMPT, request_id="again", grammar=Grammar("choice", '["yes"]'), ignore_eos=False)
+    run_all(engine)
+    assert text_of(engine, earlier) == "yes" and beside.finish is FinishReason.LENGTH
+    again = generate(engine, prompt, request_id="again", max_tokens=5)
+    assert (again.finish, again.tokens) == (FinishReason.LENGTH, alone)
+
+
 def test_neighbours_without_a_grammar_get_what_they_get_alone(engine: Engine) -> None:
     alone = generate(engine, PROMPT, temperature=1.0, seed=5, max_tokens=40).tokens
     beside = submit(engine, PROMPT, temperature=1.0, seed=5, max_tokens=40)

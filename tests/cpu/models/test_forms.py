@@ -22,12 +22,13 @@ from penstock.models.form_choice import ROWS, Measurement, fastest_forms, kept_m
 from penstock.models.forms import Forms, Matrix, Quants, empty_matrix, has_exact_products, matrix_of_quants
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import WeightFile
-from penstock.models.layers import TorchLayerOps
+from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.llama import SMOLLM2_135M
 from penstock.models.loader import inspect_model, load_model
 from penstock.models.model import Model
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN, layout
+from penstock.models.rotary import RopeScaling
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
 
 INT8 = Forms(torch.bfloat16, 8)
@@ -263,7 +264,8 @@ def test_auto_takes_4_bits_where_the_file_has_them_and_keeps_the_keys_of_others(
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rotary_dim", [0, TINY_LLAMA.head_dim // 2])
 def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(tmp_path: Path, weights: WeightsName, rotary_dim: int) -> None:
-    """Heads that llama.cpp's converter interleaves, stacked parts and rows in another order included; nothing is written."""
+    """Heads that llama.cpp's converter interleaves, stacked parts and rows in another order included; nothing is written. Of rows that were
+    put into another order all forms hold the same values, too."""
     config = TINY_LLAMA if not rotary_dim else dataclasses.replace(TINY_LLAMA, architecture="phi3", rotary_dim=rotary_dim)
     from_gguf = opened(write_tiny_gguf(tmp_path / "tiny.gguf", config), weights)
     from_directory = opened(write_tiny_model(tmp_path / "directory", config), weights)
@@ -271,10 +273,29 @@ def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(tmp_path
         for name in ("qkv", "out", "gate_up", "down"):
             pairs = zip(getattr(one, name).tensors, getattr(other, name).tensors, strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), name
+            held: Matrix = getattr(one, name)
+            if held.packed is not None and held.scale is not None and held.wide is not None:
+                assert torch.equal((held.packed * held.scale.float().unsqueeze(1)).bfloat16(), held.wide), name
 
 
-def opened(path: Path, weights: WeightsName) -> Model:
-    return load_model(ModelSource(str(path), weights=weights), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rotary_tables_follow_the_longest_sequence_in_every_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: WeightsName
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    factors = tuple(1.0 + 0.1 * i for i in range(TINY_LLAMA.head_dim // 2)), (4.0,) * (TINY_LLAMA.head_dim // 2)
+    rope = RopeScaling("longrope", 1.0, 64, 1.2, short_factors=factors[0], long_factors=factors[1])
+    config = dataclasses.replace(TINY_LLAMA, architecture="phi3", rope_scaling=rope)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", config, encoding_of=of_4_bits("Q4_0"))
+    for length, chosen in ((64, factors[0]), (65, factors[1]), (None, factors[1])):
+        expected = dataclasses.replace(rope, short_factors=chosen, long_factors=chosen)
+        model = opened(path, weights, length)
+        torch.testing.assert_close(model.rope, rope_table(dataclasses.replace(config, rope_scaling=expected)), rtol=1e-5, atol=1e-5)
+
+
+def opened(path: Path, weights: WeightsName, max_model_len: int | None = None) -> Model:
+    source = ModelSource(str(path), weights=weights)
+    return load_model(source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len).model
 
 
 def test_auto_leaves_weights_alone_that_no_file_has_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -21,6 +24,7 @@ from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.models.registry import config_of_gguf, parse_config
+from penstock.models.rotary import RopeScaling
 from penstock.models.weights import LoadedWeights, load_directory, read_json
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_gguf, write_tiny_model
 
@@ -306,6 +310,70 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_p
         except ModelError:
             refused += 1
     assert refused > 30
+
+
+@pytest.mark.parametrize("alignment", [8, 32, 4096])
+def test_tensors_begin_where_the_alignment_of_the_file_says(tmp_path: Path, alignment: int) -> None:
+    path = tmp_path / "aligned.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(alignment)
+    vectors = {"one": [1.0, 2.0, 3.0], "two": [4.0, 5.0]}
+    for name, values in vectors.items():
+        writer.add_tensor(name, np.array(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with WeightFile(path) as file:
+        source = GgufFile(file)
+        assert {name: source.numbers(tensor) for name, tensor in source.tensors.items()} == vectors
+
+
+TOKENS = [str(id) for id in range(300)]
+METADATA = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.context_length": 2048,
+    "tokenizer.ggml.tokens": TOKENS,
+}
+STRETCHED = 0.1 * math.log(4.0) + 1.0  # what yarn multiplies cos and sin by
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+STATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing but what it must": (
+        {},
+        {"num_kv_heads": 4, "head_dim": 16, "vocab": 300, "rope_theta": 10_000.0, "rope_scaling": None, "rotary_dim": 0},
+    ),
+    "KV heads": ({"llama.attention.head_count_kv": 2}, {"num_kv_heads": 2}),
+    "wider heads": ({"llama.attention.key_length": 32, "llama.attention.value_length": 32}, {"head_dim": 32}),
+    "a larger vocabulary": ({"llama.vocab_size": 320}, {"vocab": 320}),
+    "an old scale": ({"llama.rope.scale_linear": 2.0}, {"rope_scaling": RopeScaling("linear", 2.0)}),
+    "yarn": (
+        {**YARN, "llama.rope.scaling.original_context_length": 512},
+        {"rope_scaling": RopeScaling("yarn", 4.0, 512, STRETCHED, 32.0, 1.0)},
+    ),
+    "yarn, all its numbers": (
+        {
+            **YARN,
+            "llama.rope.scaling.original_context_length": 512,
+            "llama.rope.scaling.attn_factor": 1.5,
+            "llama.rope.scaling.yarn_beta_fast": 16.0,
+            "llama.rope.scaling.yarn_beta_slow": 2.0,
+        },
+        {"rope_scaling": RopeScaling("yarn", 4.0, 512, 1.5 * STRETCHED, 16.0, 2.0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("stated", STATED)
+def test_metadata_mean_what_they_mean_to_llama_cpp(stated: str) -> None:
+    """What is left out as well. A factor of attention comes on top of what yarn has by itself."""
+    given, expected = STATED[stated]
+    config = parse_config(config_of_gguf({**METADATA, **given}, {"output.weight"}, {}, "x"), "x")
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_the_data_is_checked_to_be_there_before_anything_is_written(tmp_path: Path, pristine: bytes) -> None:

@@ -18,7 +18,7 @@ from penstock.models import hashed_file
 from penstock.models.hashed_file import WeightFile
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress, silent
-from penstock.models.weights import INDEX, layout, load_directory, read_header
+from penstock.models.weights import INDEX, layout, load_directory, read_header, weight_files
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -189,6 +189,13 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
         save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ModelError, match=r"a\.safetensors, b\.safetensors"):
         load(tmp_path)
+
+
+def test_what_lies_beside_the_file_that_models_have_is_not_read(tmp_path: Path) -> None:
+    """People leave adapters, and copies in another precision, where the weights are."""
+    directory = write_tiny_model(tmp_path / "model", TINY_LLAMA)
+    (directory / "adapter_model.safetensors").write_bytes(b"something else")
+    assert weight_files(directory) == (directory / "model.safetensors",)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -309,6 +309,9 @@ lane.submit(work, label="work")
         with pytest.raises(InvariantBroken, match="the observer broke"):
             ticket.wait_done(rig.patience_s)
         assert cell == [12]
+        failed = rig.lane("b", Broken()).submit(lambda: 1 / 0, label="fails")
+        with pytest.raises(ZeroDivisionError):  # why work failed comes before what is said of it
+            failed.wait_done(rig.patience_s)
 
     def test_a_lane_without_an_observer_tells_nobody(self, rig: CpuRig) -> None:
         heard = Heard()
@@ -394,6 +397,21 @@ lane.submit(work, label="work")
 
         together(wait, 5)
         assert sorted(seen) == [0, 1, 2, 3]
+
+    def test_several_threads_that_wait_for_the_last_item_all_come_back(self, rig: CpuRig) -> None:
+        """Without a deadline, which would end a wait that nobody has told of it."""
+        lane = rig.lane("a")
+        release = rig.hold(lane)
+        last = lane.record()
+        threads = [threading.Thread(target=last.wait_passed, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while len(lane._over._waiters) < len(threads):  # type: ignore[attr-defined]
+            threading.Event().wait(0.0005)
+        release()
+        for thread in threads:
+            thread.join(rig.patience_s)
+        assert not any(thread.is_alive() for thread in threads)
 
 
 def together(work: Callable[[int], None], num: int) -> None:

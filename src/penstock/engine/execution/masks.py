@@ -74,6 +74,7 @@ class Masks:
         """A request takes a row: its matcher is made anew, from what it has generated before."""
         if (last := self._by_row.pop(start.row, None)) is not None and self._answers.get(last.request_id) is last:
             del self._answers[last.request_id]  # it has ended without a word
+        self._answers.pop(start.request_id, None)  # of its last life, or of an earlier request that had the same id
         if (grammar := start.sampling.grammar) is None:
             return
         answer = _Answer(start.request_id, start.num_prompt, len(start.output))
@@ -135,10 +136,6 @@ class Masks:
             if masks is not None:
                 masks.jobs.append(job)
                 masks.missing -= {row for _, _, row in some}
-
-    def end(self, request_id: str) -> None:
-        """It is over; a mask that it waits for is not needed. Idempotent."""
-        self._answers.pop(request_id, None)
 
     def close(self) -> None:
         """Waits for what is under way, whose work is bounded. Idempotent."""

@@ -1,5 +1,5 @@
 """The masks of a step are those of its requests' answers so far, whatever rows they had before, in any order of starts, retractions and
-steps, of which one is always ahead."""
+steps, of which one is always ahead. A request may have the id of one that is over."""
 
 from __future__ import annotations
 
@@ -53,13 +53,17 @@ class World:
         rows = set(range(NUM_ROWS)) - {asked.row for asked in self.asked}
         waiting = [asked for asked in self.asked if asked.row < 0 and not asked.over and not asked.in_flight]
         if self.r.random() < 0.5 or not waiting:
-            waiting = [Asked(f"r{len(self.asked)}", self.r.choice(GRAMMARS))]
+            open_ids = {asked.id for asked in self.asked if not asked.over or asked.in_flight}
+            free = sorted({asked.id for asked in self.asked} - open_ids)
+            id = self.r.choice(free) if free and self.r.random() < 0.5 else f"r{len(self.asked)}"
+            waiting = [Asked(id, self.r.choice(GRAMMARS))]
             self.asked += waiting
         if rows:
             asked = self.r.choice(waiting)
             asked.row = self.r.choice(sorted(rows))
             sampling = SamplingParams(max_tokens=100, grammar=asked.grammar)
             self.masks.start(Start(asked.row, asked.id, sampling, tuple(asked.output), None, NUM_PROMPT))
+            assert len(self.masks._answers) <= NUM_ROWS, "what has ended is forgotten when its row is used again"
 
     def leave(self) -> None:
         """It ends, or is pushed out. The masks are not told."""

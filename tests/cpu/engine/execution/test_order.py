@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.contract import Access, Mode
 from penstock.engine.engine import Engine
+from penstock.engine.execution.outcome import Outputs, RunningStep
 from penstock.engine.execution.staging import StagingRing
 from penstock.errors import InvariantBroken
 from penstock.lanes.cpu import CpuLane
@@ -147,3 +149,25 @@ def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it
     engine._read(running)
     run_all(engine)
     assert again.tokens == alone.tokens
+
+
+def test_whether_a_step_has_failed_is_asked_when_it_is_over() -> None:
+    """Its last op runs no sooner than somebody waits for it."""
+    lane, gate = CpuLane("compute"), threading.Event()
+
+    def fail() -> None:
+        assert gate.wait(30)
+        raise ValueError("it fails late")
+
+    class Opening:
+        lane, number = "compute", 1
+
+        def wait_passed(self, timeout_s: float | None = None) -> None:
+            gate.set()
+            behind.wait_passed(timeout_s)
+
+    last, behind = lane.submit(fail, label="step"), lane.record()
+    outputs = Outputs(lane, torch.zeros(0, dtype=torch.int32), Access("results", (0,), (0, 1), Mode.READ))
+    result = RunningStep(1, (), (), outputs, last, Opening()).wait_result()  # type: ignore[arg-type]
+    assert result.error is not None and "it fails late" in str(result.error)
+    lane.close(10.0)

@@ -153,7 +153,13 @@ def test_min_p_is_relative_to_the_likeliest(logits: torch.Tensor) -> None:
     check_distribution(sample_many(logits, 20_000, min_p=0.05), kept(p, keep))
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}),
+        {"temperature": 1e-38, "presence_penalty": 1e-9},  # which divides by nothing so small, though it goes the long way
+    ],
+)
 def test_the_narrowest_settings_are_greedy(logits: torch.Tensor, sampling: dict[str, float]) -> None:
     counts = sample_many(logits, 500, **sampling)
     assert counts[logits.argmax()] == 500

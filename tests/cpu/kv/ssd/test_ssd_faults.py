@@ -436,6 +436,24 @@ def test_a_sync_that_fails_halfway_leaves_what_it_did_not_reach(tmp_path: Path) 
     abandon(store)
 
 
+def test_a_persist_syncs_what_was_written_beside_a_block_that_failed(tmp_path: Path) -> None:
+    class Counting(FailingDisk):
+        num_synced = 0
+
+        def fdatasync(self, fd: int) -> None:
+            self.num_synced += 1
+            super().fdatasync(fd)
+
+    store = open_at(tmp_path, 512, io=(io := Counting()))  # its first file has room for all of it
+    write(store, 0)
+    store.persist()
+    io.num_synced, io.errors, io.num_left = 0, {"pwritev": errno.EIO}, 2  # of a run, and of its first block when they go one by one
+    assert write(store, 1, 2, 3) == [Outcome.FAILED, DONE, DONE]
+    store.persist()
+    assert io.num_synced == 1
+    store.close()
+
+
 # ------------------------------------------------------------------------------------------------------------------- survey
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -14,7 +15,9 @@ import pytest
 from cpu.kv.ssd.ssd_rig import (
     SPACE,
     WAIT_S,
+    CrashingDisk,
     GatedDisk,
+    QuickDisk,
     abandon,
     max_bytes_for,
     open_at,
@@ -54,6 +57,22 @@ def test_what_was_reset_does_not_come_back_with_a_restart(tmp_path: Path) -> Non
 def test_a_reset_that_forgets_in_memory_only_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Segments, "_renew_heads", lambda self: None)
     assert len(_reset_and_restart(tmp_path)) > 1
+
+
+def test_what_was_reset_does_not_come_back_with_a_crash(tmp_path: Path) -> None:
+    """Whoever is told that a reset is over need not fear that power fails: the generations are on the disk by then."""
+    for seed in range(8):
+        path = tmp_path / str(seed)
+        path.mkdir(0o700)
+        store = open_at(path, num_slots=40, io=(disk := CrashingDisk(path, random.Random(seed))))
+        write(store, *range(30))
+        store.persist()
+        assert store.reset() == 30
+        abandon(store)
+        disk.crash()
+        store = open_at(path, num_slots=40, io=QuickDisk())
+        assert those_in(store, range(30)) == set(), seed
+        store.close()
 
 
 def test_a_block_being_written_during_a_reset_is_not_published_under_the_old_generation(tmp_path: Path) -> None:

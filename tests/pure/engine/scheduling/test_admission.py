@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import scheduler_faults as faults
 from scheduler_cases import A, B, C, Make, planned, shape
+from scheduler_device import BLOCK
 from scheduler_world import World
 
 from penstock.contract import FinishReason, KvSource
@@ -128,6 +129,20 @@ def test_a_request_is_admitted_only_where_its_whole_life_fits() -> None:
         assert second not in world.cache.tables and third not in world.cache.tables, "nobody overtakes"
     world.close()
     assert world.outcome(second)[1] is FinishReason.LENGTH
+
+
+def test_a_request_that_needs_all_of_a_large_device_runs_alone() -> None:
+    """One slot in sixty-four is spared for transfers while others run, and for nobody otherwise: it would wait for ever."""
+    world = World(num_slots=130)
+    small = world.submit(A[:4], 5, ignore_eos=True)
+    large = world.submit(B[:4], 130 * BLOCK - 4, ignore_eos=True)
+    assert shape(planned(world)) == [(small, 0, 4)]
+    while world.asked[small].ended is None:
+        world.step()
+    world.step()
+    assert large in world.cache.tables
+    world.cancel(large)
+    world.close()
 
 
 def test_the_last_generated_token_needs_no_room() -> None:

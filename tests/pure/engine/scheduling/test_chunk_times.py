@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_cases import planned, shape
+from scheduler_cases import A, B, C, planned, remembered, shape
 from scheduler_device import BLOCK
 from scheduler_tiers import land_in_parts
 from scheduler_times import Ticks, Timed
@@ -144,6 +144,17 @@ def test_a_prompt_alone_has_the_whole_chunk_and_one_beside_decodes_has_what_fits
         assert shape(planned(world)) == [(decoding, 40 + start // 16, 1), (long, start, 16)]
         world.commit()
     assert shape(planned(world)) == [(decoding, 43, 1), (long, 48, 2)]
+    world.finish()
+    world.close()
+
+
+def test_one_whose_kv_is_still_coming_keeps_no_step_short() -> None:
+    """It gets no token from the step, though it lacks but one."""
+    world = remembered(A, num_slots=64, prefill_chunk=64, timed=Timed(8.0, 4, Ticks()))
+    loading, alone = world.submit([*A, 1], 2, ignore_eos=True), world.submit(B * 3, 1)
+    assert shape(planned(world)) == [(alone, 0, len(B * 3))] and world.state_of(loading) == "loading"
+    later = world.submit(C * 3, 1)
+    assert shape(planned(world)) == [(later, 0, len(C * 3))], "while it loads"
     world.finish()
     world.close()
 

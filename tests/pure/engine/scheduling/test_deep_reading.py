@@ -94,9 +94,21 @@ def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() ->
         world.step()
         if track.num_lent:
             break
-    assert track.num_lent > 0 and world.state_of(other) == "running"
+    lent = track.num_lent
+    world.step()
+    assert track.num_lent >= lent > 0 and world.state_of(other) == "running", "what could be drawn is promised to others"
     world.cancel(other)
     world.step()
     assert track.num_lent == 0
     world.cancel(filler)
+    world.close()
+
+
+def test_one_that_needs_all_that_host_memory_can_take_runs_alone() -> None:
+    world = World(num_slots=12, prefill_chunk=8, cold=Cold(30), num_resident=8)
+    most = world.cache.num_pageable
+    before = world.submit(LONG[:60], 2, ignore_eos=True)
+    deep = world.submit([at % 6 for at in range(most * BLOCK - 1)], 1, ignore_eos=True)
+    world.finish()
+    assert world.state_of(before) == world.state_of(deep) == "ended" and world.seen["step that reads host memory"]
     world.close()

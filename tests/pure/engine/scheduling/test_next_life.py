@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from scheduler_cases import A, B
+from scheduler_tiers import Cold
 from scheduler_world import World
 
 from penstock.contract import KvSource, Match, Request, Sampled, SamplingParams
@@ -32,6 +34,20 @@ def test_colder_tiers_are_asked_once_in_each_life() -> None:
     world.cache.reset(["device"])  # it has as little there as when it was asked for
     world.close()
     assert [asked[i] for i in ids] == [1, 2]
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_what_a_request_has_is_saved_for_its_next_life_where_that_can_use_it(scored: bool) -> None:
+    """One that scores its prompt computes all of it anew: it would wait for a copy that nobody reads."""
+    world = World(num_slots=6, prefill_chunk=8, overcommit=4.0, cold=Cold(24))
+    world.submit(A[:8], 9, ignore_eos=True)
+    pushed = world.submit(B[:16], 4, ignore_eos=True, **({"prompt_logprobs": 0} if scored else {}))
+    while not world.scheduler.counts.retractions:
+        world.plan()
+        if len(world.in_flight) > 1:
+            world.commit()
+    assert (world.scheduler._tracks[pushed].lease is None) == scored
+    world.close()
 
 
 def sources(*lives: int) -> KvSource:

@@ -247,11 +247,14 @@ def test_a_request_that_relies_on_colder_tiers_no_more_gets_nothing() -> None:
     world.close()
 
 
-def test_what_lies_behind_host_memory_is_not_copied_to_the_device_by_it() -> None:
+@pytest.mark.parametrize("num_lost", [4, 2])
+def test_what_lies_behind_host_memory_is_not_copied_to_the_device_by_it(num_lost: int) -> None:
+    """Nor is what host memory has behind such blocks."""
     world = World(num_slots=12, cold=Cold(24, stores=("ssd",)))
     world.submit(A, 1, ignore_eos=True)
     world.finish()
-    world.cache.reset(["device", "host"])
+    world.cache.reset(["device"])
+    tiers_of(world).host.forget(world.cache.prefix_of(A).keys[:num_lost])  # type: ignore[union-attr]
     world.submit(B[:4], 25, ignore_eos=True)
     planned(world)
     waiting = world.submit([*A, 1], 8, ignore_eos=True)

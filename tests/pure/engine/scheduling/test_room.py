@@ -17,6 +17,7 @@ from scheduler_world import World
 
 from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling import running as running_module
+from penstock.engine.scheduling import scheduler as scheduler_module
 
 D = [3, 1, 3, 1, 2, 2, 2, 2, 4, 4, 4, 4, 1, 1, 1, 1]
 
@@ -241,6 +242,28 @@ def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> No
         world.commit()
         world.plan()
         assert world.cache.stats().slots["device"].idle == 4 and world.state_of(waits) == "waiting"
+    world.close()
+
+
+def test_room_for_one_that_waits_for_others_to_end_is_looked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have come since who have nothing elsewhere: it is not enough to look once."""
+    world = full(num_host=24)
+    world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
+    planned(world)
+    world.submit(D, 8, ignore_eos=True)
+    looks, has_room = 0, world.scheduler._running.has_room
+
+    def counted(*given: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return has_room(*given)
+
+    monkeypatch.setattr(scheduler_module, "_LOOK_FOR_ROOM", 3)
+    monkeypatch.setattr(world.scheduler._running, "has_room", counted)
+    for _ in range(9):
+        world.commit()
+        world.plan()
+    assert looks == 3
     world.close()
 
 
