@@ -396,7 +396,10 @@ class Scheduler:
     def _begins_later(self, track: Track) -> bool:
         """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
         meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
-        if self._going_on < _LEAST_GOING_ON or self._newest_s >= track.rank or not len(self._running):
+        by_s = track.rank
+        if self._times is not None and self._times.seconds(1, 0.0) is None:  # before anything was measured it is its arrival
+            by_s += self._budget.max_overtaken_s
+        if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(self._running):
             return False
         num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - self._running.most_blocks(track)
         answered = (one.track for one in self._answered if not one.went_on)

@@ -26,8 +26,9 @@ def _twelve_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True, **talk: Any) -> tuple[World, str]:
     """A conversation of 7 blocks runs on a device of 16, of which three quarters are 12. `known` are cached there."""
     world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
+    world.scheduler._times = times = tiers_of(world).loads.prefill
     if measured:
-        tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+        times.add(100, 0.0, 100.0)
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
         world.finish()
@@ -79,9 +80,11 @@ def test_whoever_goes_on_and_whoever_is_short_goes_ahead_of_it(prompt: list[int]
     world.close()
 
 
+@pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize(("late_s", "begins"), [(0.0, False), (19.9, False), (20.0, True)])
-def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(late_s: float, begins: bool) -> None:
-    world, _ = under_way(C[:12])
+def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(late_s: float, begins: bool, measured: bool) -> None:
+    """Before anything was measured as well: agents that begin together do so when an engine has just been started."""
+    world, _ = under_way(C[:12], measured=measured)
     waits = world.submit(B, 12)
     world.submit([*B[:15], 1], 12)
     assert begun(world, waits) == []
@@ -91,9 +94,9 @@ def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(late_s: f
     world.close()
 
 
-@pytest.mark.parametrize("why", ["in order of arrival", "nothing was measured"])
-def test_nobody_begins_later_where_there_is_no_order_but_that_of_arrival(why: str) -> None:
-    world, _ = under_way(bound_s=0.0 if why == "in order of arrival" else BOUND_S, measured=why != "nothing was measured")
+@pytest.mark.parametrize("measured", [True, False])
+def test_nobody_begins_later_in_order_of_arrival(measured: bool) -> None:
+    world, _ = under_way(bound_s=0.0, measured=measured)
     waits, _ = world.submit(B, 12), world.submit(C, 12)
     assert begun(world, waits) == [waits]
     world.close()
