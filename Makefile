@@ -83,7 +83,7 @@ bench: setup
 # ---- checks
 
 test: setup-dev lint types
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=10 $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10 $(ARGS)
 
 # A prefill of 262144 tokens takes some minutes.
 NEEDLE_LENGTHS ?= 131072,262144
