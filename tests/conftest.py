@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -31,6 +32,12 @@ _running: tuple[str, float] | None = None
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     threading.Thread(target=_watch, args=(session.config.stash[fault_handler_stderr_fd_key],), name="slow tests", daemon=True).start()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: the garbage collector need not look at it again and again, for a tenth of all time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

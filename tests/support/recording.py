@@ -36,7 +36,7 @@ def recorded(engine: Engine) -> Iterator[Recording]:
         run.results.append(copy.deepcopy(result))
         return commit(result)
 
-    executor.launch, scheduler.commit = launched, committed  # type: ignore[method-assign]
+    executor.launch, scheduler.commit = launched, committed  # type: ignore[method-assign, assignment]
     try:
         yield run
     finally:
