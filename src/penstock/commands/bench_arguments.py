@@ -306,7 +306,7 @@ def _add_transfer(kinds: Any) -> None:
     """Only the shape of a block counts: most flags of an engine would change nothing."""
     about = (
         "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes; also to and from a disk, beside raw "
-        "O_DIRECT, and a shared store, beside its own client, where they are named. No weights are read."
+        "O_DIRECT, and a shared store, where they are named. No weights are read."
     )
     parents = [_measurement_flags(5)]
     parser = kinds.add_parser("transfer", help="rate between tiers", description=about, parents=parents)
