@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from penstock.commands.conversation import Conversation
+from penstock.commands.chat import Conversation
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.models.tokenizer import ByteTokenizer
 
