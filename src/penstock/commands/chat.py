@@ -46,10 +46,6 @@ class Conversation:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[tuple[str, str]] = []
 
-    @property
-    def num_turns(self) -> int:
-        return len(self._turns)
-
     def ask(self, question: str) -> Turn:
         """The prompt for `question`. Changes nothing but what is forgotten, and not even that where the question cannot fit."""
         reserve = max(1, min(self._max_tokens, self._context // ANSWER_SHARE))

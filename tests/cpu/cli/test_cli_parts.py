@@ -76,7 +76,7 @@ def test_turns_that_were_forgotten_are_gone_and_told_of_once() -> None:
     for letter in "ab":
         conversation.add(letter * 40, letter * 10)
     turn = conversation.ask("c" * 60)
-    assert (turn.num_forgotten, conversation.num_turns) == (1, 1)
+    assert (turn.num_forgotten, len(conversation._turns)) == (1, 1)
     again = conversation.ask("c" * 60)
     assert (again.num_forgotten, again.prompt) == (0, turn.prompt)
     assert bytes(turn.prompt).startswith(b"system: be brief") and b"aaa" not in bytes(turn.prompt)
