@@ -335,7 +335,8 @@ def test_deep_chunks_take_fused_attention_over_pieces_of_their_prefix(
     spans: tuple[Span, ...], asked: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside decodes and other chunks, with and without tokens between the pieces and the chunk, and with rows that fill no shape."""
-    with_splits(monkeypatch, splits)
+    many = len(spans) > 3 or spans[0].prefix_len > 400
+    with_splits(monkeypatch, 1 if INTERPRETED and many else splits)  # shares of many keys take the interpreter seconds
     assert_agrees(make_step(spans, FUSED, dtype=HALF, seed=splits), Planned)
     assert Planned.asked == asked
 
@@ -465,7 +466,7 @@ def test_a_window_hides_what_it_hides_in_the_reference(window: int, splits: int,
 
 
 def test_layers_with_and_without_a_window_stand_side_by_side() -> None:
-    assert_agrees(make_step(WINDOWED, windowed(20, 0), seed=41))
+    assert_agrees(make_step(WINDOWED, windowed(20, 0, num_heads=2, num_kv_heads=1, head_dim=16), seed=41))
 
 
 @on_gpu
