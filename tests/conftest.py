@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -20,6 +21,9 @@ with contextlib.suppress(ImportError):  # a machine with a GPU need not have it
     settings.load_profile("penstock")
 
 os.environ["PENSTOCK_WEIGHTS"] = "float32"  # for child processes, too
+# No test trusts an authority of the network's: reading all their certificates would take every HTTP client 20 ms.
+os.environ["SSL_CERT_DIR"] = os.path.join(os.path.dirname(__file__), "data")
+os.environ.pop("SSL_CERT_FILE", None)
 
 SLOW_S = 240.0  # before faulthandler ends the process: it names a hundred threads, and the one that waits is often not among them
 
@@ -28,6 +32,12 @@ _running: tuple[str, float] | None = None
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     threading.Thread(target=_watch, args=(session.config.stash[fault_handler_stderr_fd_key],), name="slow tests", daemon=True).start()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: the garbage collector need not look at it again and again, for a tenth of all time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -26,6 +26,7 @@ from penstock.commands.arguments import (
     max_model_len_flag,
     model_flag,
     new_file,
+    number,
     positive,
     sampling_flags,
     sampling_of,
@@ -93,7 +94,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help=f"the same as --model (unset: {ModelSource().model})")
     parser.set_defaults(model=None)  # so that two models are noticed
     group.add_argument("--host", default=defaults.host, help="address to listen on")
-    group.add_argument("--port", type=int, default=defaults.port, metavar="N", help="port to listen on; 0 picks a free one")
+    number(group, "--port", "port to listen on; 0 picks a free one", defaults.port)
     group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
     group.add_argument("--public-metrics", action="store_true", help="with a key: /metrics is answered without it")
     group.add_argument(
@@ -108,27 +109,11 @@ def _add_serve(commands: Any) -> None:
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="scripts of this web origin may call; * for any; repeatable"
     )
     group.add_argument("--lora-dir", metavar="DIR", help="clients may load adapters from inside DIR (unset: they may load none)")
-    group.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, metavar="N", help="larger requests are refused")
-    group.add_argument(
-        "--max-concurrent", type=int, default=defaults.max_concurrent, metavar="N", help="generations at once; more are answered 429"
-    )
-    group.add_argument(
-        "--shutdown-s", type=float, default=defaults.shutdown_s, metavar="X", help="seconds that running requests get at the end"
-    )
-    group.add_argument(
-        "--read-timeout-s",
-        type=float,
-        default=defaults.read_timeout_s,
-        metavar="X",
-        help="seconds for a request's header, and again for its body",
-    )
-    group.add_argument(
-        "--write-timeout-s",
-        type=float,
-        default=defaults.write_timeout_s,
-        metavar="X",
-        help="seconds in which a client has to take some of its reply",
-    )
+    number(group, "--max-body-bytes", "larger requests are refused", defaults.max_body_bytes)
+    number(group, "--max-concurrent", "generations at once; more are answered 429", defaults.max_concurrent)
+    number(group, "--shutdown-s", "seconds that running requests get at the end", defaults.shutdown_s, float)
+    number(group, "--read-timeout-s", "seconds for a request's header, and again for its body", defaults.read_timeout_s, float)
+    number(group, "--write-timeout-s", "seconds in which a client has to take some of its reply", defaults.write_timeout_s, float)
     group.add_argument(
         "--allow-special-tokens-in-text", action="store_true", help="text of chat messages may spell special tokens, and open turns by that"
     )
@@ -152,11 +137,10 @@ def _add_serve(commands: Any) -> None:
         default="auto",
         help="auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says",
     )
-    group.add_argument(
+    number(
+        group,
         "--api-processes",
-        type=int,
-        metavar="N",
-        help="processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)",
+        "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)",
     )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="how lines on stderr look")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
@@ -263,17 +247,15 @@ def _add_train_mtp(commands: Any) -> None:
     parser.set_defaults(max_batch=256, kv_offload=False)
     group = parser.add_argument_group("training")
     group.add_argument("--out", required=True, metavar="DIR", help="where the head goes: head.safetensors and config.json")
-    group.add_argument("--minutes", type=float, default=6.0, metavar="X", help="for all of it: 40 %% of them for writing text")
-    group.add_argument("--steps", type=positive, metavar="N", help="of training (unset: as many as the time allows)")
+    number(group, "--minutes", "for all of it: 40 %% of them for writing text", 6.0, float)
+    number(group, "--steps", "of training (unset: as many as the time allows)", kind=positive)
     group.add_argument("--text", metavar="FILE", help="learn from this text instead of what the model writes")
-    group.add_argument("--tokens", type=positive, default=6_000_000, metavar="N", help="of text at most")
-    group.add_argument(
-        "--draft-vocab", type=int, default=16384, metavar="N", help="tokens that the head can propose, the most frequent; 0: all"
-    )
-    group.add_argument("--depth", type=positive, default=3, metavar="N", help="tokens ahead that the head is trained for")
-    group.add_argument("--batch-tokens", type=positive, default=16384, metavar="N", help="of one training step")
-    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest")
-    group.add_argument("--text-len", type=positive, default=512, metavar="N", help="tokens of one text at most")
+    number(group, "--tokens", "of text at most", 6_000_000, positive)
+    number(group, "--draft-vocab", "tokens that the head can propose, the most frequent; 0: all", 16384)
+    number(group, "--depth", "tokens ahead that the head is trained for", 3, positive)
+    number(group, "--batch-tokens", "of one training step", 16384, positive)
+    number(group, "--learning-rate", "at its highest", 1e-3, float)
+    number(group, "--text-len", "tokens of one text at most", 512, positive)
     group.add_argument(
         "--work", metavar="DIR", help="keep text and training state there, and go on from them (unset: in --out until the end)"
     )

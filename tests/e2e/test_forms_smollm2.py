@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def logits(weights: WeightsName, rows: int) -> Tensor:
     model = loaded(weights).model
     kv = ContiguousKv(model.config, model.rope)
     return torch.cat([forward(model, kv, tokens()[at : at + rows]) for at in range(0, TOKENS, rows)])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forgotten() -> Iterator[None]:
+    """Four models take gigabytes, and no other file wants them."""
+    yield
+    for cached in (loaded, tokens, logits):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [8, 192])

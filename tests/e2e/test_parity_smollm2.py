@@ -17,6 +17,7 @@ from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from support.reference import reference_model, reference_tokenizer
+from support.vocabularies import rendered
 
 TOLERANCE = 1e-4
 
@@ -203,7 +204,7 @@ def test_decoded_text_equals_that_of_transformers(loaded: LoadedModel, their_tok
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompted", "closed"])
 def test_chats_equal_those_of_transformers(loaded: LoadedModel, their_tokenizer: Any, messages: list[dict[str, str]], prompt: bool) -> None:
     theirs = their_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    assert loaded.tokenizer.apply_chat(messages, prompt) == theirs
+    assert rendered(loaded.tokenizer, messages, prompt) == theirs
 
 
 def test_the_end_token_is_that_of_transformers(loaded: LoadedModel, their_tokenizer: Any, reference: Any) -> None:

@@ -1,4 +1,5 @@
-"""Snapshots of a real server in processes of its own, with the embedded model: killed with -9 and started again on the same directory."""
+"""Snapshots of a real server in processes of its own, with the embedded model where text counts: killed with -9 and started again on
+the same directory."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import penstock
 
 DEADLINE_S = 120.0
 FLAGS = ("--device", "cpu", "--max-model-len", "1024", "--device-kv-blocks", "96", "--kv-offload-host-gib", "0.1")
+TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "128")
 STORY = "Once upon a time, in a village by the sea, there lived a clockmaker who had never been late. " * 6
 NEXT = " One morning"
 
@@ -89,7 +91,7 @@ def test_a_conversation_goes_on_after_the_server_was_killed(start_server: StartS
 
 def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_all(start_server: StartServer, tmp_path: Path) -> None:
     disk = ("--kv-offload-ssd-dir", str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2")
-    process, url = start_server(*FLAGS, *disk)
+    process, url = start_server(*TINY, *disk)
     taken: list[str] = []
     some = threading.Event()
 
@@ -106,21 +108,21 @@ def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_a
                         some.set()
 
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
-        cold, _ = ask(http, STORY)
+        cold, _ = ask(http, STORY, model="tiny-llama")
         taking = threading.Thread(target=take_many)
         taking.start()
         assert some.wait(DEADLINE_S)
         process.kill()
         assert process.wait(DEADLINE_S) == -9
         taking.join(DEADLINE_S)
-    _, url = start_server(*FLAGS, *disk)
+    _, url = start_server(*TINY, *disk)
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
         stats = http.get("/cache/stats").json()["snapshots"]
         listed = {one["id"] for one in http.get("/v1/snapshots").json()["data"]}
         assert set(taken) <= listed and len(listed) <= len(taken) + 1, "what was answered is there, and what was under way may be"
         assert stats["damaged"] == 0 and stats["known"] == len(listed)
         assert not list((tmp_path / "ssd").glob("*.new"))
-        assert ask(http, STORY)[0] == cold
+        assert ask(http, STORY, model="tiny-llama")[0] == cold
 
 
 def test_the_page_on_snapshots_is_tried(start_server: StartServer, tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_the_page_on_snapshots_is_tried(start_server: StartServer, tmp_path: Pat
 
 
 def test_every_call_reaches_the_engine_process_with_whose_snapshot_it_is(start_server: StartServer) -> None:
-    _, url = start_server("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64")
+    _, url = start_server(*TINY)
     prompt, mine = list(range(70)), {"cache_salt": "mine"}
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
         body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 2, **mine}

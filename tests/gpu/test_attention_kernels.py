@@ -318,7 +318,7 @@ class Planned(TritonAttention):
 FUSED = ragged_config(num_heads=4, num_kv_heads=2, head_dim=16 if INTERPRETED else 128, num_layers=1)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [3] if INTERPRETED else [1, 3])
 @pytest.mark.parametrize(
     ("spans", "asked"),
     [
@@ -335,7 +335,7 @@ def test_deep_chunks_take_fused_attention_over_pieces_of_their_prefix(
     spans: tuple[Span, ...], asked: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside decodes and other chunks, with and without tokens between the pieces and the chunk, and with rows that fill no shape."""
-    with_splits(monkeypatch, splits)
+    with_splits(monkeypatch, 1 if INTERPRETED and len(spans) > 3 else splits)  # shares of many chunks take the interpreter seconds
     assert_agrees(make_step(spans, FUSED, dtype=HALF, seed=splits), Planned)
     assert Planned.asked == asked
 
@@ -458,14 +458,14 @@ def windowed(*windows: int, **sizes: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize("window", [1, 16, 34, 64] if INTERPRETED else [1, 7, 16, 33, 34, 35, 63, 64, 65, 71, 4096])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [3] if INTERPRETED else [1, 3])
 def test_a_window_hides_what_it_hides_in_the_reference(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with_splits(monkeypatch, splits)
     assert_agrees(make_step(WINDOWED, windowed(window, num_heads=2, num_kv_heads=1, head_dim=16), seed=window))
 
 
 def test_layers_with_and_without_a_window_stand_side_by_side() -> None:
-    assert_agrees(make_step(WINDOWED, windowed(20, 0), seed=41))
+    assert_agrees(make_step(WINDOWED, windowed(20, 0, num_heads=2, num_kv_heads=1, head_dim=16), seed=41))
 
 
 @on_gpu

@@ -183,7 +183,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     for path, module, is_package in modules():
         allowed = core | optional | (_names(extras["server"]) if inside(module, "penstock.server") else set())
         stores = _names(extras["remote"]) | {"mooncake"}  # which is not what its package is called
-        allowed |= stores if inside(module, "penstock.kv.tiers.remote", "penstock.bench.transfer_beside") else set()
+        allowed |= stores if inside(module, "penstock.kv.tiers.remote") else set()
         allowed |= {"opentelemetry"} if inside(module, "penstock.server.tracing") else set()  # the extra otel
         allowed |= _names(extras["hub"]) if inside(module, "penstock.commands.hub") else set()
         allowed |= _names(extras["dev"]) if inside(module, "penstock.testing") else set()

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from penstock.models.tokenizer import TextCodec
 from penstock.testing.tiny_models import tiny_tokenizer
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
@@ -24,6 +25,12 @@ BLANKS = ["▁" * length for length in range(2, 17)]
 def pages() -> list[str]:
     """Paragraphs of a user guide, and a few words of other scripts."""
     return [*PROSE.read_text(encoding="utf-8").split("\n\n"), *["東京 日本 привет мир שלום مرحبا naïve café €"] * 20]
+
+
+def rendered(codec: TextCodec, messages: Any, add_generation_prompt: bool = True) -> str:
+    """By the model's own chat template."""
+    assert codec.chat_template is not None
+    return codec.chat_template.render(messages, add_generation_prompt)
 
 
 def sentencepiece_bpe(prefix: str = "prepend") -> tokenizers.Tokenizer:

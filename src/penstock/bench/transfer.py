@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from penstock.bench.report import Column, Results, draw_bars, figure
-from penstock.bench.transfer_beside import measure_remote, measure_ssd
-from penstock.bench.transfer_cold import TransferShape
+from penstock.bench.transfer_cold import TransferShape, measure_remote, measure_ssd
 from penstock.bench.transfer_ways import DIRECTIONS, HOST_WAYS, Case, HostRig, RawCopy, TransferSize, take_turns, too_large
 from penstock.config import Config
 from penstock.engine.build import device_for, layout_for

@@ -1,23 +1,31 @@
-"""Ways of getting blocks between host memory and a store behind it, through the parts of a cache with one such tier, without an engine:
-real arenas, lanes, copies and books. Owns those parts and the blocks in them; what the ways are compared with is in `transfer_beside`."""
+"""How fast blocks get to and from a disk or store behind host memory, through the parts of a cache with one such tier, without an engine:
+real arenas, lanes, copies and books. A disk is compared with raw O_DIRECT of as many bytes in a file next to the tier's. Owns those parts,
+the blocks in them, and that file."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from penstock.bench.transfer_ways import CLOSE_S, TransferSize, TransferWay, Wait, pin_all
+from penstock.bench.report import Results
+from penstock.bench.transfer_ways import CLOSE_S, TransferSize, TransferWay, Wait, pin_all, take_turns, too_large
+from penstock.config import OffloadConfig
 from penstock.contract import Prefix, Table
-from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
-from penstock.kv.blocks.handles import Reservation
+from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
+from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.build import make_movers, open_cold
@@ -29,12 +37,21 @@ from penstock.kv.tiers.envelope import checksum
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.saves import Saves
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES
+from penstock.kv.tiers.ssd.format import SECTOR_BYTES, segment_bytes, slot_bytes
+from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import BlockStore, Outcome, Space
 from penstock.models.progress import Progress
 
 OWNER = "bench"
 RAW, TIER, PERSISTED = "raw", "tier", "tier, persisted"
+WRITE, READ, PROMOTE = "host to ssd", "ssd to host", "ssd to device"
+WRITE_REMOTE, READ_REMOTE = "host to remote", "remote to host"
+SYNCED = "raw, synced"
+RAW_THREADS = 4  # more of them did not make a disk faster
+_SPARE_SLOTS = 16  # what dividing the tier into files may cost it
 _WAIT_S = 600.0
 
 
@@ -298,3 +315,193 @@ def _require_done(outcomes: Sequence[Outcome], direction: str, why: BaseExceptio
     num_lost = sum(outcome is not Outcome.DONE for outcome in outcomes)
     if num_lost:
         raise StoreFailed(f"{direction}: {num_lost} of {len(outcomes)} blocks did not come across") from why
+
+
+class EachBlock(TransferWay):
+    """A call for every block, on some threads, each one after the other."""
+
+    beside = ()
+
+    def __init__(self, rig: ColdRig, pool: ThreadPoolExecutor, num_threads: int) -> None:
+        self._rig = rig
+        self._pool = pool
+        self._num_threads = num_threads
+
+    def call(self, number: int) -> None:
+        raise NotImplementedError
+
+    def launch(self) -> Wait:
+        started = [self._pool.submit(self._run, first) for first in range(self._num_threads)]
+
+        def wait() -> None:
+            for one in started:
+                one.result()
+            self.ended()
+
+        return wait
+
+    def ended(self) -> None:
+        """All calls have returned; what this does is timed."""
+
+    def _run(self, first: int) -> None:
+        for number in range(first, len(self._rig.keys), self._num_threads):
+            self.call(number)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the disk
+
+
+def measure_ssd(folder: Path, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
+    """`folder` is empty, and is left so but for the files of a cache."""
+    results = Results([], [])
+    for blocks in sizes:
+        refusal = _refusal(blocks, shape, folder)
+        if refusal is not None:
+            results.skipped.append(f"{blocks} blocks on disk: {refusal}")
+            continue
+        with ColdRig(shape, blocks, partial(_open_ssd, folder, blocks)) as rig, RawFile(folder, rig) as file:
+            rig.fill(progress)
+            results.rows.extend(take_turns(rig.tier.name, _disk_ways(rig, file), rig.size, shape.repeat, progress, turning=True))
+        if not file.direct:
+            results.skipped.append(f"O_DIRECT: the file system of {folder} has none, so that these figures are of memory")
+    return results
+
+
+def _disk_ways(rig: ColdRig, file: RawFile) -> list[TransferWay]:
+    return [
+        RawWrite(file),
+        TierWrite(rig, WRITE, [RAW]),
+        RawWrite(file, synced=True),
+        TierWrite(rig, WRITE, [SYNCED], persist=True),
+        RawRead(file),
+        TierRead(rig, READ, [RAW]),
+        Promoted(rig, PROMOTE, (READ, RAW)),
+    ]
+
+
+def _refusal(blocks: int, shape: TransferShape, folder: Path) -> str | None:
+    one_way = blocks * shape.layout.block_bytes
+    if shape.layout.block_bytes % SECTOR_BYTES:
+        return f"blocks of {shape.layout.block_bytes} bytes are no whole sectors of {SECTOR_BYTES}, and raw O_DIRECT moves nothing else"
+    needs = {torch.device("cpu"): 2 * one_way}
+    needs[shape.device] = needs.get(shape.device, 0) + one_way
+    if (refusal := too_large(needs)) is not None:
+        return refusal
+    needed, free = one_way + _tier_bytes(blocks, shape.layout.block_bytes), shutil.disk_usage(folder).free
+    return f"they need {needed / 1e9:.1f} GB there, where {free / 1e9:.1f} are free" if needed > free else None
+
+
+def _tier_bytes(blocks: int, block_bytes: int) -> int:
+    """So little that every run writes over what the run before has written, as the raw file's do."""
+    return LOCK_BYTES + segment_bytes(blocks, block_bytes) + _SPARE_SLOTS * slot_bytes(block_bytes)
+
+
+def _open_ssd(folder: Path, blocks: int, space: Space) -> SsdStore:
+    return open_ssd(folder, _tier_bytes(blocks, space.block_bytes), space, "lru")
+
+
+class RawFile:
+    """A file of as many bytes as the rig's blocks have, in the same folder, and threads that move them."""
+
+    def __init__(self, folder: Path, rig: ColdRig) -> None:
+        self.rig = rig
+        self.direct = True
+        self._path = folder / "raw"
+        flags, num_bytes = os.O_RDWR | os.O_CREAT | os.O_EXCL, rig.size.num_bytes
+        try:
+            self.fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
+        except OSError:
+            self.direct = False
+            self.fd = os.open(self._path, flags & ~os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(self.fd, 0, num_bytes)
+        except OSError as error:
+            self._close()
+            raise ConfigError(f"a file of {num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}") from error
+        self.threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
+
+    def move(self, call: Callable[[int, Sequence[memoryview], int], int], view: memoryview, number: int) -> None:
+        """`call`: descriptor, buffer, offset -> bytes moved."""
+        size = self.rig.layout.block_bytes
+        if call(self.fd, [view], number * size) != size:
+            raise InvariantBroken(f"the system moved less than the {size} bytes of block {number}")
+
+    def __enter__(self) -> RawFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.threads.shutdown()
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self.fd)
+        self._path.unlink()
+
+
+class RawWrite(EachBlock):
+    """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it has them."""
+
+    direction = WRITE
+
+    def __init__(self, file: RawFile, synced: bool = False) -> None:
+        super().__init__(file.rig, file.threads, RAW_THREADS)
+        self.name = SYNCED if synced else RAW
+        self._file = file
+        self._pin: Pin | None = None
+        self._views: list[memoryview] = []
+
+    def prepare(self, spoil: bool) -> None:
+        slots, self._pin = self._rig.slots.pin_each(self._rig.keys, OWNER)
+        self._views = [self._rig.host.view(slot) for slot in slots]
+
+    def call(self, number: int) -> None:
+        self._file.move(os.pwritev, self._views[number], number)
+
+    def ended(self) -> None:
+        if self.name == SYNCED:
+            os.fdatasync(self._file.fd)
+
+    def finish(self, check: bool) -> None:
+        if self._pin is not None:
+            self._rig.slots.end_handles([self._pin])
+            self._pin = None
+
+
+class RawRead(EachBlock):
+    """The ceiling of a read: the same bytes into the same kind of slots."""
+
+    direction = READ
+    name = RAW
+
+    def __init__(self, file: RawFile) -> None:
+        super().__init__(file.rig, file.threads, RAW_THREADS)
+        self._file = file
+        self._room = ReadRoom(file.rig)
+        self._views: list[memoryview] = []
+
+    def prepare(self, spoil: bool) -> None:
+        self._room.take(spoil)
+        self._views = self._room.views
+
+    def call(self, number: int) -> None:
+        self._file.move(os.preadv, self._views[number], number)
+
+    def finish(self, check: bool) -> None:
+        self._room.give_back(f"{self.direction}, {self.name}" if check else None)
+
+
+# ----------------------------------------------------------------------------------------------------------------- a store
+
+
+def measure_remote(offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
+    """What others have in the store is left alone, and what this puts there is removed."""
+    results = Results([], [])
+    if (url := offload.remote) is None:
+        return results
+    for blocks in sizes:
+        with ColdRig(shape, blocks, partial(open_store, url, timeout_s=offload.remote_timeout_s)) as rig:
+            rig.fill(progress)
+            ways = [TierWrite(rig, WRITE_REMOTE, []), TierRead(rig, READ_REMOTE, [])]
+            rows = take_turns(rig.tier.name, ways, rig.size, shape.repeat, progress, turning=True)
+            results.rows.extend({**row, "percent_of_raw": None} for row in rows)
+    return results

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,6 +57,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
 
+def number(group: Any, flag: str, help: str, default: Any = None, kind: Callable[[str], Any] = int) -> None:
+    """A flag with one number, of which `kind` says what it may be."""
+    group.add_argument(flag, type=kind, default=default, metavar="N" if kind in (int, positive) else "X", help=help)
+
+
 def engine_flags() -> argparse.ArgumentParser:
     """A parent for every command that runs the engine; parents share their actions, so each command gets one of its own."""
     parent = Parser(add_help=False)
@@ -88,12 +93,7 @@ def _speculation_flags(group: Any) -> None:
         help="verify several proposed tokens in one step: ngram looks for what followed the same tokens before, mtp[:PATH] has a head "
         "that was trained for the model, draft:PATH a smaller model with the same tokens (unset: one token at a time)",
     )
-    group.add_argument(
-        "--speculate-tokens",
-        type=int,
-        metavar="N",
-        help="proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp and draft)",
-    )
+    number(group, "--speculate-tokens", "proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp and draft)")
 
 
 def _model_flags(group: Any) -> None:
@@ -105,23 +105,22 @@ def _model_flags(group: Any) -> None:
     device_flag(group)
     dtype_flag(group)
     weights_flag(group)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of dummy weights, and of requests that bring no seed of their own")
+    number(group, "--seed", "of dummy weights, and of requests that bring no seed of their own", 0)
 
 
 def _memory_flags(group: Any) -> None:
-    group.add_argument("--block-tokens", type=int, default=KvConfig().block_tokens, metavar="N", help="tokens in one KV block")
+    number(group, "--block-tokens", "tokens in one KV block", KvConfig().block_tokens)
     kv_gib_flag(group)
-    group.add_argument("--device-kv-blocks", type=int, metavar="N", help="the same in blocks; give one of the two")
+    number(group, "--device-kv-blocks", "the same in blocks; give one of the two")
     group.add_argument(
         "--no-prefix-cache",
         action="store_true",
         help="reuse no KV across requests; with offload: none on the device, all from colder tiers",
     )
-    group.add_argument(
+    number(
+        group,
         "--kv-resident-tokens",
-        type=int,
-        metavar="N",
-        help="tokens of one sequence that are on the device at most, the rest in host memory "
+        "tokens of one sequence that are on the device at most, the rest in host memory "
         "(default: all where they fit, else half of the device)",
     )
     group.add_argument(
@@ -144,13 +143,11 @@ def _offload_flags(group: Any) -> None:
         default=offload.enabled,
         help="keep KV in host memory beyond its time on the device",
     )
-    group.add_argument(
-        "--kv-offload-host-gib", type=float, metavar="X", help="GiB of host memory for KV (unset: 4, or a quarter of what is free)"
-    )
+    number(group, "--kv-offload-host-gib", "GiB of host memory for KV (unset: 4, or a quarter of what is free)", kind=float)
     group.add_argument("--eviction", choices=EVICTIONS, default=offload.eviction, help="what a full tier forgets first")
     ssd_dir_flag(group, required=False)
     # No defaults in these: given without what they belong to, they are refused.
-    group.add_argument("--kv-offload-ssd-gib", type=float, metavar="X", help=f"GiB of disk at most (unset: {offload.ssd_gib:g})")
+    number(group, "--kv-offload-ssd-gib", f"GiB of disk at most (unset: {offload.ssd_gib:g})", kind=float)
     group.add_argument(
         "--kv-offload-ssd-admission",
         choices=ADMISSIONS,
@@ -163,11 +160,11 @@ def remote_flags(group: Any) -> None:
     offload = OffloadConfig()
     kinds = ", ".join(f"{kind}://" for kind in KINDS)
     group.add_argument("--kv-offload-remote", type=_store_url, metavar="URL", help=f"a store that several engines share: {kinds}")
-    group.add_argument(
+    number(
+        group,
         "--kv-offload-remote-timeout-s",
-        type=float,
-        metavar="X",
-        help=f"seconds for one call to it; longer means that it is down (unset: {offload.remote_timeout_s:g})",
+        f"seconds for one call to it; longer means that it is down (unset: {offload.remote_timeout_s:g})",
+        kind=float,
     )
 
 
@@ -178,23 +175,15 @@ def ssd_dir_flag(group: Any, required: bool) -> None:
 def _step_flags(group: Any) -> None:
     engine = EngineConfig()
     max_model_len_flag(group)
-    group.add_argument("--max-batch", type=int, default=engine.max_batch, metavar="N", help="requests that run at once")
-    group.add_argument(
-        "--prefill-chunk", type=int, default=0, metavar="N", help="prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA"
-    )
-    group.add_argument(
+    number(group, "--max-batch", "requests that run at once", engine.max_batch)
+    number(group, "--prefill-chunk", "prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA", 0)
+    number(
+        group,
         "--prefill-chunk-ms",
-        type=float,
-        metavar="X",
-        help="milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: 150 on CUDA, 0 on the CPU)",
+        "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: 150 on CUDA, 0 on the CPU)",
+        kind=float,
     )
-    group.add_argument(
-        "--overcommit",
-        type=float,
-        default=engine.overcommit,
-        metavar="X",
-        help="admit lifetimes of X times the KV memory; over 1 may retract requests",
-    )
+    number(group, "--overcommit", "admit lifetimes of X times the KV memory; over 1 may retract requests", engine.overcommit, float)
     group.add_argument(
         "--scheduling",
         choices=SCHEDULINGS,
@@ -232,15 +221,12 @@ def weights_flag(group: Any) -> None:
 
 
 def kv_gib_flag(group: Any) -> None:
-    group.add_argument("--device-kv-gib", type=float, metavar="X", help="GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)")
+    number(group, "--device-kv-gib", "GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)", kind=float)
 
 
 def max_model_len_flag(group: Any) -> None:
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow any)",
+    number(
+        group, "--max-model-len", "tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow any)"
     )
 
 
@@ -248,17 +234,11 @@ def sampling_flags(temperature: float, max_tokens: int) -> argparse.ArgumentPars
     """A parent for the commands that write text."""
     parent = Parser(add_help=False)
     group = parent.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"tokens to write at most (unset: {max_tokens}, or what the context leaves)"
-    )
-    group.add_argument("--temperature", type=float, default=temperature, metavar="X", help="0: always the likeliest token")
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest tokens that sum to this probability"
-    )
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from this many likeliest tokens; 0: off")
-    group.add_argument(
-        "--min-p", type=float, default=0.0, metavar="X", help="drop tokens below this share of the likeliest one's probability"
-    )
+    number(group, "--max-tokens", f"tokens to write at most (unset: {max_tokens}, or what the context leaves)")
+    number(group, "--temperature", "0: always the likeliest token", temperature, float)
+    number(group, "--top-p", "sample from the likeliest tokens that sum to this probability", 1.0, float)
+    number(group, "--top-k", "sample from this many likeliest tokens; 0: off", 0)
+    number(group, "--min-p", "drop tokens below this share of the likeliest one's probability", 0.0, float)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     parent.set_defaults(default_max_tokens=max_tokens)
     return parent

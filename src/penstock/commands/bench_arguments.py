@@ -18,6 +18,7 @@ from penstock.commands.arguments import (
     engine_flags,
     model_flag,
     new_file,
+    number,
     picture,
     positive,
     remote_flags,
@@ -52,7 +53,7 @@ def add_bench(commands: Any) -> None:
 def _measurement_flags(repeat: int) -> argparse.ArgumentParser:
     parent = Parser(add_help=False)
     group = parent.add_argument_group("measurement")
-    group.add_argument("--repeat", type=positive, default=repeat, metavar="N", help="measured runs, after one that only warms up")
+    number(group, "--repeat", "measured runs, after one that only warms up", repeat, positive)
     _report_flags(group)
     return parent
 
@@ -69,8 +70,8 @@ def _add_decode(kinds: Any) -> None:
     about = "Time of one decode step while so many requests run, prompts done and none finished."
     parser = kinds.add_parser("decode", help="time per decode step", description=about, parents=[engine_flags(), _measurement_flags(3)])
     parser.add_argument("--batch", type=counts, default="1,8,32,128,256", metavar="N,N", help="requests at once")
-    parser.add_argument("--prompt-tokens", type=positive, default=128, metavar="N", help="tokens of each prompt")
-    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="tokens that each request writes")
+    number(parser, "--prompt-tokens", "tokens of each prompt", 128, positive)
+    number(parser, "--tokens", "tokens that each request writes", 128, positive)
     parser.set_defaults(run=_decode)
 
 
@@ -118,10 +119,10 @@ def _add_turns(kinds: Any) -> None:
     about = "Many conversations at once, turn after turn: how long each turn takes, and where the KV of what was said before comes from."
     parents = [engine_flags(), _measurement_flags(1)]
     parser = kinds.add_parser("turns", help="time per turn of many conversations", description=about, parents=parents)
-    parser.add_argument("--conversations", type=positive, default=64, metavar="N", help="conversations, all asking at once")
-    parser.add_argument("--turns", type=positive, default=5, metavar="N", help="turns of each")
-    parser.add_argument("--prompt-tokens", type=positive, default=1024, metavar="N", help="new tokens that each turn brings")
-    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="tokens that each answer has")
+    number(parser, "--conversations", "conversations, all asking at once", 64, positive)
+    number(parser, "--turns", "turns of each", 5, positive)
+    number(parser, "--prompt-tokens", "new tokens that each turn brings", 1024, positive)
+    number(parser, "--tokens", "tokens that each answer has", 128, positive)
     parser.set_defaults(run=_turns)
 
 
@@ -140,15 +141,13 @@ def _add_agents(kinds: Any) -> None:
     parser = kinds.add_parser("agents", help="recorded agents, many users", description=about, parents=[engine_flags()])
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file with one conversation per line")
     group = parser.add_argument_group("replay")
-    group.add_argument("--users", type=positive, default=20, metavar="N", help="conversations, each with requests that fit --context")
-    group.add_argument("--context", type=positive, default=65536, metavar="N", help="requests with longer prompts are left out")
-    group.add_argument("--requests", type=positive, default=16, metavar="N", help="requests of each conversation at most")
-    group.add_argument("--tokens", type=positive, default=200, metavar="N", help="tokens that each answer has at most")
-    group.add_argument("--think", type=_not_negative, default=0.0, metavar="X", help="factor of the recorded pauses before requests")
-    group.add_argument("--max-think-s", type=_not_negative, metavar="X", help="no pause is longer; some that were recorded take hours")
-    group.add_argument(
-        "--limit-s", type=_not_negative, metavar="X", help="stop after so long, and report what was done (unset: at the end)"
-    )
+    number(group, "--users", "conversations, each with requests that fit --context", 20, positive)
+    number(group, "--context", "requests with longer prompts are left out", 65536, positive)
+    number(group, "--requests", "requests of each conversation at most", 16, positive)
+    number(group, "--tokens", "tokens that each answer has at most", 200, positive)
+    number(group, "--think", "factor of the recorded pauses before requests", 0.0, _not_negative)
+    number(group, "--max-think-s", "no pause is longer; some that were recorded take hours", kind=_not_negative)
+    number(group, "--limit-s", "stop after so long, and report what was done (unset: at the end)", kind=_not_negative)
     group.add_argument("--scale", type=positive, default=1, metavar="D", help="divide all lengths, blocks included, by this")
     group.add_argument(
         "--subagents",
@@ -160,7 +159,7 @@ def _add_agents(kinds: Any) -> None:
     server = parser.add_argument_group("server", "An OpenAI-compatible one, instead of an engine in this process.")
     server.add_argument("--url", metavar="URL", help="such as http://host:port/v1; --model names its model")
     server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    server.add_argument("--vocab", type=positive, metavar="N", help=f"token ids are below this (unset: {_URL_VOCAB})")
+    number(server, "--vocab", f"token ids are below this (unset: {_URL_VOCAB})", kind=positive)
     server.add_argument("--hints", action="store_true", help="send the conversation as prompt_cache_key and session_id")
     parser.set_defaults(run=_agents)
 
@@ -221,8 +220,8 @@ def _add_restore(kinds: Any) -> None:
     parents = [engine_flags(), _measurement_flags(3)]
     parser = kinds.add_parser("restore", help="decoding beside a restore", description=about, parents=parents)
     parser.add_argument("--batch", type=counts, default="8,32", metavar="N,N", help="requests that decode")
-    parser.add_argument("--gib", type=float, default=2.5, metavar="X", help="GiB of KV that come back")
-    parser.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens that each decoding request writes")
+    number(parser, "--gib", "GiB of KV that come back", 2.5, float)
+    number(parser, "--tokens", "tokens that each decoding request writes", 512, positive)
     parser.set_defaults(run=_restore)
 
 
@@ -245,7 +244,7 @@ def _add_deep(kinds: Any) -> None:
     parser = kinds.add_parser("deep", help="sequences larger than device memory", description=about, parents=[engine_flags()])
     group = parser.add_argument_group("measurement")
     group.add_argument("--lengths", type=counts, default="32768,131072,524288", metavar="N,N", help="tokens of the prompts")
-    group.add_argument("--tokens", type=positive, default=8, metavar="N", help="tokens that each answer has")
+    number(group, "--tokens", "tokens that each answer has", 8, positive)
     _report_flags(group)
     parser.set_defaults(run=_deep)
 
@@ -272,9 +271,9 @@ def _add_soak(kinds: Any) -> None:
     )
     parser = kinds.add_parser("soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()])
     group = parser.add_argument_group("soak")
-    group.add_argument("--seconds", type=positive, default=60, metavar="N", help="how long requests come")
-    group.add_argument("--threads", type=positive, default=4, metavar="N", help="that submit requests")
-    group.add_argument("--adapters", type=int, default=3, metavar="N", help="random LoRA adapters that take turns under one name; 0: none")
+    number(group, "--seconds", "how long requests come", 60, positive)
+    number(group, "--threads", "that submit requests", 4, positive)
+    number(group, "--adapters", "random LoRA adapters that take turns under one name; 0: none", 3)
     group.add_argument("--json", type=new_file, metavar="FILE", help="write settings, counts and violations there")
     parser.set_defaults(run=_soak, model="tiny-qwen3", load_format="dummy", max_batch=12, prefill_chunk=64, overcommit=3.0)
 
@@ -306,7 +305,7 @@ def _add_transfer(kinds: Any) -> None:
     """Only the shape of a block counts: most flags of an engine would change nothing."""
     about = (
         "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes; also to and from a disk, beside raw "
-        "O_DIRECT, and a shared store, beside its own client, where they are named. No weights are read."
+        "O_DIRECT, and a shared store, where they are named. No weights are read."
     )
     parents = [_measurement_flags(5)]
     parser = kinds.add_parser("transfer", help="rate between tiers", description=about, parents=parents)
@@ -317,10 +316,10 @@ def _add_transfer(kinds: Any) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default=ModelSource().dtype, help="auto: float32 on the CPU, bfloat16 on CUDA"
     )
-    group.add_argument("--block-tokens", type=int, default=KvConfig().block_tokens, metavar="N", help="tokens in one KV block")
+    number(group, "--block-tokens", "tokens in one KV block", KvConfig().block_tokens)
     group.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories")
     group.add_argument("--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the bytes and of where they lie")
+    number(group, "--seed", "of the bytes and of where they lie", 0)
     tiers = parser.add_argument_group("tiers behind host memory")
     ssd_dir_flag(tiers, required=False)
     remote_flags(tiers)
@@ -351,16 +350,14 @@ def _add_trace(kinds: Any) -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file: one request, or one conversation, per line")
     parser.add_argument("--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
     parser.add_argument("--capacity-blocks", type=counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
-    parser.add_argument("--requests", type=positive, metavar="N", help="only the first N (unset: all)")
+    number(parser, "--requests", "only the first N (unset: all)", kind=positive)
     parser.add_argument(
         "--interleave",
         choices=("time", "turns"),
         help="conversations all begin at once, and go on by their recorded times, or take turns (unset: time)",
     )
-    parser.add_argument(
-        "--scan", type=positive, metavar="N", help="put N documents that never come back between the requests (unset: none)"
-    )
-    parser.add_argument("--scan-blocks", type=positive, metavar="N", help=f"blocks of each (unset: {_SCAN_BLOCKS})")
+    number(parser, "--scan", "put N documents that never come back between the requests (unset: none)", kind=positive)
+    number(parser, "--scan-blocks", f"blocks of each (unset: {_SCAN_BLOCKS})", kind=positive)
     _report_flags(parser)
     parser.set_defaults(run=_trace)
 

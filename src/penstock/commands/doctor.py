@@ -38,7 +38,6 @@ OPTIONAL = {
     "msgspec": "penstock serve: pip install 'penstock[server]'",
     "prometheus_client": "/metrics of penstock serve: pip install 'penstock[server]'",
     "matplotlib": "penstock bench --plot: pip install 'penstock[plots]'",
-    "valkey": "penstock bench transfer beside a Valkey's own client: pip install 'penstock[remote]'",
     "obstore": "--kv-offload-remote s3://: pip install 'penstock[remote]'",
 }
 

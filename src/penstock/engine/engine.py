@@ -37,7 +37,6 @@ from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.outcome import RunningStep
-from penstock.engine.execution.recording import Recorder
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
@@ -87,7 +86,6 @@ class EngineParts:
     residency: ResidencyChoice
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
     speculation: Speculation | None = None  # proposes tokens, where that was asked for
-    recorder: Recorder | None = None  # told of every step, where somebody wants the run again
 
 
 class Engine:
@@ -445,8 +443,6 @@ class Engine:
         self._outbox.end_all(why)
 
     def _launch(self, plan: StepPlan) -> RunningStep:
-        if self._parts.recorder is not None:
-            self._parts.recorder.add_plan(plan, self._parts.cache.stats().promoted_total)
         running = self._parts.executor.launch(plan, self._parts.scheduler.waits)
         if any(chunk.num_paged for chunk in plan.chunks):
             self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
@@ -464,8 +460,6 @@ class Engine:
                 time.sleep(self._parts.cache.look_again_s)
         with self._watch.may_wait("result"):
             result = step.wait_result()
-        if self._parts.recorder is not None:
-            self._parts.recorder.add_result(result)
         self._blocked_s["result"] += time.monotonic() - started
         if step.number == self._host_step[0]:
             self._reads_host_s = 2 * time.monotonic() - self._host_step[1]  # as long again for others

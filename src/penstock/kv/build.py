@@ -17,7 +17,6 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory.arena import DeviceArena, free_bytes
-from penstock.kv.memory.guard import ArenaGuard
 from penstock.kv.memory.host import HostArena, HostMemory
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
@@ -28,7 +27,7 @@ from penstock.kv.tiers.remote import open_store as open_remote
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space
-from penstock.kv.transfer.checked import ByteChecks
+from penstock.kv.transfer.checked import ArenaGuard, ByteChecks
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Mover
 from penstock.lanes.cpu import CpuLane

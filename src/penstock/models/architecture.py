@@ -4,7 +4,6 @@ architectures have in common, refusals included; a file of its own has what is d
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,7 +47,7 @@ def stack(name: str, *parts: tuple[str, *tuple[int, ...]]) -> WeightSpec:
     return WeightSpec(name, tuple(TensorSpec(part[0], part[1:]) for part in parts))
 
 
-class Architecture(ABC):
+class Architecture:
     """One architecture. A subclass states the first two names and `layer`, and overrides what else is different."""
 
     name: ClassVar[str]  # `ModelConfig.architecture`, `model_type` in config.json, `general.architecture` in GGUF files
@@ -60,10 +59,26 @@ class Architecture(ABC):
     rotates_partly: ClassVar[bool] = False  # whether its heads may turn in part (`partial_rotary_factor`)
     interleaved_in_gguf: ClassVar[tuple[str, ...]] = ()  # endings of names: in GGUF files the halves of their heads are interleaved
 
-    @abstractmethod
     def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
         """The tensors of one layer, in the order in which a forward pass meets them. The model's names are fields of `DecoderLayer`, those
-        of files are without "model.layers.N.". Order and names are part of the digest."""
+        of files are without "model.layers.N.". Order and names are part of the digest. Here as Llama has them: q, k, v, gate and up one by
+        one, with the biases that the config asks for."""
+        hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
+        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+        qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+        gate_up = (("mlp.gate_proj", ffn), ("mlp.up_proj", ffn))
+        return (
+            stack("attn_norm", ("input_layernorm.weight", hidden)),
+            stack("qkv", *((f"{name}.weight", rows, hidden) for name, rows in qkv)),
+            *([stack("qkv_bias", *((f"{name}.bias", rows) for name, rows in qkv))] if config.qkv_bias else ()),
+            stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
+            *([stack("out_bias", ("self_attn.o_proj.bias", hidden))] if config.out_bias else ()),
+            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
+            stack("gate_up", *((f"{name}.weight", rows, hidden) for name, rows in gate_up)),
+            *([stack("gate_up_bias", *((f"{name}.bias", rows) for name, rows in gate_up))] if config.mlp_bias else ()),
+            stack("down", ("mlp.down_proj.weight", hidden, ffn)),
+            *([stack("down_bias", ("mlp.down_proj.bias", hidden))] if config.mlp_bias else ()),
+        )
 
     def layout(self, config: ModelConfig) -> Iterator[WeightSpec]:
         """Every tensor of the model, in the order in which a forward pass meets them."""

@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.models.architecture import Architecture, WeightSpec, stated_windows
-from penstock.models.llama import separate_layer
-from penstock.models.model import ModelConfig
+from penstock.models.architecture import Architecture, stated_windows
 
 _WINDOW = 4096  # where a config does not say; null in it means none
 
@@ -17,9 +15,6 @@ class Mistral(Architecture):
     name = "mistral"
     config_name = "MistralForCausalLM"
     in_gguf = False
-
-    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        return separate_layer(config)
 
     def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
         return stated_windows({"sliding_window": _WINDOW, **raw}, num_layers, 0, where)

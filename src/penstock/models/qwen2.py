@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.models.architecture import Architecture, WeightSpec, switched_windows
+from penstock.models.architecture import Architecture, switched_windows
 from penstock.models.fields import Fields
-from penstock.models.llama import separate_layer
-from penstock.models.model import ModelConfig
 
 
 class Qwen2(Architecture):
     name = "qwen2"
     config_name = "Qwen2ForCausalLM"
-
-    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        return separate_layer(config)
 
     def biases(self, fields: Fields) -> dict[str, bool]:
         return {**super().biases(fields), "qkv_bias": True}

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from penstock.models.architecture import Architecture, WeightSpec, stack, switched_windows
-from penstock.models.llama import separate_layer
 from penstock.models.model import ModelConfig
 
 QWEN3_4B = ModelConfig(
@@ -39,7 +38,7 @@ class Qwen3(Architecture):
 
     def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
         norms = [stack(name, (f"self_attn.{name}.weight", config.head_dim)) for name in ("q_norm", "k_norm")]
-        weights = separate_layer(config)
+        weights = super().layer(config)
         at = [weight.name for weight in weights].index("out")
         return (*weights[:at], *norms, *weights[at:])
 

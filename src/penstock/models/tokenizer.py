@@ -73,12 +73,8 @@ class TextCodec(Protocol):
 
     def is_special(self, id: int) -> bool: ...
 
-    def token_text(self, id: int) -> str: ...
-
     def token_bytes(self, id: int, first: bool = False) -> bytes:
         """Exact bytes of a token; one may be only a part of a character. The `first` of a text may have a blank less."""
-
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str: ...
 
 
 class Tokenizer:
@@ -159,9 +155,6 @@ class Tokenizer:
     def is_special(self, id: int) -> bool:
         return id in self._special
 
-    def token_text(self, id: int) -> str:
-        return self.token_bytes(id).decode("utf-8", self.errors)
-
     def token_bytes(self, id: int, first: bool = False) -> bytes:
         """Ids without a text have none."""
         if not 0 <= id < len(self._spelled):
@@ -171,9 +164,6 @@ class Tokenizer:
             token = self._added.get(id, self._backend.id_to_token(id))  # the library has some of its added tokens normalized
             known = self._spelled[id] = NO_TEXT if token is None else self._spelling.of(token)
         return known.first if first else known.inside
-
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        return self._needed_chat.render(messages, add_generation_prompt)
 
     @property
     def _needed_chat(self) -> ChatTemplate:
@@ -361,16 +351,10 @@ class ByteTokenizer:
     def is_special(self, id: int) -> bool:
         return False
 
-    def token_text(self, id: int) -> str:
-        return self.token_bytes(id).decode("utf-8", "replace")
-
     def token_bytes(self, id: int, first: bool = False) -> bytes:
         if 0 <= id < 256:
             return bytes((id,))
         return f"<{id}>".encode() if id < self.vocab_size else b""
-
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        return self._chat.render(messages, add_generation_prompt)
 
 
 class TokenizerSpec(NamedTuple):

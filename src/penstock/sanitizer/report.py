@@ -1,13 +1,74 @@
-"""What the sanitizer has to say: one finding, for people and as plain data. Owns the words."""
+"""What the sanitizer has found: each finding with the stack where it happened, for people and as plain data; kept, counted, logged, written
+to a file. Owns the words and what becomes of them; finds nothing itself."""
 
 from __future__ import annotations
 
 import enum
+import json
+import logging
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
-from penstock.sanitizer.stack import Frame
+from penstock.errors import ConfigError, SanitizerStop
+
+_DEPTH = 12  # frames that a report shows
+_MAX_KEPT = 4096  # distinct stacks that are shared; a program that has more starts over
+_OWN = ("penstock/sanitizer/", "penstock/lanes/", "penstock/testing/sequenc")
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Stacks:
+    """Call stacks, the same object for the same place: there are as many places that submit as lines that do, and deeds by the million."""
+
+    def __init__(self) -> None:
+        self._is_own: dict[str, bool] = {}  # by file
+        self._known: dict[tuple[str | int, ...], tuple[Frame, ...]] = {}  # by files and lines
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def here(self) -> tuple[Frame, ...]:
+        """The caller's, innermost frame first, without the lane's own and ours."""
+        places: list[str | int] = []
+        frame: FrameType | None = sys._getframe(1)
+        top, is_own = frame, self._is_own
+        while frame is not None and len(places) < 2 * _DEPTH:
+            file = frame.f_code.co_filename
+            own = is_own.get(file)
+            if own is None:
+                own = is_own[file] = any(part in file for part in _OWN)
+            if not own:
+                places.append(file)
+                places.append(frame.f_lineno)
+            frame = frame.f_back
+        key = tuple(places)
+        found = self._known.get(key)
+        return self._keep(key, top) if found is None else found
+
+    def _keep(self, key: tuple[str | int, ...], frame: FrameType | None) -> tuple[Frame, ...]:
+        frames: list[Frame] = []
+        while frame is not None and len(frames) < _DEPTH:
+            if not self._is_own[frame.f_code.co_filename]:
+                frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+            frame = frame.f_back
+        if len(self._known) >= _MAX_KEPT:
+            self._known.clear()
+        found = self._known[key] = tuple(frames)
+        return found
+
 
 _MAX_NAMED = 8  # slots or owners that a sentence lists
 
@@ -78,3 +139,42 @@ def listed(names: Sequence[object]) -> str:
 
 def slots_told(slots: Sequence[int]) -> str:
     return f"slot{'s' if len(slots) > 1 else ''} {listed(slots)}"
+
+
+log = logging.getLogger(__name__)
+
+MAX_REPORTS = 1000  # kept in full; further ones are only counted
+
+
+class Findings:
+    """Reports in the order of discovery. `lock` is held by whoever looks for something, on any thread."""
+
+    def __init__(self, strict: bool, json_file: Path | None) -> None:
+        self.reports: list[Report] = []
+        self.num_by_kind: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.lock = threading.RLock()
+        self.stacks = Stacks()
+        self._strict = strict
+        self._json_file = json_file
+        self._told: set[tuple[object, ...]] = set()
+        self._write_json()
+
+    def tell(self, report: Report, *key: object) -> None:
+        """Count `report`, and keep it unless one of its kind and `key` is kept already. Strict: raises SanitizerStop then."""
+        self.num_by_kind[report.kind] += 1
+        if (report.kind, *key) in self._told or len(self.reports) >= MAX_REPORTS:
+            return
+        self._told.add((report.kind, *key))
+        self.reports.append(report)
+        log.error("%s", report)
+        self._write_json()
+        if self._strict:
+            raise SanitizerStop(f"{report.kind}: {report.sentence}")
+
+    def _write_json(self) -> None:
+        if self._json_file is None:
+            return
+        try:
+            self._json_file.write_text(json.dumps([report.as_dict() for report in self.reports], indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--sanitize-json {self._json_file}: {error.strerror or error}") from None

@@ -1,25 +1,125 @@
 """The observer: takes in what lanes and pools report and has every declared access and every change of hands judged. Owns the parts that
-judge, changes nothing.
+judge, changes nothing. Two of them are here: the turns of the engine's loop, and digests of blocks that leave and come back.
 
 Sound for what is declared: two accesses to the same bytes, at least one a write, are reported unless a path of submissions, waits, host
 waits and changes of hands orders them. A captured replay is one access with the union of its ops', and a wait placed inside a capture is
 no edge.
+
+A wait is judged only inside a turn, on the thread that takes it: whoever drains or closes from outside may take as long as it likes.
+
+A digest belongs to a copy, not to its key: the same tokens computed twice, in other chunks, give bytes that differ in their last bits and
+may stand for each other. So only what one copy held at two moments is compared. There is one digest a slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.contract import Access, Fence, Mode
-from penstock.sanitizer.arena import Arenas
-from penstock.sanitizer.checksums import Checksums
+from penstock.sanitizer.arena import Arenas, ArenaWatch
 from penstock.sanitizer.clock import Clocks
-from penstock.sanitizer.findings import Findings
-from penstock.sanitizer.report import Deed
-from penstock.sanitizer.turns import STALL_S, Turns
+from penstock.sanitizer.report import Deed, Findings, Kind, Report
+
+STALL_S = 1e-3  # a shorter wait is what a lock or a busy machine costs anyway
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.in_turn = False
+        self.allowed: list[str] = []  # places that may wait, innermost last
+
+
+class Turns:
+    """Implements `observe.EngineObserver`."""
+
+    def __init__(self, findings: Findings, arenas: Mapping[str, ArenaWatch], stall_s: float = STALL_S) -> None:
+        self._findings = findings
+        self._arenas = arenas
+        self._stall_s = stall_s
+        self._here = _Here()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        before, self._here.in_turn = self._here.in_turn, True
+        try:
+            yield
+        finally:
+            self._here.in_turn = before
+
+    @contextmanager
+    def may_wait(self, where: str) -> Iterator[None]:
+        self._here.allowed.append(where)
+        try:
+            yield
+        finally:
+            self._here.allowed.pop()
+
+    def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
+        with self._findings.lock:
+            if (arena := self._arenas.get(pool)) is not None:
+                arena.balance(counts)
+
+    def blocked(self, on_lane: str, fence: int, seconds: float) -> None:
+        """The calling thread has waited so long for that fence."""
+        if seconds <= self._stall_s or not self._here.in_turn or self._here.allowed:
+            return
+        stack = self._findings.stacks.here()
+        sentence = f"the engine thread waited {seconds * 1e3:.1f} ms for item {fence} of lane {on_lane}, where it may not wait"
+        self._findings.tell(Report(Kind.STALL, "", (), sentence, stack=stack), on_lane, stack[:3])
+
+
+class _Copy(NamedTuple):
+    key: bytes
+    digest: int
+
+
+class Checksums:
+    """Implements `observe.ContentObserver`. Any thread may call."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._copies: dict[str, dict[int, _Copy]] = {}  # by tier and slot
+
+    def __len__(self) -> int:
+        return sum(map(len, self._copies.values()))
+
+    def demoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
+        with self._findings.lock:
+            copies = self._copies.setdefault(tier, {})
+            known = copies.get(slot)
+            copies[slot] = _Copy(key, digest)
+            if known is not None and known.key == key and known.digest != digest:
+                self._tell(
+                    tier, slot, key, "key published over different bytes", f"its slot held {known.digest:x} and now holds {digest:x}"
+                )
+
+    def promoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
+        with self._findings.lock:
+            known = self._copies.get(tier, {}).get(slot)
+            if known is None:
+                return  # it was made before anybody looked, or has been forgotten
+            if known.key != key:
+                self._tell(tier, slot, key, "bytes of another key promoted", f"they were demoted under {known.key.hex()[:16]}")
+            elif known.digest != digest:
+                changed = f"{known.digest:x} was demoted, {digest:x} came back"
+                self._tell(tier, slot, key, "bytes changed between demote and promote", changed)
+
+    def forget(self, tier: str, slots: Iterable[int]) -> None:
+        """`slots` hold nothing any more."""
+        copies = self._copies.get(tier)
+        if copies:
+            for slot in slots:
+                copies.pop(slot, None)
+
+    def _tell(self, tier: str, slot: int, key: bytes, what: str, how: str) -> None:
+        sentence = f"{what}: slot {slot} of {tier}, key {key.hex()[:16]}: {how}"
+        self._findings.tell(Report(Kind.LIFETIME, tier, (slot,), sentence, stack=self._findings.stacks.here()), tier, what)
 
 
 class Sanitizer:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from penstock.server.tools import Tool
 
 
-CONTINUATION = bytes(range(0x80, 0xC0))  # of a character that began before
-
-
 class Prompt(NamedTuple):
     """One prompt as the engine takes it."""
 

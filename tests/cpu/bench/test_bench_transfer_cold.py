@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench import transfer_beside
+from penstock.bench import transfer_cold
 from penstock.bench.report import Results
 from penstock.bench.transfer import layout_of
-from penstock.bench.transfer_beside import measure_remote, measure_ssd
-from penstock.bench.transfer_cold import TransferShape
+from penstock.bench.transfer_cold import TransferShape, measure_remote, measure_ssd
 from penstock.cli import main
 from penstock.config import Config, ModelSource, OffloadConfig
-from penstock.errors import ConfigError, InvariantBroken, StoreFailed
+from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.ssd.store import SlotIo, SsdStore
 from penstock.kv.tiers.store import Outcome
@@ -98,43 +97,19 @@ def test_every_run_writes_everything_anew(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_system_without_direct_access_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_beside.os, "O_DIRECT", 0o100000000)  # a flag that no file system has
-    honest = transfer_beside.os.open
+    monkeypatch.setattr(transfer_cold.os, "O_DIRECT", 0o100000000)  # a flag that no file system has
+    honest = transfer_cold.os.open
 
     def refuse(path: Any, flags: int, *mode: int, **where: int) -> int:
         if flags & 0o100000000:
             raise OSError(22, "Invalid argument")
         return honest(path, flags, *mode, **where)
 
-    monkeypatch.setattr(transfer_beside.os, "open", refuse)
+    monkeypatch.setattr(transfer_cold.os, "open", refuse)
     assert "figures are of memory" in on_disk(tmp_path).skipped[0]
 
 
 # ------------------------------------------------------------------------------------------------------------------- stores
-
-
-class FakeClient:
-    """A store's client over the dictionary that the store has, too."""
-
-    at_once = 2, 1
-
-    def __init__(self, values: dict[str, bytes]) -> None:
-        self.values = values
-        self.closed = False
-
-    def write(self, name: str, value: bytes) -> None:
-        assert name not in self.values
-        self.values[name] = value
-
-    def read(self, name: str) -> bytes | None:
-        return self.values.get(name)
-
-    def remove(self, names: Any) -> None:
-        for name in names:
-            del self.values[name]
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
@@ -145,55 +120,21 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
         store._space = space.digest
         return store
 
-    monkeypatch.setattr(transfer_beside, "open_store", open_store)
+    monkeypatch.setattr(transfer_cold, "open_store", open_store)
     return store
 
 
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    client = FakeClient({})
-    monkeypatch.setattr(transfer_beside, "open_client", lambda url, at_once: client)
-    return client
+def test_a_store_is_measured_both_ways_and_left_empty(store: MemoryStore) -> None:
+    rows = measure_remote(REMOTE, (5,), SHAPE, silent).rows
+    assert [(row["direction"], row["way"]) for row in rows] == [("host to remote", "tier"), ("remote to host", "tier")]
+    assert all(row["gb_s"] > 0 and row["percent_of_raw"] is None for row in rows)
+    assert store.blocks == {} and store.closed
 
 
-def test_a_store_is_measured_beside_its_own_client_and_left_empty(store: MemoryStore, client: FakeClient) -> None:
-    results = measure_remote(REMOTE, (5,), SHAPE, silent)
-    write, read = "host to remote", "remote to host"
-    seen = [(row["direction"], row["way"]) for row in results.rows]
-    clients = [(write, "client, 1 thread"), (read, "client, 1 thread"), (read, "client, 2 threads")]
-    assert seen == [clients[0], (write, "tier"), *clients[1:], (read, "tier")]
-    fastest = max(results.rows[2:4], key=lambda row: row["gb_s"])
-    assert results.rows[4]["beside"] == f"{read}, {fastest['way']}"
-    assert results.rows[4]["percent_of_raw"] == pytest.approx(100 * results.rows[4]["gb_s"] / fastest["gb_s"])
-    assert client.values == {} and store.blocks == {} and client.closed and store.closed
-
-
-def test_other_bytes_than_were_written_are_noticed(store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "read", lambda name: bytes(len(client.values[name])))
-    with pytest.raises(InvariantBroken, match="remote to host, client, 1 thread: other bytes"):
-        measure_remote(REMOTE, (5,), SHAPE, silent)
-    assert client.values == {} and store.closed
-
-
-def test_a_client_that_fails_tells_none_of_its_settings(store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise RuntimeError("password is sekret")
-
-    monkeypatch.setattr(client, "read", fail)
-    with pytest.raises(StoreFailed, match=r"own client failed \(RuntimeError\)") as raised:
-        measure_remote(REMOTE, (5,), SHAPE, silent)
-    assert "sekret" not in repr(raised.value) and raised.value.__suppress_context__
-
-
-def test_a_store_that_is_down_is_a_clear_error(store: MemoryStore, client: FakeClient) -> None:
+def test_a_store_that_is_down_is_a_clear_error(store: MemoryStore) -> None:
     store.die()
     with pytest.raises(StoreFailed):
         measure_remote(REMOTE, (5,), SHAPE, silent)
-
-
-def test_a_kind_without_a_client_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no client of ftp://"):
-        transfer_beside.open_client("ftp://user:sekret@elsewhere", (1, 1))
 
 
 def test_the_command_measures_disk_and_a_real_store_and_shows_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

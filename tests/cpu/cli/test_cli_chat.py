@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from penstock.commands.conversation import Conversation
+from penstock.commands.chat import Conversation
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.models.tokenizer import ByteTokenizer
 
@@ -78,7 +78,7 @@ def test_a_prompt_and_its_answer_always_fit_the_context():
         assert 1 <= turn.max_tokens <= 64
         assert len(turn.prompt) + turn.max_tokens <= 200
         conversation.add("q" * (10 + 7 * i), "a" * turn.max_tokens)
-    assert conversation.num_turns < 12
+    assert len(conversation._turns) < 12
 
 
 def test_no_more_turns_are_forgotten_than_make_room():
@@ -91,7 +91,7 @@ def test_no_more_turns_are_forgotten_than_make_room():
         room = 200 - 8 - 3 * each - len("user: \nassistant: ")
         turn = conversation.ask("x" * (room + extra))
         expected = -(-extra // each)
-        assert (turn.num_forgotten, conversation.num_turns) == (expected, 3 - expected)
+        assert (turn.num_forgotten, len(conversation._turns)) == (expected, 3 - expected)
         assert len(turn.prompt) + 8 <= 200 and turn.prompt.count(ord("q")) == 3 - expected
 
 
@@ -100,7 +100,7 @@ def test_a_refused_question_forgets_nothing():
     conversation.add("hi", "ho")
     with pytest.raises(InvalidRequest, match="context holds 200"):
         conversation.ask("x" * 180)
-    assert conversation.num_turns == 1
+    assert len(conversation._turns) == 1
     prompt = bytes(conversation.ask("next").prompt).decode()
     assert prompt == "system: s\nuser: hi\nassistant: ho\nuser: next\nassistant: "
 

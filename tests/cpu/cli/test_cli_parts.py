@@ -14,8 +14,7 @@ from rich.console import Console
 
 from penstock.commands import cache, chat, doctor
 from penstock.commands.answer import Figures
-from penstock.commands.chat import Chat
-from penstock.commands.conversation import Conversation
+from penstock.commands.chat import Chat, Conversation
 from penstock.commands.generate import Task, _fitting
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config, ModelSource
@@ -77,7 +76,7 @@ def test_turns_that_were_forgotten_are_gone_and_told_of_once() -> None:
     for letter in "ab":
         conversation.add(letter * 40, letter * 10)
     turn = conversation.ask("c" * 60)
-    assert (turn.num_forgotten, conversation.num_turns) == (1, 1)
+    assert (turn.num_forgotten, len(conversation._turns)) == (1, 1)
     again = conversation.ask("c" * 60)
     assert (again.num_forgotten, again.prompt) == (0, turn.prompt)
     assert bytes(turn.prompt).startswith(b"system: be brief") and b"aaa" not in bytes(turn.prompt)

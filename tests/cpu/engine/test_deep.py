@@ -3,14 +3,12 @@ of them all the same. Everything runs under the sanitizer, with its checks of by
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import threading
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,12 @@ from penstock.engine import build as build_module
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.outcome import RunningStep
-from penstock.engine.execution.recording import Recorder
-from penstock.engine.execution.recording import read as read_recording
 from penstock.engine.scheduling.matching import found_share
 from penstock.engine.scheduling.track import Track
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves
 from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.recording import recorded
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -95,15 +92,13 @@ def test_deep_requests_and_others_share_steps(make_engine: Make, prompts: Prompt
         assert_same(ours, theirs)
 
 
-def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_engine: Make, prompts: Prompts) -> None:
     engine = deep_engine(make_engine, 256)
-    with (tmp_path / "plans").open("w") as file:
-        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+    with recorded(engine) as run:
         deep, other = submit(engine, prompts(LONG), max_tokens=20), submit(engine, prompts(30, 2), max_tokens=200)
         run_all(engine)
-        engine._parts.recorder = None
+    plans = run.plans
     assert len(deep.tokens) == 20 and len(other.tokens) == 200
-    plans = read_recording(tmp_path / "plans").plans
     both = [plan for plan in plans if any(chunk.request_id == other.request_id for chunk in plan.chunks)]
     reads = [any(chunk.num_paged for chunk in plan.chunks) for plan in both]
     assert sum(reads) > 3 and not any(one and next_one for one, next_one in itertools.pairwise(reads))
@@ -399,17 +394,6 @@ def test_a_piece_that_cannot_be_fetched_ends_its_request_and_no_other(make_engin
     assert deep.finish is FinishReason.ERROR and "host memory is gone" in (deep.error or "") and failures
     assert other.finish is not None, "it was in the step that failed, or went on: either way it has ended"
     assert generate(engine, prompts(LONG, 3), max_tokens=5).finish is FinishReason.LENGTH
-
-
-def test_a_recording_says_that_it_reads_host_memory(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
-    engine = deep_engine(make_engine, 256)
-    with (tmp_path / "plans").open("w") as file:
-        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
-        generate(engine, prompts(LONG), max_tokens=2)
-        engine._parts.recorder = None
-    recorded = read_recording(tmp_path / "plans")
-    assert recorded.colder_from is not None
-    assert any(chunk.num_paged for plan in recorded.plans for chunk in plan.chunks)
 
 
 def test_blocks_stay_on_the_device_until_all_that_is_saved_with_them_has_landed(

@@ -20,8 +20,6 @@ from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, Of
 from penstock.contract import Chunk, FinishReason
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
-from penstock.engine.execution.recording import Recorder
-from penstock.engine.execution.recording import read as read_recording
 from penstock.engine.execution.scoring import StepScores
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
@@ -30,6 +28,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 from penstock.testing.sanitized import build_sanitized, check_silent
 from support.driving import Collected, generate, run_all, settle_all, submit
+from support.recording import recorded
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -155,10 +154,10 @@ def test_needles_are_found_in_long_contexts(length: int, tmp_path: Path, device:
     assert found.needles >= 15 and found.most_active <= 0.06 * length / 16
 
 
-@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("depth", [0.1, 0.5, 0.8])
 def test_recency_alone_finds_none_outside_its_window(depth: float, ask: Callable[..., Found]) -> None:
-    assert ask(8192, 0.06, depths=(depth,), scorer="lru").needles == 0
-    assert ask(8192, 0.06, depths=(depth,)).needles >= 15
+    assert ask(4096, 0.12, depths=(depth,), scorer="lru").needles == 0
+    assert ask(4096, 0.12, depths=(depth,)).needles >= 15
 
 
 def test_pinned_needles_are_found_whatever_the_scores_say(ask: Callable[..., Found]) -> None:
@@ -240,13 +239,11 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(make_engine: Make
     assert looked > 100 and deep.finish is FinishReason.LENGTH
 
 
-def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(make_engine: Make, prompts: Prompts) -> None:
     engine = scored_engine(make_engine)
-    with (tmp_path / "plans").open("w") as file:
-        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+    with recorded(engine) as run:
         generate(engine, prompts(LONG), max_tokens=100)
-        engine._parts.recorder = None
-    chunks = [chunk for plan in read_recording(tmp_path / "plans").plans for chunk in plan.chunks]
+    chunks = [chunk for plan in run.plans for chunk in plan.chunks]
     decodes = [chunk for chunk in chunks if chunk.start >= LONG]
     assert len(decodes) == 99
     assert all(len(chunk.slots) <= RESIDENT // 16 for chunk in chunks)

@@ -104,8 +104,8 @@ def test_a_request_gets_the_tokens_and_scores_of_plain_decoding(
     plain = make_engine()
     engine, script = scripted(make_engine, ahead)
     for n, length in enumerate((1, 15, 16, 17, 40)):
-        right = generate(plain, prompts(length, seed=n), max_tokens=60, **options)
-        found = answered(engine, script, prompts(length, seed=n), right, max_tokens=60, **options)
+        right = generate(plain, prompts(length, seed=n), max_tokens=40, **options)
+        found = answered(engine, script, prompts(length, seed=n), right, max_tokens=40, **options)
         run_all(engine)
         engine.check()
         assert_same(found, right)

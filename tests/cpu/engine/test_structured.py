@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import re
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +15,10 @@ from penstock.contract import FinishReason, Grammar, SamplingParams
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.masks import StepMasks
-from penstock.engine.execution.recording import Recorder, read, replay
 from penstock.errors import InvalidRequest
 from penstock.testing.sanitized import build_sanitized, check_silent
 from support.driving import Collected, generate, run_all, submit, tiny_config
+from support.recording import recorded, replay
 from support.schemas import fits, random_schema
 
 pytest.importorskip("llguidance", reason="structured output is an extra")
@@ -266,15 +264,13 @@ def test_a_grammar_that_takes_too_long_is_refused_and_keeps_nobody_waiting(engin
     assert future.result(60) is engine.grammars.wait_compiled(Grammar("regex", "slow"))  # it is there when it is asked for again
 
 
-def test_a_recorded_run_with_a_grammar_can_be_run_again(tmp_path: Path) -> None:
+def test_a_recorded_run_with_a_grammar_can_be_run_again() -> None:
     engine, _ = build_sanitized(tiny_config(prefix_cache=False))
-    path = tmp_path / "run.jsonl"
-    with path.open("w") as file:
-        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+    with recorded(engine) as run:
         answer = constrained(engine, Grammar("regex", "([a-f][0-9]){6}"), seed=4)
         run_all(engine)
     again, _ = build_sanitized(tiny_config(prefix_cache=False))
-    results = list(replay(read(path), again._parts.executor))
+    results = list(replay(run, again._parts.executor))
     assert [token for result in results for one in result.sampled for token in one.tokens][: len(answer.tokens)] == answer.tokens
     engine.close(timeout_s=20.0)
     again.close(timeout_s=20.0)

@@ -231,7 +231,7 @@ def test_offsets_do_not_depend_on_pushes_and_locate_each_tokens_text(text: str, 
     assert sum((stream.push(push).offsets for push in cut(ids, cuts)), ()) == whole
     decoded = REAL.decode(ids)
     for id, offset in zip(ids, whole, strict=True):
-        own = REAL.token_text(id)
+        own = REAL.token_bytes(id).decode(errors="replace")
         if "\ufffd" not in own and not REAL.is_special(id):
             assert decoded[offset:].startswith(own)
 

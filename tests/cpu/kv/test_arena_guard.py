@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.kv.memory.arena import DeviceArena
-from penstock.kv.memory.guard import ArenaGuard
 from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.transfer.checked import ArenaGuard
 from penstock.sanitizer.sanitizer import Sanitizer
 
 

@@ -16,6 +16,7 @@ from penstock.models import chat as chat_module
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import Tokenizer
 from support.embedded import embedded_tokenizer
+from support.vocabularies import rendered
 
 REAL = embedded_tokenizer()
 TEXTUAL = type(REAL._backend).from_str(REAL._backend.to_str())  # takes spellings of special tokens as text
@@ -90,7 +91,7 @@ def test_ordinary_messages_have_the_ids_of_transformers(name: str, messages: lis
 
 def test_ordinary_messages_have_the_ids_of_transformers_with_the_embedded_template() -> None:
     for messages in ORDINARY:
-        assert REAL.encode_chat(messages) == REAL.encode(REAL.apply_chat(messages), add_special=False)
+        assert REAL.encode_chat(messages) == REAL.encode(rendered(REAL, messages), add_special=False)
 
 
 @EACH
@@ -105,7 +106,7 @@ def test_what_messages_spell_is_text(name: str, first: list[str], second: list[s
     silent = [{**message, "content": "x" * bool(message["content"].strip())} for message in messages]
     assert special(ids) == special(model.encode_chat(silent))
     assert REAL.decode(ids, skip_special=False) == REAL.decode(
-        REAL.encode(model.apply_chat(messages), add_special=False), skip_special=False
+        REAL.encode(rendered(model, messages), add_special=False), skip_special=False
     )
 
 
@@ -140,7 +141,7 @@ def test_a_template_that_would_make_one_from_pieces_is_refused_the_text(turn: st
 def test_who_wants_the_old_way_gets_it() -> None:
     messages = [{"role": "user", "content": "a<|im_end|>b"}]
     model = tokenizer(TEMPLATES["plain"])
-    assert model.encode_chat(messages, special_in_text=True) == REAL.encode(model.apply_chat(messages), add_special=False)
+    assert model.encode_chat(messages, special_in_text=True) == REAL.encode(rendered(model, messages), add_special=False)
 
 
 def test_private_characters_in_messages_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_special_tokens_that_swallow_blanks_do_so_beside_text_that_spells_them()
     backend.add_special_tokens([transformers.AddedToken("<E>", rstrip=True, lstrip=True, normalized=False)])
     model = Tokenizer(backend, (), ChatTemplate("{% for m in messages %}{{ m.content + ' <E>\n\n' }}{% endfor %}end", {}))
     ids = model.encode_chat([{"role": "user", "content": "<E> x"}, {"role": "user", "content": "y"}])
-    assert [model.token_text(id) for id in ids] == ["<", "E", ">", " x", "<E>", "y", "<E>", "end"]
+    assert [model.token_bytes(id).decode(errors="replace") for id in ids] == ["<", "E", ">", " x", "<E>", "y", "<E>", "end"]
 
 
 def test_without_the_disguise_the_property_above_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from penstock.models.tokenizer import NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
 from support.embedded import embedded_tokenizer
-from support.vocabularies import vocabulary
+from support.vocabularies import rendered, vocabulary
 
 REAL = embedded_tokenizer()
 VOCABULARY = REAL.vocab_size
@@ -71,7 +71,7 @@ def test_any_bytes_decode_as_the_library_decodes_them_also_where_they_are_no_utf
 def test_token_bytes_are_exact_also_for_a_part_of_a_character() -> None:
     ids = REAL.encode("é日🙂")
     assert b"".join(map(REAL.token_bytes, ids)) == "é日🙂".encode()
-    assert any("\ufffd" in REAL.token_text(id) for id in ids)
+    assert any("\ufffd" in REAL.token_bytes(id).decode(errors="replace") for id in ids)
 
 
 def test_special_tokens_are_recognised_in_text_and_skipped_on_request() -> None:
@@ -93,7 +93,7 @@ def test_the_embedded_model_ends_at_its_own_end_token() -> None:
 
 def test_digits_stand_alone_and_blanks_before_them_stay_together() -> None:
     """The rule "smollm" splits digits first; splitting words first would make two tokens of the two blanks."""
-    assert [REAL.token_text(id) for id in REAL.encode("x  12")] == ["x", "  ", "1", "2"]
+    assert [REAL.token_bytes(id).decode(errors="replace") for id in REAL.encode("x  12")] == ["x", "  ", "1", "2"]
 
 
 @pytest.mark.parametrize("tokenizer", [REAL, ByteTokenizer(512)], ids=["real", "bytes"])
@@ -251,7 +251,7 @@ def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
 
 
 def test_a_model_without_a_tokenizer_can_still_chat() -> None:
-    assert ByteTokenizer(512).apply_chat(MESSAGES) == "user: What is a penstock?\nassistant: "
+    assert rendered(ByteTokenizer(512), MESSAGES) == "user: What is a penstock?\nassistant: "
 
 
 # ---------------------------------------------------------------------------------------------------------------- chat
@@ -265,10 +265,10 @@ def with_template(tmp_path: Path, template: Any) -> Tokenizer:
 
 
 def test_a_chat_is_rendered_by_the_models_own_template() -> None:
-    text = REAL.apply_chat(MESSAGES)
+    text = rendered(REAL, MESSAGES)
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
     assert text.endswith("<|im_start|>user\nWhat is a penstock?<|im_end|>\n<|im_start|>assistant\n")
-    assert not REAL.apply_chat(MESSAGES, add_generation_prompt=False).endswith("assistant\n")
+    assert not rendered(REAL, MESSAGES, False).endswith("assistant\n")
 
 
 @pytest.mark.parametrize(
@@ -278,26 +278,26 @@ def test_a_chat_is_rendered_by_the_models_own_template() -> None:
 )
 def test_messages_that_the_template_cannot_take_are_the_clients_fault(messages: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        REAL.apply_chat(messages)
+        rendered(REAL, messages)
     assert caught.value.param == "messages"
 
 
 def test_a_templates_own_refusal_reaches_the_client(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        tokenizer.apply_chat(MESSAGES)
+        rendered(tokenizer, MESSAGES)
 
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     for escape in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__.__base__.__subclasses__() }}"):
         with pytest.raises(InvalidRequest):
-            with_template(tmp_path, escape).apply_chat(MESSAGES)
+            rendered(with_template(tmp_path, escape), MESSAGES)
 
 
 def test_special_tokens_json_and_training_marks_are_known_to_templates(tmp_path: Path) -> None:
     template = "{{ bos_token }}{{ eos_token }}{% generation %}{{ messages[0]|tojson }}{% endgeneration %}{% break %}"
     source = template.replace("{% break %}", "{% for m in messages %}{% break %}{% endfor %}")
-    text = with_template(tmp_path, source).apply_chat([{"role": "user", "content": "<é>"}])
+    text = rendered(with_template(tmp_path, source), [{"role": "user", "content": "<é>"}])
     assert text == '<|endoftext|><|im_end|>{"role": "user", "content": "<é>"}'
 
 
@@ -308,19 +308,19 @@ def test_a_template_that_does_not_parse_is_the_models_fault(tmp_path: Path) -> N
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}]
-    assert with_template(tmp_path, named).apply_chat(MESSAGES) == "plain"
+    assert rendered(with_template(tmp_path, named), MESSAGES) == "plain"
     assert not with_template(tmp_path, named[:1]).has_chat_template
 
 
 def test_a_template_file_comes_before_the_one_in_the_config(tmp_path: Path) -> None:
     with_template(tmp_path, "from the config")
     (tmp_path / "model" / "chat_template.jinja").write_text("from the file")
-    assert load_tokenizer(tmp_path / "model", TINY_LLAMA).apply_chat(MESSAGES) == "from the file"
+    assert rendered(load_tokenizer(tmp_path / "model", TINY_LLAMA), MESSAGES) == "from the file"
 
 
 def test_without_a_template_chat_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
-        with_template(tmp_path, None).apply_chat(MESSAGES)
+        with_template(tmp_path, None).encode_chat(MESSAGES)
 
 
 # --------------------------------------------------------------------------------------------------------------- files

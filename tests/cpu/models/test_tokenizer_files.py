@@ -22,7 +22,7 @@ from penstock.models.progress import silent
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
 from penstock.testing import tiny_models
-from support.vocabularies import SPECIAL, sentencepiece_metadata, vocabulary
+from support.vocabularies import SPECIAL, rendered, sentencepiece_metadata, vocabulary
 
 LARGE = dataclasses.replace(TINY_LLAMA, vocab=1000)
 TEXT = "the blocks  of 東京 🙂\n\tand </s> more"
@@ -139,18 +139,18 @@ def test_declared_tokens_that_cannot_be_had_are_refused(tmp_path: Path, declared
 
 def test_a_template_is_taken_from_the_first_file_that_has_one(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", chat_template={"chat_template": "from chat_template.json"})
-    assert load_tokenizer(path, LARGE).apply_chat([]) == "from chat_template.json"
+    assert rendered(load_tokenizer(path, LARGE), []) == "from chat_template.json"
     directory(path, {**ROLES, "chat_template": [{"name": "rag", "template": "x"}, {"name": "default", "template": "from the settings"}]})
-    assert load_tokenizer(path, LARGE).apply_chat([]) == "from the settings"
+    assert rendered(load_tokenizer(path, LARGE), []) == "from the settings"
     (path / "chat_template.jinja").write_text("from chat_template.jinja")
-    assert load_tokenizer(path, LARGE).apply_chat([]) == "from chat_template.jinja"
+    assert rendered(load_tokenizer(path, LARGE), []) == "from chat_template.jinja"
 
 
 def test_every_role_is_known_to_templates(tmp_path: Path) -> None:
     roles = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "sep_token": "<|end|>", "cls_token": "<|user|>", "mask_token": "a"}
     template = "{{ bos_token }}{{ eos_token }}{{ sep_token }}{{ cls_token }}{{ mask_token }}{{ pad_token is defined }}"
     path = directory(tmp_path / "model", {**roles, "chat_template": template})
-    assert load_tokenizer(path, LARGE).apply_chat([]) == "<s></s><|end|><|user|>aFalse"
+    assert rendered(load_tokenizer(path, LARGE), []) == "<s></s><|end|><|user|>aFalse"
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_special_tokens_are_text_where_tokens_are_turned_back(served: Served, mo
     monkeypatch.setattr(served.engine, "tokenizer", tokenizer)
     ids = [*tokenizer.encode("hi"), special]
     found = served.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
-    assert found == "hi" + tokenizer.token_text(special) and len(found) > 2
+    assert found == "hi" + tokenizer.token_bytes(special).decode(errors="replace") and len(found) > 2
     last, beyond = tokenizer.vocab_size - 1, tokenizer.vocab_size
     assert served.http.post("/detokenize", json={"tokens": [last]}).status_code == 200
     assert served.http.post("/detokenize", json={"tokens": [beyond]}).json()["error"]["param"] == "tokens"

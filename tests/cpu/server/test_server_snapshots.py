@@ -393,7 +393,7 @@ def restarted(tmp_path: Path, **settings: Any) -> Any:
 
 
 def scanned(server: Tiered) -> None:
-    until(lambda: server.engine.cache.cold_tiers["ssd"].calls.store.scanned, "the directory is read")
+    until(lambda: server.engine.cache.cold_tiers["ssd"].calls.store.wait_scanned(0.0), "the directory is read")
 
 
 def test_it_is_there_after_a_restart_and_under_another_pool_size(tmp_path: Path) -> None:

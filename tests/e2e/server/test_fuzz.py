@@ -29,7 +29,7 @@ SECONDS = float(os.environ.get("PENSTOCK_FUZZ_S", "0"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "0"))
 FIRST = int(os.environ.get("PENSTOCK_FUZZ_ROUND", "0"))
 PHASES = (Phase.generate, Phase.shrink)
-NUM_ROUNDS = 3  # in `make test`: half a minute
+NUM_ROUNDS = 2  # in `make test`: half a minute
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ import penstock
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
 from support.adapters import write_random_adapter
 
+QUICK_BEATS = Path(__file__).parents[2] / "support" / "quick_beats"
 READY = "Penstock is ready on "
 DEADLINE_S = 120.0
 TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-gib", "0.1", "--max-model-len", "60000")
@@ -93,11 +94,12 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*flags: str) -> Iterator[Running]:
+def running(*flags: str, also: tuple[Path, ...] = ()) -> Iterator[Running]:
+    """`also`: folders of modules that come before the tree's."""
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile("a+") as log:  # appending: its place is shared with the processes that write to it
         source = str(Path(penstock.__file__).parents[1])  # the tree that these tests are of, whatever is installed
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*map(str, also), source])}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True)
         assert process.stdout is not None
         try:
@@ -345,7 +347,7 @@ def test_a_front_that_is_killed_is_started_again_and_its_requests_are_cancelled(
 
 
 def test_a_front_that_stands_still_holds_up_nobody_and_is_started_again() -> None:
-    with running(*TINY, "--api-processes", "2", "--max-concurrent", "2") as server:
+    with running(*TINY, "--api-processes", "2", "--max-concurrent", "2", also=(QUICK_BEATS,)) as server:
         victim, other = server.children("front")
         paused = server.connect(victim)
         stream = begin(paused, max_tokens=1000)

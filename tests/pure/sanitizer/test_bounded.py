@@ -12,10 +12,9 @@ import pytest
 from penstock.contract import Access, Mode
 from penstock.errors import ConfigError
 from penstock.kv.blocks.pool import BlockPool
-from penstock.sanitizer import stack
+from penstock.sanitizer import report as stack
 from penstock.sanitizer.clock import Clocks
-from penstock.sanitizer.findings import MAX_REPORTS
-from penstock.sanitizer.report import Deed, Kind
+from penstock.sanitizer.report import MAX_REPORTS, Deed, Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 
 LAYERS = 4

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.sanitizer.findings import Findings
-from penstock.sanitizer.report import Kind
-from penstock.sanitizer.turns import Turns
+from penstock.sanitizer.report import Findings, Kind
+from penstock.sanitizer.sanitizer import Turns
 
 
 def test_a_permission_to_wait_ends_with_the_error_that_ends_its_block() -> None:

@@ -1,5 +1,4 @@
-"""A run once more from its plans: a fresh executor with the same weights computes the same tokens and logprobs; and which recordings are
-refused."""
+"""A run once more from its plans, which were written to a file: a fresh executor with the same weights computes the same tokens and logprobs."""
 
 from __future__ import annotations
 
@@ -15,13 +14,12 @@ from penstock.contract import Adapter, Chunk, FinishReason, StepPlan, StepResult
 from penstock.engine import build as build_module
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution import recording
-from penstock.engine.execution.recording import Recorder, Recording
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.errors import InvariantBroken, UserError
+from penstock.errors import InvariantBroken
 from penstock.testing.tiny_models import TINY_QWEN3
 from support.adapters import write_random_adapter
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.driving import Collected, generate, run_all, submit, tiny_config
+from support.recording import Recording, recorded, replay, through_a_file
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -50,12 +48,10 @@ def fresh(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         engine.close(timeout_s=20.0)
 
 
-def record(engine: Engine, path: Path, work: Callable[[Engine], Any]) -> Recording:
-    with path.open("w") as file:
-        engine._parts.recorder = Recorder(file, dataclasses.asdict(engine._parts.executor.limits))
+def record(engine: Engine, work: Callable[[Engine], Any]) -> Recording:
+    with recorded(engine) as run:
         work(engine)
-    engine._parts.recorder = None
-    return recording.read(path)
+    return through_a_file(run)
 
 
 def mixed_work(engine: Engine, prompts: Prompts, adapter: Adapter | None) -> list[Collected]:
@@ -75,7 +71,7 @@ def mixed_work(engine: Engine, prompts: Prompts, adapter: Adapter | None) -> lis
     return [*found, again, full]
 
 
-def told(results: tuple[StepResult, ...]) -> dict[str, tuple[list[int], list[TokenLogprob], list[Any]]]:
+def told(results: list[StepResult]) -> dict[str, tuple[list[int], list[TokenLogprob], list[Any]]]:
     """By request: its tokens, their logprobs, and those of its prompt."""
     found: dict[str, tuple[list[int], list[TokenLogprob], list[Any]]] = {}
     for result in results:
@@ -94,9 +90,9 @@ def test_a_replay_computes_the_same_tokens_and_logprobs(
     engine = make_engine(prefill_chunk=48)
     adapter = engine.adapters.load("tuned", write_random_adapter(tmp_path / "tuned", TINY_QWEN3, seed=3)).adapter
     answers: list[Collected] = []
-    run = record(engine, tmp_path / "run", lambda engine: answers.extend(mixed_work(engine, prompts, adapter)))
-    assert len(run.plans) == len(run.results) == engine.stats().steps and run.colder_from is None
-    replayed = tuple(recording.replay(run, fresh(prefill_chunk=48)._parts.executor))
+    run = record(engine, lambda engine: answers.extend(mixed_work(engine, prompts, adapter)))
+    assert len(run.plans) == len(run.results) == engine.stats().steps
+    replayed = list(replay(run, fresh(prefill_chunk=48)._parts.executor))
     assert replayed == run.results
     by_request = told(replayed)
     for answer in answers:
@@ -112,11 +108,11 @@ def test_other_weights_do_not_compute_the_same(
     make_engine: MakeEngine, fresh: Callable[..., Engine], prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault: the replay runs on another model. So the tests beside this one can fail."""
-    run = record(make_engine(), tmp_path / "run", lambda engine: generate(engine, prompts(40), logprobs=1))
+    run = record(make_engine(), lambda engine: generate(engine, prompts(40), logprobs=1))
     executor = fresh()._parts.executor
     embed = executor._forward.model.embed
     monkeypatch.setattr(executor._forward.model, "embed", lambda tokens: embed(tokens ^ 1))
-    assert tuple(recording.replay(run, executor)) != run.results
+    assert list(replay(run, executor)) != run.results
 
 
 def test_retractions_and_padded_replays_come_out_the_same(
@@ -133,61 +129,22 @@ def test_retractions_and_padded_replays_come_out_the_same(
             submit(engine, prompts(40 + n, seed=n), max_tokens=60, **penalties)
         run_all(engine)
 
-    run = record(engine, tmp_path / "run", work)
+    run = record(engine, work)
     assert engine.stats().retractions > 0 and any(start.output for plan in run.plans for start in plan.starts)
     replaying = fresh(**settings)
-    assert tuple(recording.replay(run, replaying._parts.executor)) == run.results
+    assert list(replay(run, replaying._parts.executor)) == run.results
     assert replaying._parts.executor._replays._captured
 
 
-def test_a_run_over_colder_tiers_is_marked_and_refused(
-    make_engine: MakeEngine, fresh: Callable[..., Engine], prompts: Prompts, tmp_path: Path
-) -> None:
-    """The plan that reads what was promoted says nothing of it: the load is over by then."""
-    engine = make_engine(host_blocks=64)
-
-    def work(engine: Engine) -> None:
-        generate(engine, prompts(80), max_tokens=1)
-        settle_all(engine)
-        engine.cache.reset(["device"])
-        submit(engine, prompts(20, seed=1), max_tokens=60)
-        again = generate(engine, prompts(80), max_tokens=1)
-        assert again.source is not None and again.source.host == 79
-
-    run = record(engine, tmp_path / "run", work)
-    assert run.colder_from is not None and run.colder_from > 1
-    reader = next(plan for plan in run.plans for chunk in plan.chunks if chunk.start == 79 and chunk.num_tokens == 1 and not chunk.writes)
-    assert run.colder_from <= reader.number
-    with pytest.raises(UserError, match=f"from step {run.colder_from} on .* colder tier"):
-        recording.replay(run, fresh()._parts.executor)
-
-
-def test_a_recording_of_other_sizes_or_without_its_beginning_is_refused(
-    make_engine: MakeEngine, fresh: Callable[..., Engine], prompts: Prompts, tmp_path: Path
-) -> None:
-    engine = make_engine()
-    generate(engine, prompts(20), max_tokens=2)
-    late = record(engine, tmp_path / "late", lambda engine: generate(engine, prompts(30), max_tokens=2))
-    executor = fresh()._parts.executor
-    with pytest.raises(UserError, match="every step from the first"):
-        recording.replay(late, executor)
-    whole = record(make_engine(), tmp_path / "whole", lambda engine: generate(engine, prompts(30), max_tokens=4))
-    with pytest.raises(UserError, match="every step from the first"):
-        recording.replay(dataclasses.replace(whole, plans=(whole.plans[0], *whole.plans[2:])), executor)
-    with pytest.raises(UserError, match="other sizes"):
-        recording.replay(whole, fresh(blocks=128)._parts.executor)
-    assert tuple(recording.replay(whole, executor)) == whole.results
-
-
 def test_a_step_that_fails_is_written_down_with_its_reason(
-    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def burst(*_: Any) -> Any:
         raise RuntimeError("the layer burst")
 
     engine = make_engine()
     monkeypatch.setattr(engine._parts.executor._forward.model, "embed", burst)
-    run = record(engine, tmp_path / "run", lambda engine: generate(engine, prompts(20), max_tokens=2))
+    run = record(engine, lambda engine: generate(engine, prompts(20), max_tokens=2))
     assert run.results[0].error == ("RuntimeError", "the layer burst", False) and run.results[0].sampled == ()
 
 

@@ -175,7 +175,7 @@ def test_memory_that_cannot_be_had_while_heads_are_read_costs_those_blocks_alone
             return super().preadv(fd, buffers, offset)
 
     store = open_at(filled, io=NoMemory())
-    assert failed.is_set() and store.scanned
+    assert failed.is_set() and store.wait_scanned(0.0)
     assert 0 < len(those_in(store, range(40))) < 40
     num_slots = store.usage().num_slots
     assert num_slots is not None
@@ -213,7 +213,7 @@ def test_a_scan_that_ends_in_a_defect_is_over_all_the_same(
         patch.setattr(SlotIndex, "end_scan", broken)
         patch.setattr(threading, "excepthook", lambda _: None)
         store = open_at(filled)
-        assert store.scanned
+        assert store.wait_scanned(0.0)
     assert read(store, *range(40)) == [DONE] * 40
     store.close()
 

@@ -9,7 +9,6 @@ import time
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from scheduler_tiers import land_in_parts
 from scheduler_walks import Walker, choose
 from scheduler_world import World
 
-from penstock import contract
 from penstock.contract import (
     Adapter,
     Chunk,
@@ -38,12 +36,9 @@ from penstock.contract import (
     TokenScores,
     Waits,
 )
-from penstock.engine.execution import recording
-from penstock.engine.execution.recording import Recorder
-from penstock.errors import InvariantBroken, TransferFailed, UserError
+from penstock.errors import InvariantBroken, TransferFailed
 
 NUM_WALKS = 30
-HEAD = '{"recording": 1, "sizes": {}}\n'
 PLAIN = (type(None), bool, int, float, str)
 RECORDS = (
     *(StepPlan, Chunk, Scoring, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
@@ -181,93 +176,3 @@ def test_a_failure_says_what_was_raised_and_whether_the_step_lacked_kv() -> None
     assert StepFailure.of(RuntimeError("no device")) == ("RuntimeError", "no device", False)
     assert StepFailure.of(Late("no block")) == ("Late", "no block", True)
     assert str(StepFailure.of(RuntimeError("no device"))) == "RuntimeError: no device"
-
-
-# -------------------------------------------------------------------------------------------------------------- the file
-
-
-def record(path: Path, world: World, promoted: int = 0) -> None:
-    with path.open("w") as file:
-        recorder = Recorder(file, {"block_tokens": 4})
-        for plan in world.plans:
-            recorder.add_plan(plan, promoted)
-        for result in world.results:
-            recorder.add_result(result)
-
-
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    for seed in range(NUM_WALKS):
-        world = walked(seed)
-        record(tmp_path / "run", world)
-        found = recording.read(tmp_path / "run")
-        assert (found.plans, found.results) == (tuple(world.plans), tuple(world.results)) and found.sizes == {"block_tokens": 4}
-        assert [one for plan in (*found.plans, *found.results) for one in living(plan, "read")] == []
-        assert found.colder_from == next((plan.number for plan in world.plans if plan.loads), None)
-
-
-def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
-    """What the walks do not have: options of sampling, adapters, penalties, numbers that are hard to write."""
-    sampling = SamplingParams(
-        max_tokens=3,
-        temperature=0.1,
-        top_p=1 / 3,
-        seed=-(2**63) + 1,
-        stop=('"\n', "\u2028é"),
-        logprobs=2,
-        stop_token_ids=frozenset({9, 3}),
-        repetition_penalty=1.1,
-    )
-    chunk = Chunk("r\n", 0, 0, (1,), np.array([[7]], np.int32)[0], False, 1, Adapter("tuned", "digest"), Echo((2,), 5))
-    plan = StepPlan(1, (chunk,), 1, (Start(0, "r\n", sampling, (4,), np.array([1, 2], np.int32)),), (FenceId("save", 7),), ("r\n",))
-    scores = TokenScores(
-        *(np.arange(2, dtype=np.int32), np.array([-np.inf, -1e-40], np.float32), np.ones(2, np.int32)),
-        *(np.empty((2, 0), np.int32), np.empty((2, 0), np.float32)),
-    )
-    sampled = Sampled("r\n", (1,), (TokenLogprob(1, -0.1, 1, ((5, -float("inf")),)),))
-    results = StepResult(1, (sampled,), (("r\n", scores),)), StepResult(2, (), error=StepFailure("KeyError", "'x'"))
-    with (tmp_path / "run").open("w") as file:
-        recorder = Recorder(file, {})
-        recorder.add_plan(plan, 0)
-        for result in results:
-            recorder.add_result(result)
-    found = recording.read(tmp_path / "run")
-    assert found.plans == (plan,) and found.results == results
-    assert found.plans[0].starts[0].sampling == sampling and found.results[0].prompt_logprobs[0][1].top_tokens.shape == (2, 0)
-
-
-def test_a_value_that_is_no_plain_data_is_not_written(tmp_path: Path) -> None:
-    plan = StepPlan(1, (), 0, loads=(Request("r", [1], SamplingParams(max_tokens=1)),))  # type: ignore[arg-type]
-    with (tmp_path / "run").open("w") as file, pytest.raises(InvariantBroken, match="Request"):
-        Recorder(file, {}).add_plan(plan, 0)
-
-
-def test_blocks_that_colder_tiers_brought_mark_the_recording(tmp_path: Path) -> None:
-    """They are in no plan: once the load is over, the step that reads them waits for nothing."""
-    with (tmp_path / "run").open("w") as file:
-        recorder = Recorder(file, {})
-        for number, promoted in ((1, 0), (2, 0), (3, 4), (4, 4)):
-            recorder.add_plan(StepPlan(number, (), 0), promoted)
-    assert recording.read(tmp_path / "run").colder_from == 3
-
-
-def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
-    world = walked(0)
-    record(tmp_path / "run", world)
-    text = (tmp_path / "run").read_text()
-    (tmp_path / "run").write_text(text[:-9])
-    assert recording.read(tmp_path / "run").results == tuple(world.results[:-1])
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "no json\n", "[]\n", '{"recording": 2, "sizes": {}}\n', HEAD + '{"plan": {"type": "Fence"}, "promoted": 0}\n', "\xff\n"],
-    ids=["nothing", "no JSON", "another thing", "another version", "an unknown type", "bytes"],
-)  # fmt: skip
-def test_what_is_no_recording_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "run").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match="recording"):
-        recording.read(tmp_path / "run")
-
-
-def test_every_record_of_the_contract_that_plans_are_made_of_is_known_to_the_file() -> None:
-    assert set(recording._RECORDS.values()) == set(RECORDS) and all(getattr(contract, name) for name in recording._RECORDS)

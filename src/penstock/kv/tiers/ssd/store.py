@@ -216,12 +216,8 @@ class SsdStore:
         """What it is written in. A disk that fails on purpose can be put in place of its `io`."""
         return self._segments.files
 
-    @property
-    def scanned(self) -> bool:
-        """Whether all that an earlier process has left can be found."""
-        return self._scan.done.is_set()
-
     def wait_scanned(self, timeout_s: float) -> bool:
+        """Whether all that an earlier process has left can be found by then."""
         return self._scan.done.wait(timeout_s)
 
     def find(self, keys: Sequence[bytes]) -> int:

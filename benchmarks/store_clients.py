@@ -1,7 +1,10 @@
-"""What tiers behind host memory are compared with, and the comparison: raw O_DIRECT of as many bytes in a file next to a disk's, and a
-store's own client with the same values, as anybody would use it. Owns that file, the clients' connections, and what they wrote.
+"""A store behind host memory beside its own client with the same values, as anybody would use it: valkey-py, obstore, Mooncake's library.
+Owns the clients' connections, and what they wrote.
 
-Client libraries are imported when one is asked for, so that measurements without a store need none of them.
+    PYTHONPATH=src python3 benchmarks/store_clients.py --kv-offload-remote valkey://127.0.0.1:6379 [--model qwen3-4b --blocks 127 ...]
+
+One value per call, on one thread and on as many as our side has calls under way; the tier is compared with the faster of the two. Client
+libraries are imported when one is asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import contextlib
 import importlib
 import os
 import secrets
-import shutil
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -21,224 +23,42 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
+from rich.console import Console
 
-from penstock.bench.report import Results
-from penstock.bench.transfer_cold import OWNER, RAW, ColdRig, Promoted, ReadRoom, TierRead, TierWrite, TransferShape
-from penstock.bench.transfer_ways import TransferWay, Wait, take_turns, too_large
-from penstock.config import OffloadConfig
+from penstock.bench.report import BenchReport, Results
+from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
+from penstock.bench.transfer_cold import OWNER, READ_REMOTE, WRITE_REMOTE, ColdRig, EachBlock, TierRead, TierWrite, TransferShape
+from penstock.bench.transfer_ways import TransferWay, take_turns
+from penstock.commands.arguments import Parser, counts, device_flag, model_flag, new_file, positive, remote_flags
+from penstock.commands.progress import ProgressBar
+from penstock.config import Config, ModelSource, OffloadConfig
+from penstock.engine.build import device_for
 from penstock.errors import ConfigError, InvariantBroken, PenstockError, StoreFailed
-from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import SCOPE_BYTES
 from penstock.kv.build import COLD_READERS, COLD_WRITERS
 from penstock.kv.tiers.envelope import pack
 from penstock.kv.tiers.remote import KINDS, open_store
-from penstock.kv.tiers.ssd.directory import LOCK_BYTES
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, segment_bytes, slot_bytes
-from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
-from penstock.kv.tiers.store import Space
 from penstock.models.progress import Progress
 
-WRITE, READ, PROMOTE = "host to ssd", "ssd to host", "ssd to device"
-WRITE_REMOTE, READ_REMOTE = "host to remote", "remote to host"
-SYNCED = "raw, synced"
-RAW_THREADS = 4  # more of them did not make a disk faster
 TIMEOUT_S = 60.0  # of a client: nothing is proven here, so that nothing has to be noticed soon
 MOONCAKE_BUFFER_BYTES = 512 << 20  # for values on their way
 S3_AT_ONCE = 16  # requests, as many as our store has
-_SPARE_SLOTS = 16  # what dividing the tier into files may cost it
 
 
-class EachBlock(TransferWay):
-    """A call for every block, on some threads, each one after the other."""
-
-    beside = ()
-
-    def __init__(self, rig: ColdRig, pool: ThreadPoolExecutor, num_threads: int) -> None:
-        self._rig = rig
-        self._pool = pool
-        self._num_threads = num_threads
-
-    def call(self, number: int) -> None:
-        raise NotImplementedError
-
-    def launch(self) -> Wait:
-        started = [self._pool.submit(self._run, first) for first in range(self._num_threads)]
-
-        def wait() -> None:
-            for one in started:
-                one.result()
-            self.ended()
-
-        return wait
-
-    def ended(self) -> None:
-        """All calls have returned; what this does is timed."""
-
-    def _run(self, first: int) -> None:
-        for number in range(first, len(self._rig.keys), self._num_threads):
-            self.call(number)
-
-
-# ---------------------------------------------------------------------------------------------------------------- the disk
-
-
-def measure_ssd(folder: Path, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
-    """`folder` is empty, and is left so but for the files of a cache."""
-    results = Results([], [])
-    for blocks in sizes:
-        refusal = _refusal(blocks, shape, folder)
-        if refusal is not None:
-            results.skipped.append(f"{blocks} blocks on disk: {refusal}")
-            continue
-        with ColdRig(shape, blocks, partial(_open_ssd, folder, blocks)) as rig, RawFile(folder, rig) as file:
-            rig.fill(progress)
-            results.rows.extend(take_turns(rig.tier.name, _disk_ways(rig, file), rig.size, shape.repeat, progress, turning=True))
-        if not file.direct:
-            results.skipped.append(f"O_DIRECT: the file system of {folder} has none, so that these figures are of memory")
-    return results
-
-
-def _disk_ways(rig: ColdRig, file: RawFile) -> list[TransferWay]:
-    return [
-        RawWrite(file),
-        TierWrite(rig, WRITE, [RAW]),
-        RawWrite(file, synced=True),
-        TierWrite(rig, WRITE, [SYNCED], persist=True),
-        RawRead(file),
-        TierRead(rig, READ, [RAW]),
-        Promoted(rig, PROMOTE, (READ, RAW)),
-    ]
-
-
-def _refusal(blocks: int, shape: TransferShape, folder: Path) -> str | None:
-    one_way = blocks * shape.layout.block_bytes
-    if shape.layout.block_bytes % SECTOR_BYTES:
-        return f"blocks of {shape.layout.block_bytes} bytes are no whole sectors of {SECTOR_BYTES}, and raw O_DIRECT moves nothing else"
-    needs = {torch.device("cpu"): 2 * one_way}
-    needs[shape.device] = needs.get(shape.device, 0) + one_way
-    if (refusal := too_large(needs)) is not None:
-        return refusal
-    needed, free = one_way + _tier_bytes(blocks, shape.layout.block_bytes), shutil.disk_usage(folder).free
-    return f"they need {needed / 1e9:.1f} GB there, where {free / 1e9:.1f} are free" if needed > free else None
-
-
-def _tier_bytes(blocks: int, block_bytes: int) -> int:
-    """So little that every run writes over what the run before has written, as the raw file's do."""
-    return LOCK_BYTES + segment_bytes(blocks, block_bytes) + _SPARE_SLOTS * slot_bytes(block_bytes)
-
-
-def _open_ssd(folder: Path, blocks: int, space: Space) -> SsdStore:
-    return open_ssd(folder, _tier_bytes(blocks, space.block_bytes), space, "lru")
-
-
-class RawFile:
-    """A file of as many bytes as the rig's blocks have, in the same folder, and threads that move them."""
-
-    def __init__(self, folder: Path, rig: ColdRig) -> None:
-        self.rig = rig
-        self.direct = True
-        self._path = folder / "raw"
-        flags, num_bytes = os.O_RDWR | os.O_CREAT | os.O_EXCL, rig.size.num_bytes
-        try:
-            self.fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
-        except OSError:
-            self.direct = False
-            self.fd = os.open(self._path, flags & ~os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(self.fd, 0, num_bytes)
-        except OSError as error:
-            self._close()
-            raise ConfigError(f"a file of {num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}") from error
-        self.threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
-
-    def move(self, call: Callable[[int, Sequence[memoryview], int], int], view: memoryview, number: int) -> None:
-        """`call`: descriptor, buffer, offset -> bytes moved."""
-        size = self.rig.layout.block_bytes
-        if call(self.fd, [view], number * size) != size:
-            raise InvariantBroken(f"the system moved less than the {size} bytes of block {number}")
-
-    def __enter__(self) -> RawFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.threads.shutdown()
-        self._close()
-
-    def _close(self) -> None:
-        os.close(self.fd)
-        self._path.unlink()
-
-
-class RawWrite(EachBlock):
-    """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it has them."""
-
-    direction = WRITE
-
-    def __init__(self, file: RawFile, synced: bool = False) -> None:
-        super().__init__(file.rig, file.threads, RAW_THREADS)
-        self.name = SYNCED if synced else RAW
-        self._file = file
-        self._pin: Pin | None = None
-        self._views: list[memoryview] = []
-
-    def prepare(self, spoil: bool) -> None:
-        slots, self._pin = self._rig.slots.pin_each(self._rig.keys, OWNER)
-        self._views = [self._rig.host.view(slot) for slot in slots]
-
-    def call(self, number: int) -> None:
-        self._file.move(os.pwritev, self._views[number], number)
-
-    def ended(self) -> None:
-        if self.name == SYNCED:
-            os.fdatasync(self._file.fd)
-
-    def finish(self, check: bool) -> None:
-        if self._pin is not None:
-            self._rig.slots.end_handles([self._pin])
-            self._pin = None
-
-
-class RawRead(EachBlock):
-    """The ceiling of a read: the same bytes into the same kind of slots."""
-
-    direction = READ
-    name = RAW
-
-    def __init__(self, file: RawFile) -> None:
-        super().__init__(file.rig, file.threads, RAW_THREADS)
-        self._file = file
-        self._room = ReadRoom(file.rig)
-        self._views: list[memoryview] = []
-
-    def prepare(self, spoil: bool) -> None:
-        self._room.take(spoil)
-        self._views = self._room.views
-
-    def call(self, number: int) -> None:
-        self._file.move(os.preadv, self._views[number], number)
-
-    def finish(self, check: bool) -> None:
-        self._room.give_back(f"{self.direction}, {self.name}" if check else None)
-
-
-# ----------------------------------------------------------------------------------------------------------------- a store
-
-
-def measure_remote(offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
+def measure(offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
     """What others have in the store is left alone, and what this puts there is removed."""
     results = Results([], [])
     if (url := offload.remote) is None:
-        return results
+        raise ConfigError("--kv-offload-remote says which store is measured")
     for blocks in sizes:
         with ColdRig(shape, blocks, partial(open_store, url, timeout_s=offload.remote_timeout_s)) as rig:
             rig.fill(progress)
             with ClientValues(rig, open_client(url, (COLD_READERS, COLD_WRITERS))) as values:
-                results.rows.extend(take_turns(rig.tier.name, _store_ways(rig, values), rig.size, shape.repeat, progress, turning=True))
+                results.rows.extend(take_turns(rig.tier.name, store_ways(rig, values), rig.size, shape.repeat, progress, turning=True))
     return results
 
 
-def _store_ways(rig: ColdRig, values: ClientValues) -> list[TransferWay]:
+def store_ways(rig: ColdRig, values: ClientValues) -> list[TransferWay]:
     """A client may be faster on one thread than on several, where they are in each other's way."""
     readers, writers = (sorted({1, num}) for num in values.client.at_once)
     writes, reads = [ClientWrite(values, num) for num in writers], [ClientRead(values, num) for num in readers]
@@ -356,7 +176,7 @@ def open_client(url: str, at_once: tuple[int, int]) -> StoreClient:
     scheme = urlsplit(url).scheme
     client = {"valkey": _valkey, "s3": _bucket, "mooncake": _mooncake}.get(KINDS.get(scheme, ""))
     if client is None:
-        raise ConfigError(f"bench transfer has no client of {scheme}:// to compare with")
+        raise ConfigError(f"there is no client of {scheme}:// to compare with")
     return client(url, at_once)
 
 
@@ -366,7 +186,7 @@ def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
         import valkey
         from valkey.cluster import ValkeyCluster
     except ImportError:
-        raise ConfigError("bench transfer compares with valkey-py: pip install 'penstock[remote]'") from None
+        raise ConfigError("this compares with valkey-py: pip install valkey") from None
 
     from penstock.kv.tiers.remote.valkey import parse_address
 
@@ -376,7 +196,7 @@ def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
     client: Any
     if address.cluster:
         if address.tls is not None:
-            raise ConfigError("bench transfer compares with a cluster of Valkey without TLS only")
+            raise ConfigError("this compares with a cluster of Valkey without TLS only")
         client = ValkeyCluster(host=host, port=port, **settings)
     else:
         kind = valkey.Connection if address.tls is None else _with_tls(valkey.Connection, address.tls)
@@ -438,3 +258,34 @@ def _mooncake(url: str, at_once: tuple[int, int]) -> StoreClient:
             client.remove(name)
 
     return StoreClient(at_once, write, lambda name: client.get(name) or None, remove, client.close)
+
+
+# ----------------------------------------------------------------------------------------------------------------- the command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description="A shared store beside its own client.")
+    model_flag(parser)
+    device_flag(parser)
+    remote_flags(parser)
+    parser.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once")
+    parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="measured runs, after one that only warms up")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write settings and results there")
+    args = parser.parse_args(argv)
+    timeout_s = args.kv_offload_remote_timeout_s or OffloadConfig().remote_timeout_s
+    offload = OffloadConfig(remote=args.kv_offload_remote, remote_timeout_s=timeout_s)
+    config = Config(ModelSource(args.model, "dummy", args.device), offload=offload)
+    try:
+        shape = TransferShape(layout_of(config), device_for(config), args.repeat, 0)
+        with ProgressBar() as bar:
+            results = measure(offload, args.blocks, shape, bar)
+    except PenstockError as error:
+        raise SystemExit(f"store_clients.py: {error}") from None
+    report = BenchReport(TransferBench(args.blocks, (), args.repeat, 0), dimensions_of(args.model)[0], config, results)
+    Console().print(report.table())
+    if args.json is not None:
+        report.write(Path(args.json))
+
+
+if __name__ == "__main__":
+    main()
