@@ -1,4 +1,4 @@
-"""A run once more from its plans, which were written to a file: a fresh executor with the same weights computes the same tokens and logprobs."""
+"""A run once more from its plans, read from a file: a fresh executor with the same weights computes the same tokens and logprobs."""
 
 from __future__ import annotations
 
