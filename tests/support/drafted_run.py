@@ -63,9 +63,9 @@ class _Timed(Speculation):
 
     tell: Callable[[], None]
 
-    def _lookup(self, *args: Any) -> Any:
+    def _search(self, *args: Any) -> Any:
         self.tell()
-        return super()._lookup(*args)
+        return super()._search(*args)
 
 
 class Run:

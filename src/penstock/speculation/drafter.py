@@ -24,7 +24,7 @@ from penstock.speculation.length import (
     SURE,
     Account,
     Books,
-    Record,
+    DraftRecord,
     Row,
     StepCosts,
     choose,
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SHARE = 0.005  # of the time, for lookups that nobody verifies
 _SAVED_STEPS = 4  # whose share is saved up
-_LOOKUP_PRIOR, _DEVICE_PRIOR = 0.3, 0.6  # rates at which drafts are taken to be kept; only looking shows the first, for nothing
+_SEARCH_PRIOR, _DEVICE_PRIOR = 0.3, 0.6  # rates at which drafts are taken to be kept; only looking shows the first, for nothing
 _TRUSTED = 64  # steps with drafts, after which what was tried in vain before says nothing any more
 _PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked up for a step
 _FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be again, where others are
@@ -47,7 +47,7 @@ _NEWEST = 0.1  # weight of the newest lookup
 @dataclass(slots=True)
 class _Request:
     proposer: NgramProposer | None  # None: drafts are made on the device, or it has failed
-    record: Record
+    record: DraftRecord
     account: Account
     gained_s: float = 0.0  # that its accepted drafts have saved
     is_promising: bool = True  # by its record
@@ -66,12 +66,12 @@ class Speculation:
         self._on_device, self._clock = on_device, clock
         self._shared = SharedTexts()
         self._requests: dict[str, _Request] = {}
-        self._prior = _DEVICE_PRIOR if on_device else _LOOKUP_PRIOR
-        self._pool = Record(max_drafts)  # of all requests,
+        self._prior = _DEVICE_PRIOR if on_device else _SEARCH_PRIOR
+        self._pool = DraftRecord(max_drafts)  # of all requests,
         self._survival = self._pool.survival(self._prior)  # and what it says of each place
         self._num_kept = 0.0  # drafts of one lookup that were kept, lately
         self._look_s = 0.0  # left for looking
-        self._lookup_s = 0.0  # that one lookup takes
+        self._search_s = 0.0  # that one lookup takes
         self._busy_s = 0.0  # that lookups took since a step was last read: no part of what steps take
         self._num_skipped = self._num_vain = 0  # steps for which lookups wait, after those for a step came to nothing
         self._num_looks = 0
@@ -188,7 +188,7 @@ class Speculation:
         plain_s, extra_s, _ = self.books.estimate(num_requests)
         depth = self._depth(num_requests)
         gain = sum(self._survival[:depth]) if self._on_device else min(depth, self._num_kept)
-        extra_s += self.books.rows_s(num_requests, num_requests * depth) if self._on_device else num_requests * self._lookup_s
+        extra_s += self.books.rows_s(num_requests, num_requests * depth) if self._on_device else num_requests * self._search_s
         if (1 + gain) * plain_s > LEAST_GAIN * (plain_s + extra_s):
             return True
         self._num_idle, self._num_paying = self._num_idle + 1, 0
@@ -216,7 +216,7 @@ class Speculation:
         self._room_s = least_s - (most_extra_s if self._was_made else 0.0)
         need_s = most_extra_s + SURE * self.books.rows_s(num, num * self._depth(num))
         if not self._on_device:
-            lookups_s = SURE * self._lookup_s * sum(map(_is_looked_up, requests, tracks))
+            lookups_s = SURE * self._search_s * sum(map(_is_looked_up, requests, tracks))
             need_s += lookups_s
             self._room_s -= lookups_s
         if least_s < need_s:
@@ -245,17 +245,17 @@ class Speculation:
             took_s = self._clock() - started_s
             self._look_s -= took_s
             self._busy_s += took_s
-            self._lookup_s = max(took_s, 0.9 * self._lookup_s)
+            self._search_s = max(took_s, 0.9 * self._search_s)
 
     def _look_at(self, track: Track) -> None:
         """How its last tokens would have fared as drafts."""
         request, num = self._of(track), self._max_drafts
         if len(track.tokens) < track.num_prompt + num or track.request.sampling.grammar is not None:
             return
-        num_kept = self._lookup(request, track, lambda proposer: proposer.hindsight(track.tokens, num))
+        num_kept = self._search(request, track, lambda proposer: proposer.hindsight(track.tokens, num))
         self._learn(request, track, *((1, 0) if num_kept is None else (num, num_kept)))
 
-    def _lookup(self, request: _Request, track: Track, look: Callable[[NgramProposer], _Found]) -> _Found | None:
+    def _search(self, request: _Request, track: Track, look: Callable[[NgramProposer], _Found]) -> _Found | None:
         if request.proposer is None:
             return None
         try:
@@ -275,7 +275,7 @@ class Speculation:
         if self.force is None and not _is_looked_up(request, track):
             return ()
         num_unknown = track.num_expected - len(track.tokens)
-        found = self._lookup(request, track, lambda proposer: proposer.propose(track.tokens, most + num_unknown))
+        found = self._search(request, track, lambda proposer: proposer.propose(track.tokens, most + num_unknown))
         drafts = (found or ())[num_unknown:]
         if not drafts and self.force is None:
             self._learn(request, track, 1, 0)
@@ -288,7 +288,7 @@ class Speculation:
             if not self._on_device:
                 prefix = track.request.prefix
                 proposer = NgramProposer(b"" if prefix is None else prefix.scope, None if prefix is None else self._shared)
-            found = _Request(proposer, Record(self._max_drafts), self.books.opened(), num_seen=len(track.tokens))
+            found = _Request(proposer, DraftRecord(self._max_drafts), self.books.opened(), num_seen=len(track.tokens))
             self._requests[track.request.id] = found
         return found
 

@@ -57,7 +57,7 @@ class StepCosts:
         return self.seconds[at] if at < len(self.sizes) else self.seconds[-1] * num_tokens / self.sizes[-1]
 
 
-class Record:
+class DraftRecord:
     """How drafts fared, by their place."""
 
     __slots__ = ("hits", "max_drafts", "tries")

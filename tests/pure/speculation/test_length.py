@@ -18,7 +18,7 @@ from penstock.speculation.length import (
     STALE_STEPS,
     SURE,
     Books,
-    Record,
+    DraftRecord,
     Row,
     StepCosts,
     choose,
@@ -54,7 +54,7 @@ def books(costs: StepCosts, extra_s: float = 0.0, num_requests: int = 1, on_devi
 
 
 def test_survival_is_learned_by_place() -> None:
-    record = Record(4)
+    record = DraftRecord(4)
     for _ in range(80):
         record.saw(4, 1)  # the first is always kept, the second never
     survival = record.survival(0.6)
@@ -63,20 +63,20 @@ def test_survival_is_learned_by_place() -> None:
 
 
 def test_places_behind_the_first_rejection_say_nothing() -> None:
-    record = Record(4)
+    record = DraftRecord(4)
     record.saw(4, 1)
     assert record.tries == [1, 1, 0, 0] and record.hits == [1, 0, 0, 0]
-    record = Record(4)
+    record = DraftRecord(4)
     record.saw(2, 2)
     assert record.tries == [1, 1, 0, 0] and record.hits == [1, 1, 0, 0]
 
 
 def test_what_nobody_has_seen_is_taken_to_be_as_usual() -> None:
-    assert Record(2).survival(0.5) == [0.5, 0.25] and Record(2).survival(0.1) == pytest.approx([0.1, 0.01])
+    assert DraftRecord(2).survival(0.5) == [0.5, 0.25] and DraftRecord(2).survival(0.1) == pytest.approx([0.1, 0.01])
 
 
 def test_what_was_seen_long_ago_counts_less() -> None:
-    record = Record(1)
+    record = DraftRecord(1)
     for _ in range(60):
         record.saw(1, 0)
     for _ in range(60):

@@ -3,10 +3,7 @@ what steps are made of and what listeners are told have files of their own. Touc
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 
 from penstock.contract import (
     Chunk,
@@ -17,7 +14,6 @@ from penstock.contract import (
     Load,
     Match,
     PartScores,
-    Prefix,
     PromptLogprobs,
     Request,
     Sampled,
@@ -26,9 +22,10 @@ from penstock.contract import (
     TokenEvent,
     TokenScores,
     Waits,
-    Want,
 )
+from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks_for
+from penstock.engine.scheduling.conversations import Conversations, begins
 from penstock.engine.scheduling.drafts import Decoding, Drafter
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.line import Line, want_rank
@@ -42,35 +39,10 @@ from penstock.errors import InvariantBroken
 _LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
 _LOOK_AGAIN = 4  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
 _LOOK_FOR_ROOM = 8  # plans in which the next request waits for others to end: in one of them room is made for it ahead
-# Somebody whose long conversation has just been answered may go on at once, and its KV is still there: so long its room is not given to a
-# request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as several. Longer would not be
-# better: three times as long left rooms empty that others could have used, and on an H200 more of those that went on had to wait.
-_GRACE = 4
-_PROMPT_STEPS = 4
-_DEAR_TOKENS = 8192  # of a conversation that this is done for
-# Plans in which the KV of such a conversation counts as wanted, as if its next request had come already. Until it has come and was looked
-# at nobody else wants it, and whoever draws blocks would take them from it first.
-_KEPT_PLANS = 16
-# Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
-# filled it, later ones would make each other leave. That holds as long as half of those that are answered go on at once; it is assumed at
-# first, and what so many answers show counts more than all before.
-_BEGUN_SHARE = 0.75
-_LEAST_GOING_ON = 0.5
-_ANSWERS = 8
 # Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
 # of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
 _SEALS_AT_ONCE = 16
 _FIRST_LOGPROB = PromptLogprobs([None])  # nothing says how likely the first token of a prompt is
-
-
-@dataclass(slots=True)
-class _Answered:
-    """A conversation that has just been answered."""
-
-    until: int  # number of the plan from which on nothing is kept for it
-    want: Want
-    track: Track
-    went_on: bool = False  # its next request has come
 
 
 class Scheduler:
@@ -103,11 +75,7 @@ class Scheduler:
         self._reads_host = True  # in the plan being made
         self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
         self._num_unfollowed = 0  # steps in which nobody can come to lack a block of what makes drafts
-        self._grace = 0  # how long the room of whoever has ended is kept for its next request
-        self._num_plans = 0
-        self._newest_s = 0.0  # the latest arrival
-        self._answered: deque[_Answered] = deque()  # oldest first
-        self._going_on = 1.0  # how many of those that were answered lately went on at once, as a share
+        self._conversations = Conversations(ledger, budget.max_overtaken_s)
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
@@ -121,9 +89,7 @@ class Scheduler:
         if request.id in self._tracks:
             raise InvariantBroken(f"request {request.id} was added twice")
         self._num_orders += 1
-        self._newest_s = max(self._newest_s, request.arrival_s)
-        for one in self._answered:
-            one.went_on = one.went_on or _goes_on(request.prefix, one.track.prefix)
+        self._conversations.came(request)
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
         most = self._budget.deep_blocks
         track.is_deep = 0 < most < blocks_for(track.lifetime_tokens, self._ledger.block_tokens) and request.prefix is not None
@@ -186,11 +152,7 @@ class Scheduler:
         that deep requests have in host memory, which takes as long as dozens of other steps."""
         self._reads_host = self._draft.reads_host = reads_host
         num_retractions = self.counts.retractions
-        self._num_plans += 1
-        while self._answered and self._answered[0].until <= self._num_plans:
-            one = self._answered.popleft()
-            self._ledger.end_want(one.want)
-            self._going_on += (one.went_on - self._going_on) / _ANSWERS
+        self._conversations.begin_plan()
         self._take_in_loads()
         self._running.keep_free()
         tracks = self._in_turn()
@@ -216,7 +178,7 @@ class Scheduler:
         chunks = self._draft.chunks()
         if not chunks:
             return None
-        self._grace = max(0, self._grace - (_PROMPT_STEPS if self._draft.prefills else 1))
+        self._conversations.step_planned(bool(self._draft.prefills))
         draft, self._draft = self._draft, Draft()
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
         is_followed = self._is_followed(chunks, draft, bool(drafts))
@@ -360,10 +322,10 @@ class Scheduler:
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is next indeed
-                if _begins(track) and (late is not None or self._begins_later(track)):
+                if begins(track) and (late is not None or self._begins_later(track)):
                     late = late or track
                     passed.add(track)
-                    waiting = self._line.passing(_DEAR_TOKENS, _LOOK_AHEAD)
+                    waiting = self._line.passing(conversations.LONG_TOKENS, _LOOK_AHEAD)
                     continue
                 if self._holds_back(track, match):
                     return
@@ -375,7 +337,7 @@ class Scheduler:
                     return
                 if self._claim(track, match) and self._start(track, match):
                     self._take_first_tokens(track, room)
-            waiting = iter(self._line) if late is None else self._line.passing(_DEAR_TOKENS, _LOOK_AHEAD)
+            waiting = iter(self._line) if late is None else self._line.passing(conversations.LONG_TOKENS, _LOOK_AHEAD)
 
     def _start_alone(self, track: Track, room: Room) -> bool:
         """It is the only one in line. Where slots are free for all of it, it needs neither a place in line nor a want, and starts now."""
@@ -388,27 +350,13 @@ class Scheduler:
         return True
 
     def _holds_back(self, track: Track, match: Match) -> bool:
-        """Whether whoever has just been answered may be cheaper to go on with, and is heard of in a moment. Only while others run, whose
-        steps are what it waits for."""
-        is_held = bool(self._grace) and len(self._running) > 0 and self._budget.max_overtaken_s > 0
-        return is_held and not self._is_here(track, match)
+        """Whether its room is kept for a moment for whoever has just been answered. Only while others run, whose steps are what it waits
+        for."""
+        return self._conversations.keep_room and len(self._running) > 0 and not self._is_here(track, match)
 
     def _begins_later(self, track: Track) -> bool:
-        """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
-        meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
-        by_s = track.rank
-        if self._times is not None and self._times.seconds(1, 0.0) is None:  # before anything was measured it is its arrival
-            by_s += self._budget.max_overtaken_s
-        if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(self._running):
-            return False
-        num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - self._running.most_blocks(track)
-        answered = (one.track for one in self._answered if not one.went_on)
-        for other in chain(self._running.tracks.values(), answered, self._line.going_on()):
-            if len(other.tokens) >= _DEAR_TOKENS and other.request.priority <= track.request.priority:
-                num_left -= self._running.most_blocks(other)
-                if num_left < 0:
-                    return True
-        return False
+        measured = self._times is None or self._times.seconds(1, 0.0) is not None
+        return self._conversations.need_room(track, measured, self._running, self._line)
 
     def _is_here(self, track: Track, match: Match) -> bool:
         """Whether most of what it has to have computed is on the device."""
@@ -643,9 +591,8 @@ class Scheduler:
         """Give back all that it holds; `event` is its last."""
         if track.state in (State.RUNNING, State.LOADING):
             self._leave(track, saves=False)
-            if len(track.tokens) >= _DEAR_TOKENS and event.finish in (FinishReason.STOP, FinishReason.LENGTH):
-                self._grace = _GRACE
-                self._keep_answered(track)
+            if event.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                self._conversations.answered(track)
         else:
             self._line.remove(track)
         track.end_prefetch()
@@ -658,16 +605,9 @@ class Scheduler:
             self._drafter.ended(track)
         track.finish = event.finish
         del self._tracks[track.request.id]
-        while self._answered and not self._tracks:  # nobody is left who would take their place
-            self._ledger.end_want(self._answered.popleft().want)
+        if not self._tracks:
+            self._conversations.forget()
         return event
-
-    def _keep_answered(self, track: Track) -> None:
-        """It has ended, and whoever sent it may go on at once."""
-        if track.prefix is not None and track.prefix.keys and track.request.may_match and self._budget.max_overtaken_s > 0:
-            want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
-            if want is not None:
-                self._answered.append(_Answered(self._num_plans + _KEPT_PLANS, want, track))
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
@@ -683,19 +623,6 @@ class Scheduler:
     def check(self) -> None:
         """Recount what is kept as running totals; raises InvariantBroken where they differ."""
         self._running.check()
-
-
-def _begins(track: Track) -> bool:
-    """Whether it would begin a long conversation."""
-    return not track.goes_on and len(track.tokens) >= _DEAR_TOKENS
-
-
-def _goes_on(prefix: Prefix | None, earlier: Prefix | None) -> bool:
-    """Whether at least half of the earlier one is the same."""
-    if prefix is None or earlier is None:
-        return False
-    place = len(earlier.keys) // 2
-    return place < len(prefix.keys) and prefix.keys[place] == earlier.keys[place]
 
 
 def _may_begin(load: Load) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from scheduler_device import BLOCK, prompt_logprobs
 
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, FinishReason, Start, StepPlan, TokenEvent
-from penstock.engine.scheduling import scheduler as scheduler_module
+from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.matching import is_pending, is_ready
 from penstock.engine.scheduling.track import State, Track
@@ -34,7 +34,7 @@ def check_turn(world: World, request_id: str) -> None:
         assert admitted.request.priority == other.request.priority, f"{request_id} goes before {other.request.id} of a higher priority"
         late_s = mine[0] - theirs[0]
         assert bound_s and late_s <= bound_s, f"{request_id} arrived {late_s} s after {other.request.id} and goes first"
-        short, long = len(admitted.tokens) < scheduler_module._DEAR_TOKENS, len(other.tokens) >= scheduler_module._DEAR_TOKENS
+        short, long = len(admitted.tokens) < conversations.LONG_TOKENS, len(other.tokens) >= conversations.LONG_TOKENS
         assert admitted.is_ranked or other.is_ranked or (short and long), (
             f"neither {request_id} nor {other.request.id} finds anything: the later one goes first"
         )
@@ -65,7 +65,8 @@ def _may_start(world: World, track: Track) -> bool:
 def check_wants(world: World) -> None:
     """Whatever blocks are wanted, somebody in line wants them, or somebody who was answered a moment ago."""
     waiting = [track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)]
-    answered = {one.want for one in world.scheduler._answered if one.until <= world.scheduler._num_plans + scheduler_module._KEPT_PLANS}
+    kept = world.scheduler._conversations
+    answered = {one.want for one in kept._answered if one.until <= kept._num_plans + conversations.KEPT_PLANS}
     assert set(world.cache.pool._idle._wants) <= {track.want for track in waiting} | answered, "blocks are wanted by nobody in line"
     if world.tiers is not None:
         host = world.tiers.host

@@ -12,6 +12,7 @@ from scheduler_cases import A, B, C, planned, tiers_of
 from scheduler_tiers import Cold
 from scheduler_world import World
 
+from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.scheduler import Scheduler
 
@@ -20,7 +21,7 @@ BOUND_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _twelve_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", 12)
+    monkeypatch.setattr(conversations, "LONG_TOKENS", 12)
 
 
 def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True, **talk: Any) -> tuple[World, str]:
@@ -32,8 +33,8 @@ def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
         world.finish()
-    world.scheduler._answered.clear()
-    world.scheduler._going_on = 1.0
+    world.scheduler._conversations._answered.clear()
+    world.scheduler._conversations._going_on = 1.0
     runs = world.submit(A, **{"max_tokens": 12, "ignore_eos": True, **talk})
     planned(world)
     assert world.state_of(runs) == "running"
@@ -130,8 +131,8 @@ def test_those_in_line_that_go_on_are_under_way(goes_on: bool) -> None:
 
 def answered(monkeypatch: pytest.MonkeyPatch, kept_plans: int) -> World:
     """A conversation of 5 blocks was answered a moment ago; a short request runs."""
-    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", kept_plans)
-    monkeypatch.setattr(scheduler_module, "_GRACE", 0)
+    monkeypatch.setattr(conversations, "KEPT_PLANS", kept_plans)
+    monkeypatch.setattr(conversations, "GRACE", 0)
     world, runs = under_way(max_tokens=2)
     world.submit([2, 2], 9, ignore_eos=True)
     while world.outcome(runs)[1] is None:
@@ -173,8 +174,8 @@ def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
-    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
-    monkeypatch.setattr(scheduler_module, "_GRACE", 0)
+    monkeypatch.setattr(conversations, "KEPT_PLANS", 3)
+    monkeypatch.setattr(conversations, "GRACE", 0)
     world, _ = under_way(bound_s=1000.0)
     world.finish()
     talk = [5, 4] * 6
@@ -198,7 +199,7 @@ def test_what_was_answered_when_nobody_is_left_says_nothing_about_going_on(monke
     for _ in range(9):
         world.submit(B, 2, ignore_eos=True)
         world.finish()
-    assert world.scheduler._going_on == 1.0
+    assert world.scheduler._conversations._going_on == 1.0
     world.close()
 
 

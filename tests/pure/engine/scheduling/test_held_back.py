@@ -9,7 +9,7 @@ from scheduler_tiers import Cold
 from scheduler_world import World
 
 from penstock.contract import FinishReason
-from penstock.engine.scheduling import scheduler as scheduler_module
+from penstock.engine.scheduling import conversations
 
 BOUND_S = 20.0
 
@@ -21,7 +21,7 @@ def two_that_run(monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
         world.finish()
-    monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", dear_tokens)
+    monkeypatch.setattr(conversations, "LONG_TOKENS", dear_tokens)
     talk = world.submit(A[:8], 4, ignore_eos=True)
     world.submit([2, 2, 2], 40, ignore_eos=True)
     planned(world)
@@ -95,8 +95,8 @@ def test_a_step_that_computes_a_prompt_ends_the_grace(monkeypatch: pytest.Monkey
     other = world.submit(B, 1)
     answer(world, talk)
     here = world.submit([*C[:8], 1, 2, 3], 1, priority=-1)
-    assert world.scheduler._grace > 1 and not is_held_back(world, here)
-    assert other in world.in_line() and world.scheduler._grace == 0
+    assert world.scheduler._conversations._grace > 1 and not is_held_back(world, here)
+    assert other in world.in_line() and world.scheduler._conversations._grace == 0
     world.close()
 
 
@@ -117,7 +117,7 @@ def kept(world: World) -> int:
 
 
 def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_KEPT_PLANS", 3)
+    monkeypatch.setattr(conversations, "KEPT_PLANS", 3)
     world, talk = two_that_run(monkeypatch)
     answer(world, talk)
     assert kept(world) == 2, "its prompt's blocks"

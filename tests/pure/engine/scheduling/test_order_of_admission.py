@@ -13,6 +13,7 @@ from scheduler_tiers import Cold
 from scheduler_world import World
 
 from penstock.contract import Match
+from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -323,7 +324,7 @@ def test_blocks_that_were_lost_and_came_back_between_two_looks_are_wanted_again(
 def answered(monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tokens: int = 8) -> tuple[World, str]:
     """Of two that run, the one with a conversation of two blocks has just been answered; a third, of which nothing is cached, is in
     line and fits from now on."""
-    monkeypatch.setattr(scheduler_module, "_DEAR_TOKENS", dear_tokens)
+    monkeypatch.setattr(conversations, "LONG_TOKENS", dear_tokens)
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
     tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
     talk, _ = world.submit(A[:8], 2, ignore_eos=True), world.submit([2, 2, 2], 40, ignore_eos=True)
@@ -337,7 +338,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tok
 
 def test_the_room_of_a_conversation_that_was_just_answered_is_kept_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     world, other = answered(monkeypatch)
-    for _ in range(scheduler_module._GRACE - 1):
+    for _ in range(conversations.GRACE - 1):
         planned(world)
         world.commit()
         assert world.in_line() == [other]
@@ -356,7 +357,7 @@ def test_the_room_is_kept_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -
         planned(world)
         world.commit()
         num_plans += 1
-    assert num_plans == scheduler_module._GRACE + 1
+    assert num_plans == conversations.GRACE + 1
     world.close()
 
 

@@ -1,0 +1,115 @@
+"""Long conversations that are under way. Owns what is kept for those that were just answered, since agents often go on at once, and whether
+there is room for another one to begin. Who is admitted is the scheduler's business."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import chain
+
+from penstock.contract import KvLedger, Prefix, Request, Want
+from penstock.engine.scheduling.line import Line, want_rank
+from penstock.engine.scheduling.running import Running
+from penstock.engine.scheduling.track import Track
+
+LONG_TOKENS = 8192  # of a conversation that all this is done for
+# Somebody whose long conversation has just been answered may go on at once, and its KV is still there: so long its room is not given to a
+# request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as several. Longer would not be
+# better: three times as long left rooms empty that others could have used, and on an H200 more of those that went on had to wait.
+GRACE = 4
+_PROMPT_STEPS = 4
+# Plans in which the KV of such a conversation counts as wanted, as if its next request had come already. Until it has come and was looked
+# at nobody else wants it, and whoever draws blocks would take them from it first.
+KEPT_PLANS = 16
+# Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
+# filled it, later ones would make each other leave. That holds as long as half of those that are answered go on at once; it is assumed at
+# first, and what so many answers show counts more than all before.
+_BEGUN_SHARE = 0.75
+_LEAST_GOING_ON = 0.5
+_ANSWERS = 8
+
+
+@dataclass(slots=True)
+class _Answered:
+    """A conversation that has just been answered."""
+
+    until: int  # number of the plan from which on nothing is kept for it
+    want: Want
+    track: Track
+    went_on: bool = False  # its next request has come
+
+
+class Conversations:
+    """`bound_s`: how much later a request may arrive and still go first; 0: first come, first served, and nothing is kept."""
+
+    def __init__(self, ledger: KvLedger, bound_s: float) -> None:
+        self._ledger = ledger
+        self._bound_s = bound_s
+        self._newest_s = 0.0  # the latest arrival
+        self._num_plans = 0
+        self._grace = 0  # how long the room of whoever has ended is kept for its next request
+        self._answered: deque[_Answered] = deque()  # oldest first
+        self._going_on = 1.0  # how many of those that were answered lately went on at once, as a share
+
+    def came(self, request: Request) -> None:
+        self._newest_s = max(self._newest_s, request.arrival_s)
+        for one in self._answered:
+            one.went_on = one.went_on or _goes_on(request.prefix, one.track.prefix)
+
+    def begin_plan(self) -> None:
+        self._num_plans += 1
+        while self._answered and self._answered[0].until <= self._num_plans:
+            one = self._answered.popleft()
+            self._ledger.end_want(one.want)
+            self._going_on += (one.went_on - self._going_on) / _ANSWERS
+
+    def step_planned(self, prefills: bool) -> None:
+        self._grace = max(0, self._grace - (_PROMPT_STEPS if prefills else 1))
+
+    def answered(self, track: Track) -> None:
+        """It has ended, and whoever sent it may go on at once."""
+        if len(track.tokens) < LONG_TOKENS:
+            return
+        self._grace = GRACE
+        if track.prefix is not None and track.prefix.keys and track.request.may_match and self._bound_s > 0:
+            want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
+            if want is not None:
+                self._answered.append(_Answered(self._num_plans + KEPT_PLANS, want, track))
+
+    def forget(self) -> None:
+        """Nobody is left who would take the place of those that were answered."""
+        while self._answered:
+            self._ledger.end_want(self._answered.popleft().want)
+
+    @property
+    def keep_room(self) -> bool:
+        """Whether one that has just been answered may be cheaper to go on with than another is to start, and is heard of in a moment."""
+        return self._grace > 0 and self._bound_s > 0
+
+    def need_room(self, track: Track, measured: bool, running: Running, line: Line) -> bool:
+        """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
+        meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
+        by_s = track.rank if measured else track.rank + self._bound_s  # before anything was measured its rank is its arrival
+        if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(running):
+            return False
+        num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - running.most_blocks(track)
+        answered = (one.track for one in self._answered if not one.went_on)
+        for other in chain(running.tracks.values(), answered, line.going_on()):
+            if len(other.tokens) >= LONG_TOKENS and other.request.priority <= track.request.priority:
+                num_left -= running.most_blocks(other)
+                if num_left < 0:
+                    return True
+        return False
+
+
+def begins(track: Track) -> bool:
+    """Whether it would begin a long conversation."""
+    return not track.goes_on and len(track.tokens) >= LONG_TOKENS
+
+
+def _goes_on(prefix: Prefix | None, earlier: Prefix | None) -> bool:
+    """Whether at least half of the earlier one is the same."""
+    if prefix is None or earlier is None:
+        return False
+    place = len(earlier.keys) // 2
+    return place < len(prefix.keys) and prefix.keys[place] == earlier.keys[place]
