@@ -21,9 +21,6 @@ with contextlib.suppress(ImportError):  # a machine with a GPU need not have it
     settings.load_profile("penstock")
 
 os.environ["PENSTOCK_WEIGHTS"] = "float32"  # for child processes, too
-# No test trusts an authority of the network's: reading all their certificates would take every HTTP client 20 ms.
-os.environ["SSL_CERT_DIR"] = os.path.join(os.path.dirname(__file__), "data")
-os.environ.pop("SSL_CERT_FILE", None)
 
 SLOW_S = 240.0  # before faulthandler ends the process: it names a hundred threads, and the one that waits is often not among them
 
