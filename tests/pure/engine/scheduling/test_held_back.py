@@ -47,6 +47,16 @@ def test_one_that_ended_by_itself_is_expected_again(monkeypatch: pytest.MonkeyPa
     world.close()
 
 
+def test_nobody_goes_on_with_a_prompt_without_a_full_block_however_long_its_answer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = two_that_run(monkeypatch)
+    short = world.submit([3, 3, 3], 9, ignore_eos=True)
+    answer(world, short)
+    assert short not in {one.track.request.id for one in world.scheduler._conversations._answered}
+    world.submit(B, 1)
+    world.finish()
+    world.close()
+
+
 def test_one_that_was_cancelled_is_not_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world, talk = two_that_run(monkeypatch)
     other = world.submit(B, 1)
