@@ -344,8 +344,13 @@ def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pagea
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
     resident, may_be_paged = config.kv.resident_tokens, config.offload.enabled and config.kv.prefix_cache and not any(dims.windows)
+    if resident is not None and not may_be_paged:
+        why = "a model with sliding windows is not paged out"
+        if not any(dims.windows):
+            why = "what is not there needs --kv-offload and a prefix cache"
+        raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     takes = fits  # of a sequence: on the device, or in host memory where it may have less than it needs there
-    if resident is not None and num_pageable is not None and may_be_paged:
+    if resident is not None and num_pageable is not None:
         takes = min(fits, max(resident // config.kv.block_tokens, num_pageable) * config.kv.block_tokens)
     if wanted is None:
         return min(dims.default_len, takes)

@@ -3,6 +3,7 @@ of them all the same. Everything runs under the sanitizer, with its checks of by
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import threading
@@ -303,7 +304,17 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
         make_engine(blocks=64, max_model_len=2048)
     with pytest.raises(ConfigError, match=r"--max-model-len 1024 exceeds --kv-resident-tokens 256, .*host memory takes 224 tokens of it"):
         make_engine(blocks=64, host_blocks=16, max_model_len=1024, resident_tokens=256)
+    for settings in [{"host_blocks": 0}, {"host_blocks": 64, "prefix_cache": False}]:
+        with pytest.raises(ConfigError, match=r"--kv-resident-tokens 256: what is not there needs --kv-offload and a prefix cache"):
+            make_engine(blocks=64, resident_tokens=256, **settings)
     engine = deep_engine(make_engine, 256)
+    windowed = dataclasses.replace(engine._parts.executor._forward.model.config, windows=(64, 0))
+    for settings, says in [
+        ({"resident_tokens": 256}, "--kv-resident-tokens 256: a model"),
+        ({"max_model_len": 2048}, "raise --device-kv-gib: a model"),
+    ]:
+        with pytest.raises(ConfigError, match=f"{says} with sliding windows is not paged out"):
+            build_module._max_model_len(tiny_config(host_blocks=256, **settings), windowed, 64, 256)
     with pytest.raises(InvalidRequest):
         submit(engine, prompts(2048), max_tokens=100)
 
