@@ -182,22 +182,20 @@ class Executor:
     def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
         """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them: the least of a few. Blocks; behind
         `warm`."""
-        size_of, seconds = self.limits.block_tokens, list[float]()
+        block_tokens, seconds = self.limits.block_tokens, list[float]()
         for size in costs.sizes:
-            seconds.append(
-                max([self._least_s(warm.verify_plan(size, slot, size_of)), *seconds[-1:]])
-            )  # noise aside, more rows take no less
+            least_s = self._least_s(warm.verify_plan(size, slot, block_tokens))
+            seconds.append(max(least_s, *seconds[-1:], 0.0))  # noise aside, more rows take no less
         measured = replace(costs, seconds=tuple(seconds))
         if self.ahead is None:
             return measured
-        most, num_ahead = self.limits.max_batch, self.limits.num_ahead
-        one_s, all_s = (
-            max(
-                0.0, self._least_s(warm.decode_plan(num, slot, size_of, num_ahead)) - self._least_s(warm.decode_plan(num, slot, size_of, 0))
-            )
-            for num in (1, most)
-        )
-        return replace(measured, ahead_s=one_s, ahead_row_s=max(0.0, all_s - one_s) / max(1, most - 1))
+        one_s, all_s = (self._ahead_s(num, slot) for num in (1, self.limits.max_batch))
+        return replace(measured, ahead_s=one_s, ahead_row_s=max(0.0, all_s - one_s) / max(1, self.limits.max_batch - 1))
+
+    def _ahead_s(self, num_requests: int, slot: int) -> float:
+        """What making drafts adds to a step that decodes one token of each."""
+        with_drafts, plain = (warm.decode_plan(num_requests, slot, self.limits.block_tokens, num) for num in (self.limits.num_ahead, 0))
+        return max(0.0, self._least_s(with_drafts) - self._least_s(plain))
 
     def _least_s(self, plan: StepPlan) -> float:
         times = []
