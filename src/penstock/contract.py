@@ -617,7 +617,7 @@ class Start(NamedTuple):
         return not _same(self, other)
 
 
-_ECHO_OF = attrgetter("echo")
+_TOKENS_OF, _ECHO_OF, _SCORING_OF = attrgetter("tokens"), attrgetter("echo"), attrgetter("scoring")  # of hundreds: at the speed of C
 
 
 @dataclass(frozen=True, slots=True)
@@ -637,12 +637,12 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(c.tokens) for c in self.chunks)
+        return sum(map(len, map(_TOKENS_OF, self.chunks)))
 
     @property
     def num_rows(self) -> int:
         """What kernels see: every token of a decode is a row of its own, and so is every other chunk."""
-        return sum(len(c.tokens) for c in self.chunks[: self.num_decodes]) + len(self.chunks) - self.num_decodes
+        return sum(map(len, map(_TOKENS_OF, self.chunks[: self.num_decodes]))) + len(self.chunks) - self.num_decodes
 
     @property
     def is_decode(self) -> bool:
@@ -650,9 +650,19 @@ class StepPlan:
         return self.num_decodes == len(self.chunks)
 
     @property
+    def reads_host(self) -> bool:
+        """Whether KV streams in from host memory for it."""
+        return any(c.paged is not None and len(c.paged) for c in self.chunks)
+
+    @property
+    def scores(self) -> bool:
+        """Whether something is done for the choice of what a request has on the device."""
+        return any(map(_SCORING_OF, self.chunks))
+
+    @property
     def echoes(self) -> bool:
         """Whether logprobs of prompts are wanted: they take the logits of every position."""
-        return any(map(_ECHO_OF, self.chunks))  # hundreds of chunks in a step: at the speed of C
+        return any(map(_ECHO_OF, self.chunks))
 
 
 @dataclass(frozen=True, slots=True)

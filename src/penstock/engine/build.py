@@ -151,7 +151,8 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
         guesser = ModelGuesser(draft, executor.draft_attention)
     if guesser is not None and speculation is not None:
         draws = RowDraws(limits.max_batch + 1, dims.vocab, executor.uploads, _noise(device))
-        executor.ahead = passes = Passes(guesser, draws, executor.pending, limits.block_tokens)
+        passes = Passes(guesser, draws, executor.pending, limits.block_tokens)
+        executor.draft_with(passes)
         speculation.has_failed = lambda: passes.failed
     if limits.max_paged and storage.host_arena is not None:
         lanes.append(make_lane("page", device, sanitizer))

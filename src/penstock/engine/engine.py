@@ -444,7 +444,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> RunningStep:
         running = self._parts.executor.launch(plan, self._parts.scheduler.waits)
-        if any(chunk.num_paged for chunk in plan.chunks):
+        if plan.reads_host:
             self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
             self._num_host_steps += 1
         self._pace.launched(plan)

@@ -93,8 +93,8 @@ class Pace:
         if num >= _MIN_TOKENS and not plan.loads:
             depth = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks) / num
             prefill = Prefill(num, depth, 0.0, at_most=num < _MIN_SHARE * plan.num_tokens)
-        decodes = plan.is_decode and not (plan.loads or any(chunk.num_paged for chunk in plan.chunks))
-        scores = any(chunk.scoring is not None for chunk in plan.chunks) if decodes else None
+        decodes = plan.is_decode and not plan.loads and not plan.reads_host
+        scores = plan.scores if decodes else None
         self._launched.append(_LaunchedStep(prefill, plan, self._clock(), scores))
 
     def read(self) -> Prefill | None:

@@ -90,6 +90,7 @@ class KvCache:
             raise ConfigError(f"pool {pool.name!r} needs at least one slot")
         self._pool = pool
         self._scope = scope
+        self.block_tokens = scope.block_tokens
         self._prefix_cache = prefix_cache
         self.loads = no_tiers(pool, scope.block_tokens) if loads is None else loads
         self.saves = self.loads.saves
@@ -102,10 +103,6 @@ class KvCache:
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ questions
-
-    @property
-    def block_tokens(self) -> int:
-        return self._scope.block_tokens
 
     @property
     def num_blocks(self) -> int:

@@ -39,13 +39,13 @@ class Guesser(Protocol):
 
     max_position: int
     target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: they are the same
-    notes: bool  # whether `catch_up` needs what `note` has seen
+    notes: bool  # whether `catch_up` needs what `note` has seen of steps that only decode
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         """KV of the step's tokens alone."""
 
     def note(self, flow: Flow) -> None:
-        """What `catch_up` needs of a step that only decodes, which nothing else is done for now."""
+        """What `catch_up` needs of a step that only decodes."""
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         """KV of tokens of earlier steps, at most a block of each request, which have the `rows` [T]."""
@@ -155,15 +155,15 @@ class Passes:
 
     def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
         self.draws = draws
-        self._guesser, self.notes, self.note = guesser, guesser.notes, guesser.note
+        self._guesser, self.notes = guesser, guesser.notes
         self._pending = pending
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
         self.failed = False  # nothing is proposed any more
 
     def try_note(self, flow: Flow) -> None:
-        """Instead of `try_run`, of a step whose tokens are passed over later."""
-        self._attempt(lambda: self.note(flow))
+        """Of a step whose tokens may be passed over later."""
+        self._attempt(lambda: self._guesser.note(flow))
 
     def try_catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         """The pass over tokens of earlier steps."""

@@ -20,7 +20,8 @@ from penstock.errors import InvariantBroken
 # A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than shorter ones', and their keys
 # are cut into so many shares that no multiprocessor waits for another.
 DEEP_TOKENS = 8192
-_WRITES_OF, _UNSURE_OF, _ROOM_OF = attrgetter("writes"), attrgetter("num_unsure"), attrgetter("room")
+_TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
+_WRITES_OF, _UNSURE_OF = attrgetter("writes"), attrgetter("num_unsure")
 
 Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens before it, and its own
 
@@ -153,6 +154,11 @@ class Packed:
     gap: int = 0  # rows of padding between the decodes and the prompts
     num_asking: int = 0  # requests, without what pads the step; 0 where none of them samples
 
+    @property
+    def row_of(self) -> NDArray[np.int32]:
+        """Of each of the step's chunks."""
+        return self.ints[slice(*self.shape.cuts()[5:7])]
+
 
 class Drafted(NamedTuple):
     """What the samples of a step have besides where some requests have drafts in it, or had some in the step before. The samples of one
@@ -196,14 +202,15 @@ class _Rows(NamedTuple):
     of_chunk: NDArray[np.intp] | slice
     firsts: NDArray[np.intp]  # the first row of each chunk
     num_decodes: int  # the first rows, of one token each
+    num_paged: int  # blocks of all chunks that are in host memory
 
 
 class Packer:
     """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running meanwhile."""
 
     def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, num_ahead: int = 0) -> None:
-        """`num_ahead`: drafts of each request that may be made behind a step. Tables have entries for their places, too, and of steps with
-        prompts the tokens behind each are packed."""
+        """`num_ahead`: drafts of each request that may be made behind a step. Where there are any, steps with prompts also have the tokens
+        behind each of theirs."""
         self._num_ahead = num_ahead
         self.num_padding = 1 + num_ahead // block_tokens  # entries of the table of a padding chunk
         self._padding_table = np.full(self.num_padding, padding_slot, np.int32)
@@ -211,18 +218,20 @@ class Packer:
         self._padding_slot = padding_slot
         self._padding_row = padding_row
 
-    def pack(self, chunks: tuple[Chunk, ...], num_decodes: int, bucket: Shape | None, into: NDArray[np.int32]) -> Packed:
+    def pack(
+        self, chunks: tuple[Chunk, ...], num_decodes: int, bucket: Shape | None, into: NDArray[np.int32], num_ahead: int = 0
+    ) -> Packed:
         """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token and its drafts;
-        those that sample nothing come last of them.
+        those that sample nothing come last of them. Tables have entries for the places of `num_ahead` drafts, which are made behind it.
 
         Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. Those behind the decodes are
         chunks of their own, so that every program has work; those behind prompts belong to no chunk, and padding chunks there have no
         tokens. Every row of a bucket is sampled once, the padding last; those that did not ask are sampled into the padding row.
         """
-        table_lens, rows = self._measured(chunks, num_decodes)
+        table_lens, rows = self._measured(chunks, num_decodes, num_ahead)
         num, num_single, num_decodes = len(rows.lens), num_decodes, rows.num_decodes
         num_tokens, num_drafts = int(rows.lens.sum()), num_decodes - num_single
-        num_paged, num_tables = sum(c.num_paged for c in chunks), self.num_padding + int(table_lens.sum())
+        num_paged, num_tables = rows.num_paged, self.num_padding + int(table_lens.sum())
         shape = bucket or Shape(num_tokens, num, int(rows.num_logits.sum()))
         is_drafted = num_drafts > 0 or any(map(_UNSURE_OF, chunks))
         num_extra = Drafted.num_ints(shape.num_samples, shape.num_samples - num_drafts) if is_drafted else 0
@@ -233,7 +242,8 @@ class Packer:
         tokens, positions, write_at, q_starts, kv_lens, tables_at, row_of, sample_at, sample_rows, tables = parts
         tables[: self.num_padding] = self._padding_slot  # the table of every padding chunk
         if chunks:
-            np.concatenate(self._tables(chunks, table_lens), out=tables[self.num_padding : num_tables])
+            own_tables = self._padded_tables(chunks, table_lens) if num_ahead else list(map(_SLOTS_OF, chunks))
+            np.concatenate(own_tables, out=tables[self.num_padding : num_tables])
         gap = bucket.num_decodes - num_decodes if bucket is not None else 0
         if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or num_paged):
             raise InvariantBroken(f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}")
@@ -250,7 +260,7 @@ class Packer:
         for part, values, blank in (
             (kv_lens, rows.resident + rows.lens, 1),
             (tables_at, table_starts[rows.of_chunk], 0),
-            (row_of, np.fromiter((c.row for c in chunks), np.int32, len(chunks))[rows.of_chunk], self._padding_row),
+            (row_of, _column(chunks, "row")[rows.of_chunk], self._padding_row),
         ):
             part[padding] = part[num + gap :] = blank
             part[own] = values
@@ -280,7 +290,7 @@ class Packer:
         most = int(rows.lens.max(initial=0)), int(kv_lens.max())
         read_slots = tables[self.num_padding : num_tables]
         ahead_slots = read_slots[:0]
-        if self._num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
+        if num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
             ends = [chunk.kv_len - chunk.num_elsewhere * self.block_tokens for chunk in chunks]
             read_slots = np.concatenate([c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)])
             ahead_slots = np.concatenate([c.slots[end // self.block_tokens :] for c, end in zip(chunks, ends, strict=True)])
@@ -289,25 +299,24 @@ class Packer:
             shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots, gap, num_asking
         )
 
-    def _measured(self, chunks: tuple[Chunk, ...], num_decodes: int) -> tuple[NDArray[np.int32], _Rows]:
+    def _measured(self, chunks: tuple[Chunk, ...], num_decodes: int, num_ahead: int) -> tuple[NDArray[np.int32], _Rows]:
         """Entries of the table of each chunk, and the step's rows: a chunk is one, and of a decode every token."""
         num = len(chunks)
-        lens = np.fromiter((len(c.tokens) for c in chunks), np.int32, num)
-        starts = np.fromiter((c.start for c in chunks), np.int32, num)
-        elsewhere = np.fromiter((c.num_elsewhere for c in chunks), np.int32, num)
-        resident = starts - elsewhere * self.block_tokens
-        table_lens = np.fromiter((len(c.slots) for c in chunks), np.int32, num)
-        room = np.fromiter(map(_ROOM_OF, chunks), np.int32, num)
+        lens = np.fromiter(map(len, map(_TOKENS_OF, chunks)), np.int32, num)
+        table_lens = np.fromiter(map(len, map(_SLOTS_OF, chunks)), np.int32, num)
+        paged = np.fromiter((0 if c.paged is None else len(c.paged) for c in chunks), np.int32, num)
+        starts, room = _column(chunks, "start"), _column(chunks, "room")
+        resident = starts - (paged + _column(chunks, "num_left_out")) * self.block_tokens
         is_whole = table_lens == -(-(resident + lens + room) // self.block_tokens)
-        if not is_whole.all() or (resident < 0).any() or (room > self._num_ahead).any():
+        if not is_whole.all() or (resident < 0).any() or (room > num_ahead).any():
             raise InvariantBroken("a block table is not exactly as long as its sequence")
-        if self._num_ahead:
-            table_lens = -(-(resident + lens + self._num_ahead) // self.block_tokens)
-        num_logits = np.fromiter((c.num_logits for c in chunks), np.int32, num)
+        if num_ahead:
+            table_lens = -(-(resident + lens + num_ahead) // self.block_tokens)
+        num_logits, num_paged = _column(chunks, "num_logits"), int(paged.sum())
         _check_lengths(lens, num_logits, num_decodes)
         num_drafts = int(lens[:num_decodes].sum()) - num_decodes
         if not num_drafts:
-            return table_lens, _Rows(lens, starts, resident, num_logits, slice(None), np.arange(num), num_decodes)
+            return table_lens, _Rows(lens, starts, resident, num_logits, slice(None), np.arange(num), num_decodes, num_paged)
         of_chunk = np.repeat(np.arange(num), np.where(np.arange(num) < num_decodes, lens, 1))
         places = _places(of_chunk)
         num_decodes += num_drafts
@@ -315,12 +324,11 @@ class Packer:
         lens[:num_decodes] = 1
         np.minimum(num_logits[:num_decodes], 1, out=num_logits[:num_decodes])  # one that samples nothing may be among them
         firsts = np.flatnonzero(places == 0)
-        return table_lens, _Rows(lens, starts[of_chunk] + places, resident[of_chunk] + places, num_logits, of_chunk, firsts, num_decodes)
+        starts, resident = starts[of_chunk] + places, resident[of_chunk] + places
+        return table_lens, _Rows(lens, starts, resident, num_logits, of_chunk, firsts, num_decodes, num_paged)
 
-    def _tables(self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    def _padded_tables(self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
         """Of each chunk its slots, and the padding slot where a draft behind it has no room."""
-        if not self._num_ahead:
-            return [c.slots for c in chunks]
         parts: list[NDArray[np.int32]] = []
         for chunk, length in zip(chunks, table_lens.tolist(), strict=True):
             parts += chunk.slots, self._padding_table[: length - len(chunk.slots)]
@@ -360,6 +368,11 @@ class Packer:
             write_at[at:end] = chunk.slots[where // block - chunk.num_elsewhere] * block + where % block if chunk.writes else padding_at
             at = end
         tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at
+
+
+def _column(chunks: Sequence[Chunk], name: str) -> NDArray[np.int32]:
+    """One field of each chunk: there may be hundreds, so at the speed of C."""
+    return np.fromiter(map(attrgetter(name), chunks), np.int32, len(chunks))
 
 
 def _check_lengths(lens: NDArray[np.int32], num_logits: NDArray[np.int32], num_decodes: int) -> None:

@@ -152,9 +152,13 @@ class Executor:
                 self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
                 for choice in DrawKind:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
-                if self.ahead.notes:
-                    self._captured_note(bucket)
         progress("capturing steps", len(buckets), len(buckets))
+
+    def draft_with(self, passes: Passes) -> None:
+        """Drafts are made on the device. Before anything is captured."""
+        self.ahead = passes
+        if passes.notes:
+            self._forward.note = passes.try_note
 
     def keep_scores(self, scorer: ScorerName) -> None:
         """Requests may attend to a part of their context."""
@@ -227,11 +231,10 @@ class Executor:
                 chain.submit(lambda start=start, ahead=ahead: ahead.draws.start(start), "draws", [access])  # type: ignore[misc]
         arriving = Arriving(loads)
         lora = lora_runs(plan.chunks, self._weights_of)
-        is_paged = any(chunk.num_paged for chunk in plan.chunks)
-        is_eager = is_paged or any(chunk.scoring is not None for chunk in plan.chunks)
+        is_eager = plan.reads_host or plan.scores
         bucket = None if arriving.overlaps or lora is not None or is_eager else self._replays.bucket_for(plan)
         host, array = self._staging.next()
-        packed = self._packer.pack(plan.chunks, plan.num_decodes, bucket, array)
+        packed = self._packer.pack(plan.chunks, plan.num_decodes, bucket, array, plan.num_ahead)
         sample_plan, num_ints = self._plan_sampling(packed, array)
         outputs = Outputs(self._lane, self._results.next()[0], self._results.access(Mode.READ), lora)
         if bucket is not None:
@@ -250,9 +253,7 @@ class Executor:
                 outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
-            if self.ahead is not None and not plan.is_followed:
-                self._submit_note(chain, packed, flow, bucket)
-            elif self.ahead is not None and not self.ahead.failed:
+            if self.ahead is not None and plan.is_followed and not self.ahead.failed:
                 self._submit_missed(chain, arriving, plan, packed.gap, flow)
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
@@ -294,8 +295,13 @@ class Executor:
         return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
 
     def _embed_access(self, packed: Packed) -> Access:
-        ends = packed.shape.cuts()
-        return Access(_SAMPLER, packed.ints[ends[5] : ends[6]], _LAST, Mode.READ)
+        return Access(_SAMPLER, packed.row_of, _LAST, Mode.READ)
+
+    def _note_accesses(self, packed: Packed) -> tuple[Access, ...]:
+        """Of a step that only decodes."""
+        if self._forward.note is None or not packed.shape.is_decode:
+            return ()
+        return (Access(_NOTES, packed.row_of, *_ONE[1:], Mode.WRITE),)
 
     def _sample_accesses(self, plan: SamplePlan, masks: StepMasks | None, captured: bool) -> list[Access]:
         state = Access(_SAMPLER, plan.rows, _ROW_STATE if plan.penalties else _LAST, Mode.WRITE)
@@ -318,12 +324,12 @@ class Executor:
         if packed.paged:
             self._submit_paged(chain, arriving, packed, flow)
             return flow, lambda: landed[0]
-        for op, layers, label in self._forward.ops(flow):
+        others = {"embed": (self._embed_access(packed),), "note": self._note_accesses(packed)}
+        for op, layers, label in self._forward.ops(flow, packed.shape.is_decode):
             self._wait_for(arriving, chain, layers[1])
+            accesses = others.get(label, ())
             if layers[1] > layers[0]:
-                accesses: Sequence[Access] = (*self._accesses(packed, layers), *flow.score_accesses(layers))
-            else:
-                accesses = [self._embed_access(packed)] if label == "embed" else ()
+                accesses = (*self._accesses(packed, layers), *flow.score_accesses(layers))
             chain.submit(op, label, accesses)
         self._submit_scores(chain, flow)
         return flow, lambda: landed[0]
@@ -389,7 +395,7 @@ class Executor:
         self._wait_for(arriving, chain, self._forward.model.config.num_layers)  # no wait is kept inside a replay
         kv = self._accesses(packed, (0, self._forward.model.config.num_layers))
         others = self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.READ), Access(_GRAPHS, *_ONE, Mode.WRITE)
-        chain.last = self._lane.replay(captured.replay, (*kv, *others), after=chain.last)
+        chain.last = self._lane.replay(captured.replay, (*kv, *others, *self._note_accesses(packed)), after=chain.last)
         return captured.flow, lambda: inputs
 
     # -------------------------------------------------------------------------------------------------------- sampling
@@ -475,19 +481,6 @@ class Executor:
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
-    def _submit_note(self, chain: _Chain, packed: Packed, flow: Flow, bucket: Shape | None) -> None:
-        """A later pass over the step's tokens may need their hidden states."""
-        ahead = self.ahead
-        assert ahead is not None
-        if ahead.failed or not ahead.notes:
-            return
-        rows = packed.ints[slice(*packed.shape.cuts()[5:7])]
-        accesses = [Access(_NOTES, rows, *_ONE[1:], Mode.WRITE), *(Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS))]
-        if bucket is not None and self._device.type == "cuda":
-            chain.last = self._lane.replay(self._captured_note(bucket).replay, accesses, after=chain.last)
-        else:
-            chain.submit(lambda: ahead.try_note(flow), "note", accesses)
-
     def _submit_missed(self, chain: _Chain, arriving: Arriving, plan: StepPlan, gap: int, flow: Flow) -> None:
         """The pass over tokens of earlier steps that went without one. `gap`: rows of padding behind the step's decodes."""
         ahead, missed = self.ahead, plan.missed
@@ -495,6 +488,8 @@ class Executor:
         if ahead is None or not missed:
             return
         lens = np.array([len(chunk.tokens) for chunk in missed])
+        if max(lens) + 1 > self.limits.block_tokens:
+            raise InvariantBroken(f"step {plan.number} catches up with more than a block: hidden states are kept of no more")
         size = int(4 * lens.sum()) + sum(8 + len(chunk.slots) + 2 * self._packer.num_padding for chunk in missed)
         packed = self._packer.pack(missed, int((lens == 1).sum()), None, np.empty(size, np.int32))
         rows = np.repeat([chunk.row for chunk in missed], lens)
@@ -519,11 +514,6 @@ class Executor:
         ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)
         assert ahead is not None
         return self._replays.get_pass(bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting))
-
-    def _captured_note(self, bucket: Shape) -> CapturedPass:
-        ahead = self.ahead
-        assert ahead is not None
-        return self._replays.get_pass(bucket, "note", lambda flow, *others: ahead.note(flow))
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""

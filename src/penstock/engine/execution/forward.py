@@ -82,10 +82,14 @@ class Forward:
         self.model = model
         self.attention = attention
         self._pending = pending  # int32 [rows, 1 + drafts]: what each request sampled last, and what was drafted behind it
+        self.note: Callable[[Flow], None] | None = None  # where somebody needs hidden states of decoded tokens later
 
-    def ops(self, flow: Flow) -> list[LayerOp]:
+    def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
+        """`is_decode`: every request of the step has one token in it, or that and drafts."""
         layers = [LayerOp(self._layer(flow, i), (i, i + 1), f"layer {i}") for i in range(self.model.config.num_layers)]
-        return [LayerOp(self._embed(flow), (0, 0), "embed"), *layers, LayerOp(self._head(flow), (0, 0), "head")]
+        note = self.note if is_decode else None
+        notes = [] if note is None else [LayerOp(lambda: note(flow), (0, 0), "note")]
+        return [LayerOp(self._embed(flow), (0, 0), "embed"), *layers, LayerOp(self._head(flow), (0, 0), "head"), *notes]
 
     def ends(self, flow: Flow) -> tuple[Op, Op]:
         """What comes before the first layer and behind the last."""

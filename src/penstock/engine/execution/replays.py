@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ _BESIDE = (8, 32, 128)  # decodes beside prompts
 _DEEP_LENGTHS = (64, 128, 256, 512, MOST_DEEP_PROMPT)  # of a prompt over a long sequence: what is between would keep fewer programs busy
 _DEEP_BESIDE = 32  # the most of them for which there is a replay of long sequences as well, with one prompt
 PROMPTS_BESIDE = 8  # chunks of prompts beside them otherwise
+_START_OF = attrgetter("start")
 
 
 class Captured(NamedTuple):
@@ -99,6 +102,7 @@ class Replays:
         self._passes: dict[tuple[Shape, Hashable], CapturedPass] = {}
         self.inputs = inputs
         self.buckets = tuple(sorted(buckets, key=_in_order))
+        self._smallest = functools.lru_cache(maxsize=4096)(self._find)  # steps of few sizes follow each other
 
     def bucket_for(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds the step; None where it has to run eagerly."""
@@ -107,12 +111,17 @@ class Replays:
         num_prompts = len(plan.chunks) - plan.num_decodes
         num_decodes = plan.num_rows - num_prompts
         num_tokens = plan.num_tokens - num_decodes
-        is_deep = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
+        is_deep = False
+        if max(map(_START_OF, plan.chunks)) + plan.num_tokens > DEEP_TOKENS:  # else none is
+            is_deep = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
+        return self._smallest(num_decodes, num_prompts, num_tokens, is_deep)
+
+    def _find(self, num_decodes: int, num_prompts: int, num_tokens: int, is_deep: bool) -> Shape | None:
         if is_deep and num_tokens > MOST_DEEP_PROMPT:
             return None
         is_alone = num_prompts == 1 and num_decodes == 0
         for shape in self.buckets:
-            if shape.is_decode != plan.is_decode or shape.deep > is_deep or (shape.num_decodes == 0) != is_alone:
+            if shape.is_decode != (num_prompts == 0) or shape.deep > is_deep or (shape.num_decodes == 0) != is_alone:
                 continue
             num_others = shape.num_chunks - shape.num_decodes, shape.num_tokens - shape.num_decodes
             if shape.num_decodes >= num_decodes and num_others[0] >= num_prompts and num_others[1] >= num_tokens:
@@ -159,7 +168,7 @@ class Replays:
         packed = self._packer.pack((), 0, bucket, host)
         max_kv_len = DEEP_TOKENS + 1 if bucket.deep else 0
         flow = Flow(packed.shape.views(self.inputs, bucket.num_decodes, max_q_len=0, max_kv_len=max_kv_len))
-        ops = self._forward.ops(flow)
+        ops = self._forward.ops(flow, bucket.is_decode)
         if self.inputs.device.type == "cuda":
             self._lane.drain()
             ints = torch.from_numpy(packed.ints)

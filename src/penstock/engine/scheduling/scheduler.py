@@ -162,7 +162,7 @@ class Scheduler:
         self._draft.num_ahead = 0 if self._drafter is None else self._drafter.num_ahead
         for track in tracks:
             num_left = track.num_left
-            if num_left == 0 or track.state is not State.RUNNING or self._stays_out(track):
+            if num_left == 0 or track.state is not State.RUNNING or (not reads_host and track.reads_host):
                 continue
             num_tokens = 1 if num_left == 1 else room.size(track.num_planned, num_left)
             if track.is_deep:
@@ -171,7 +171,8 @@ class Scheduler:
             if num_tokens > 0 and self._draw(track, num_tokens + len(guesses)):
                 if num_left > 1:  # what decodes takes no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
-                self._draft.add(track, num_tokens, guesses, self._draw_room(track, num_tokens + len(guesses)))
+                room_ahead = self._draw_room(track, num_tokens + len(guesses)) if self._draft.num_ahead else 0
+                self._draft.add(track, num_tokens, guesses, room_ahead)
         if self.counts.retractions == num_retractions:
             self._admit(room)
         prefetch_waiting(self._line, self._ledger)
@@ -194,7 +195,7 @@ class Scheduler:
         if self._drafter is None or not self._drafter.may_lag or draft.num_ahead or draft.prefills:
             return True
         running = self._running.tracks
-        if has_drafts or self._steps.has_drafts or any(track.is_deep for track in running.values()):
+        if has_drafts or self._steps.has_drafts or self._running.has_deep:
             return True
         self._num_unfollowed -= 1
         if self._num_unfollowed > 0:
@@ -419,9 +420,11 @@ class Scheduler:
 
     def _draw(self, track: Track, num_tokens: int) -> bool:
         """Give the table room for `num_tokens` more, retracting younger requests where promises exceed memory."""
-        wanted = blocks_for(track.num_planned + num_tokens, self._ledger.block_tokens) - track.held_table().num_slots
-        if wanted <= 0:
+        size, table = self._ledger.block_tokens, track.held_table()
+        num_lacking = track.num_planned + num_tokens - table.num_slots * size
+        if num_lacking <= 0:
             return True
+        wanted = blocks_for(num_lacking, size)
         while not self._running.try_draw(track, wanted):
             if wanted <= self._ledger.num_available + self._ledger.num_settling:
                 return False  # transfers that are under way free enough: it waits for them, and nobody is pushed out
@@ -486,9 +489,10 @@ class Scheduler:
             track = share.track
             if track.state is State.ENDED:
                 continue
-            if track.request.id in part_scores and track.epoch == share.epoch and track.resident is not None:
-                self._take_scores(track.resident, part_scores[track.request.id])
-            event = self._commit_share(share, step.fence, sampled.get(track.request.id), scored.get(track.request.id))
+            request_id = track.request.id
+            if request_id in part_scores and track.epoch == share.epoch and track.resident is not None:
+                self._take_scores(track.resident, part_scores[request_id])
+            event = self._commit_share(share, step.fence, sampled.get(request_id), scored.get(request_id))
             if event is not None:
                 events.append(event)
         return events
@@ -520,10 +524,11 @@ class Scheduler:
     def _num_sealable(self, track: Track) -> int:
         """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan, and
         what makes drafts may not have passed over them yet."""
-        if not self._has_draft_kv and not self._steps.has_drafts:
-            return track.num_committed
-        num_followed = track.num_followed if self._has_draft_kv else track.num_committed
-        return min(track.num_committed, self._steps.writes_from(track), num_followed)
+        size, has_kv = self._ledger.block_tokens, self._has_draft_kv
+        num = min(track.num_committed, track.num_followed) if has_kv else track.num_committed
+        if num // size == track.num_sealed // size or not (has_kv or self._steps.has_drafts):
+            return num
+        return min(num, self._steps.writes_from(track))
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
@@ -544,7 +549,7 @@ class Scheduler:
             # They hold in any life of the request, and a later one computes again what an earlier one had: keep only what is new.
             known = track.prompt_logprobs
             track.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
-        if share.num_drafts:
+        if share.num_logits > 1:
             return self._commit_drafts(share, fence, sampled)
         size = self._ledger.block_tokens
         if track.epoch == share.epoch:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, Fence, FenceId, Load, Request, Start
-from penstock.engine.scheduling.residency import Placed
 from penstock.engine.scheduling.track import Track
 from penstock.errors import InvariantBroken
 
@@ -39,11 +38,12 @@ class Draft:
         tokens = tuple(track.tokens[start:end])
         if len(tokens) < num_tokens:
             tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
-        num_logits = 1 + len(drafts) if end == track.num_expected and sampling.max_tokens > 0 else 0
-        tokens, end = tokens + drafts, end + len(drafts)
-        num_unsure, track.num_drafted = track.num_drafted, len(drafts)
+        num_drafts, num_known = len(drafts), len(track.tokens)
+        num_logits = 1 + num_drafts if end == num_known + track.num_in_flight and sampling.max_tokens > 0 else 0
+        tokens, end = tokens + drafts, end + num_drafts
+        num_unsure, track.num_drafted = track.num_drafted, num_drafts
         track.num_pending = self.num_ahead if num_logits else 0
-        next_token = track.tokens[end] if end < len(track.tokens) else 0
+        next_token = track.tokens[end] if end < num_known else 0
         track.num_planned = end
         track.num_in_flight += num_logits
         if track.load is not None:
@@ -54,14 +54,17 @@ class Draft:
             self.after[FenceId(fence.lane, fence.number)] = fence
         echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
         writes = start >= track.num_cached
+        paged, num_left_out, scoring = None, 0, None
         if track.resident is not None:
             placed = track.resident.place(table, start, end, may_score=not self.scores, may_read=self.reads_host)
-            self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
+            slots, paged, num_left_out, scoring = placed
+            self.scores |= scoring is not None and scoring.num_parts > 0
         else:
-            placed = Placed(table.slots(end + room), table.paged_slots if track.is_deep and table.num_paged else None, 0, None)
+            slots = table.slots(end + room)
+            paged = table.paged_slots if track.is_deep and table.num_paged else None
         chunk = Chunk(
-            *(request.id, track.row, start, tokens, placed.slots, writes, num_logits, request.adapter, echo, placed.paged),
-            *(num_unsure, next_token, placed.num_left_out, placed.scoring, room),
+            *(request.id, track.row, start, tokens, slots, writes, num_logits, request.adapter, echo, paged),
+            *(num_unsure, next_token, num_left_out, scoring, room),
         )
         (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
 
@@ -177,8 +180,9 @@ class Steps:
 
 
 def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:
-    first = missed.get(chunk.request_id, chunk.start - chunk.num_unsure)
-    return Share(track, track.epoch, chunk.start, chunk.kv_len, chunk.num_logits, first)
+    start = chunk.start
+    first = missed.get(chunk.request_id, start - chunk.num_unsure) if missed else start - chunk.num_unsure
+    return Share(track, track.epoch, start, start + len(chunk.tokens), chunk.num_logits, first)
 
 
 def _echo(request: Request, start: int, end: int) -> Echo | None:

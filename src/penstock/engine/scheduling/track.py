@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,13 @@ class Track:
     prompt_logprobs: PromptLogprobs | None = None
     started: bool = False  # its prompt has been counted and its first event sent
     finish: FinishReason | None = None
+    num_prompt: int = field(init=False)  # tokens
+    _most: float = field(init=False)  # tokens that it may have in the end
+
+    def __post_init__(self) -> None:
+        max_tokens = self.request.sampling.max_tokens
+        self.num_prompt = len(self.request.prompt)
+        self._most = self.num_prompt + max_tokens if max_tokens else math.inf
 
     def move(self, new: State) -> None:
         if new not in _LEGAL[self.state]:
@@ -95,10 +103,6 @@ class Track:
         return self.is_deep and self.held_table().num_paged > 0 and self.deciding is None
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def num_expected(self) -> int:
         """Tokens known once everything in flight has landed."""
         return len(self.tokens) + self.num_in_flight
@@ -106,10 +110,8 @@ class Track:
     @property
     def num_left(self) -> int:
         """Tokens that the next steps can compute: zero when all that it may generate is known or in flight."""
-        max_tokens = self.request.sampling.max_tokens
-        if max_tokens and self.num_expected - self.num_prompt >= max_tokens:
-            return 0
-        return self.num_expected - self.num_planned
+        num_expected = len(self.tokens) + self.num_in_flight
+        return num_expected - self.num_planned if num_expected < self._most else 0
 
     @property
     def lifetime_tokens(self) -> int:
