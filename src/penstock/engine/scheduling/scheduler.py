@@ -478,14 +478,14 @@ class Scheduler:
             self._undo(step)
             return []
         if result.error is not None:
-            tracks = (share.track for share in step.shares if share.track.state is not State.ENDED)
+            tracks = (share.track for share in step.shares.values() if share.track.state is not State.ENDED)
             return [self._end(track, self._events.of_failure(track, result.error)) for track in tracks]
         sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         events: list[TokenEvent] = []
         part_scores = {one.request_id: one for one in result.part_scores}
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # what the commits before have left
-        for share in step.shares:
+        for share in step.shares.values():
             track = share.track
             if track.state is State.ENDED:
                 continue
@@ -533,7 +533,7 @@ class Scheduler:
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
         from what is cached, and rely on colder tiers no more."""
-        tracks = [share.track for share in step.shares if share.track.state is not State.ENDED]
+        tracks = [share.track for share in step.shares.values() if share.track.state is not State.ENDED]
         for track in tracks:
             track.computes = True
             if track.state is State.RUNNING:

@@ -113,7 +113,7 @@ class Share(NamedTuple):
 
 class Step(NamedTuple):
     number: int
-    shares: tuple[Share, ...]
+    shares: dict[Track, Share]
     fence: Fence | None = None  # behind the step
     has_drafts: bool = False  # it verifies some
 
@@ -131,7 +131,7 @@ class Steps:
         besides."""
         firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
-        shares = tuple(_share(tracks[chunk.request_id], chunk, firsts) for chunk in chunks)
+        shares = {(track := tracks[chunk.request_id]): _share(track, chunk, firsts) for chunk in chunks}
         self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts))
         return self._num_steps
 
@@ -148,7 +148,7 @@ class Steps:
         return step
 
     def shares_of(self, track: Track) -> list[Share]:
-        return [share for step in self._unread for share in step.shares if share.track is track]
+        return [step.shares[track] for step in self._unread if track in step.shares]
 
     @property
     def has_drafts(self) -> bool:
@@ -162,21 +162,18 @@ class Steps:
     def move(self, track: Track, num_tokens: int) -> bool:
         """What later steps of this life do for it begins so many tokens earlier than it was planned. False: there are none."""
         found = False
-        for index, step in enumerate(self._unread):
-            shares = []
-            for share in step.shares:
-                if share.track is track and share.epoch == track.epoch:
-                    found = True
-                    share = share._replace(start=share.start - num_tokens, end=share.end - num_tokens)
-                shares.append(share)
-            self._unread[index] = step._replace(shares=tuple(shares))
+        for step in self._unread:
+            share = step.shares.get(track)
+            if share is not None and share.epoch == track.epoch:
+                found = True
+                step.shares[track] = share._replace(start=share.start - num_tokens, end=share.end - num_tokens)
         return found
 
     def forget(self, tracks: Iterable[Track]) -> None:
         """What later steps did for them means nothing."""
-        gone = set(tracks)
-        for index, step in enumerate(self._unread):
-            self._unread[index] = step._replace(shares=tuple(share for share in step.shares if share.track not in gone))
+        for track in tracks:
+            for step in self._unread:
+                step.shares.pop(track, None)
 
 
 def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:

@@ -191,7 +191,7 @@ def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
     track.epoch = 3
     steps, (number,) = steps_of([track])
     track.epoch = 4
-    assert steps.take(number).shares == (Share(track, 3, 0, 2, 0),)
+    assert steps.take(number).shares == {track: Share(track, 3, 0, 2, 0)}
 
 
 def test_results_come_in_the_order_of_their_steps() -> None:
