@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/host_attention.py [--tokens 32768,131072] [--threads 0] [--json FILE]
 
-KV lies as host memory has it: a page per block, in it all layers, K and V. Each way reads one layer after the other, and all layers together
-are larger than any cache. Ways of the processor: `in place` reads each block where it lies, in PyTorch's fused attention; `gathered` copies a
-layer's blocks together first; `contiguous` is as fast as it could be were a layer's KV in one piece, which it never is. `link` copies the same
-bytes to the device, on a machine that has one. Rates are bytes of KV per second; what a step takes besides is the same for all of them.
+KV lies as host memory has it: a page per block, in it all layers, K and V. Each way reads one layer after the other; all layers together
+are larger than any cache. Three ways of the processor: `in place` reads each block where it lies, in PyTorch's fused attention; `gathered`
+copies a layer's blocks together first; `contiguous` is as fast as it could be were a layer's KV in one piece, which it never is. `link`
+copies the same bytes to the device, on a machine that has one. Rates are bytes of KV per second; what a step takes besides is the same.
 """
 
 from __future__ import annotations
