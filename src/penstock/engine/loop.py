@@ -48,13 +48,15 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, progress: Progress = silent) -> None:
-        """Blocks until the engine is warm: requests of every kind are served at their usual speed from then on. Idempotent."""
-        if self._warm.is_set():
+        """Blocks until the engine is warm: requests of every kind are served at their usual speed from then on. Idempotent, also where it
+        fails."""
+        if self._is_warm:
             return
-        self._progress = progress
-        atexit.register(self._close_at_exit)
-        self._thread.start()
-        self._warm.wait()
+        if not self._warm.is_set():
+            self._progress = progress
+            atexit.register(self._close_at_exit)
+            self._thread.start()
+            self._warm.wait()
         if not self._is_warm:
             raise EngineClosed("the engine could not be warmed up; its error is above") from self._error
         settle_process()

@@ -188,3 +188,13 @@ def test_a_prompt_whose_kv_is_not_shared_has_nothing_to_prefetch(
     done = engine.prefetch(prompts(40))
     engine.step()
     assert done.result(0) == (0, False)
+
+
+def test_a_loop_whose_start_has_failed_says_so_however_often_it_is_started(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine._parts.executor, "warm", burst)
+    loop = EngineLoop(engine)
+    for _ in range(2):
+        with pytest.raises(EngineClosed, match="could not be warmed up"):
+            loop.start()
+    loop.close(0.0)
