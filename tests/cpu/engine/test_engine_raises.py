@@ -190,7 +190,9 @@ def test_a_prompt_whose_kv_is_not_shared_has_nothing_to_prefetch(
     assert done.result(0) == (0, False)
 
 
-def test_a_loop_whose_start_has_failed_says_so_however_often_it_is_started(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_whose_start_has_failed_says_so_however_often_it_is_started(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     monkeypatch.setattr(engine._parts.executor, "warm", burst)
     loop = EngineLoop(engine)
