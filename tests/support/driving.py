@@ -82,6 +82,11 @@ def submit(engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Ad
     return collected
 
 
+def wait_scanned(engine: Engine) -> None:
+    """All that an earlier process has left on disk can be found."""
+    assert engine.cache.cold_tiers["ssd"].calls.store.wait_scanned(60.0)  # type: ignore[attr-defined]
+
+
 def run_all(engine: Engine, max_steps: int = 10_000) -> int:
     """Step until nothing is left to do; returns the number of turns. Raises where the engine does not come to rest."""
     for turn in range(max_steps):

@@ -29,7 +29,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import draft_arena, num_draft_layers
 from penstock.testing.sanitized import check_silent
 from support.adapters import write_random_adapter
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
 from support.gates import gates
 from support.switched import switched
 
@@ -299,7 +299,8 @@ def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Promp
     shape = {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim, "num_hidden_layers": dims.num_layers}
     other = write_shape(tmp_path / "other", **shape)
     for draft in (TARGET, TARGET, other):
-        engine = make(draft, host_blocks=128, ssd_dir=str(tmp_path / "ssd"))
+        engine = make(draft, host_blocks=128, ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05)
+        wait_scanned(engine)
         found = generate(engine, prompts(90), max_tokens=30)
         assert draft == other or drafted(found)[0] == drafted(found)[1] > 15
         settle_all(engine)

@@ -19,7 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.models import loader
 from penstock.models.registry import BUILT_IN
 from support import driving
-from support.driving import Collected, tiny_config
+from support.driving import Collected, tiny_config, wait_scanned
 
 TOKENS = 131_072
 THIN = dataclasses.replace(BUILT_IN["tiny-llama"], num_layers=1, num_heads=1, num_kv_heads=1, hidden=16, ffn=32, vocab=256)
@@ -71,11 +71,6 @@ def answer(engine: Engine, prompt: list[int]) -> Collected:
     engine.submit(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), hear)
     assert done.wait(600.0) and collected.error is None
     return collected
-
-
-def wait_scanned(engine: Engine) -> None:
-    store = engine.cache.cold_tiers["ssd"].calls.store
-    assert store.wait_scanned(60.0)  # type: ignore[attr-defined]
 
 
 def restored(collected: Collected) -> float:

@@ -18,7 +18,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.mtp import MtpHead, head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
 from support.switched import Switched, switched
 
 Prompts = Callable[..., list[int]]
@@ -281,13 +281,14 @@ def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_he
 
 
 def test_blocks_of_another_head_are_not_found(tmp_path: Path, device: str, prompts: Prompts) -> None:
-    config = tiny_config(device=device, host_blocks=32, ssd_dir=str(tmp_path / "ssd"))
+    config = tiny_config(device=device, host_blocks=32, ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05)
     plain = build(config)
     heads = [write_random_head(tmp_path / f"head{seed}", model_of(plain), seed) for seed in (1, 2)]
     plain.close(timeout_s=20.0)
     sources = []
     for head in (heads[0], heads[0], heads[1]):
         engine = build(with_head(config, head))
+        wait_scanned(engine)
         found = submit(engine, prompts(64), max_tokens=2)
         run_all(engine)
         persisting = engine.cache.persist()
