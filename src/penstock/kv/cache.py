@@ -29,7 +29,7 @@ from penstock.kv.tiers.policy import PrefillRate
 from penstock.kv.tiers.saves import Persisting, Resetting
 from penstock.kv.tiers.store import PinningStore
 from penstock.kv.transfer.mover import Settling, Transfer
-from penstock.lanes.polling import POLL_MOST_S
+from penstock.lanes.lane import POLL_MOST_S
 from penstock.observe import EngineObserver
 
 __all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling"]

@@ -1,4 +1,5 @@
-"""The CUDA backend: a lane is a stream, a fence an event, a replay a captured graph. Work is launched on the caller's thread."""
+"""The CUDA backend: a lane is a stream, a fence an event, a replay a captured graph. Work is launched on the caller's thread. Also
+chooses the backend for a device."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.lanes.lane import Op, Replay, Ticket
-from penstock.lanes.polling import look_again_s
+from penstock.lanes.cpu import CpuLane
+from penstock.lanes.lane import Lane, Op, Replay, Ticket, look_again_s
 from penstock.observe import LaneObserver
 
 
@@ -274,3 +275,16 @@ class CudaLane:
     def _require_recorder(self, recording: _CudaRecording, label: str) -> None:
         if recording.thread != threading.get_ident():
             raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.label!r}")
+
+
+def make_lane(name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> Lane:
+    """A stream on a GPU, a thread elsewhere."""
+    if device.type == "cuda":
+        return CudaLane(name, device, observer, priority)
+    return CpuLane(name, observer, around=torch.inference_mode)
+
+
+def make_launcher(lane: Lane, observer: LaneObserver | None = None) -> CpuLane:
+    """Where transfers on `lane` are launched; a stream is its thread's for life."""
+    around = lane.current if isinstance(lane, CudaLane) else torch.inference_mode
+    return CpuLane(f"launch-{lane.name}", observer, around=around)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import IllegalTransition
-from penstock.kv.tiers.breaker import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, BreakerState, Event
+from penstock.kv.tiers.calls import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, BreakerState, Event
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
 

@@ -14,7 +14,7 @@ from test_breaker import broken
 from test_load_times import measured
 
 from penstock.errors import InvariantBroken, StoreFailed
-from penstock.kv.tiers.breaker import MAX_PROBE_S, BreakerState
+from penstock.kv.tiers.calls import MAX_PROBE_S, BreakerState
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock

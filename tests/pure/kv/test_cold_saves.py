@@ -12,7 +12,7 @@ from stacked_rig import Stacked
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
 from penstock.kv.tiers import saves as saves_module
-from penstock.kv.tiers.breaker import BreakerState
+from penstock.kv.tiers.calls import BreakerState
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.saves import Persisting, Saves

@@ -12,7 +12,7 @@ from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, make
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers import cold
-from penstock.kv.tiers.breaker import Breaker, BreakerState
+from penstock.kv.tiers.calls import Breaker, BreakerState
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.store import Outcome
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.kv.transfer.mover import Group, Layers, Mover, Slots, Transfer
 from penstock.lanes.cpu import CpuLane
-from penstock.lanes.polling import POLL_MOST_S, POLL_S
+from penstock.lanes.lane import POLL_MOST_S, POLL_S
 
 PATIENCE_S = 30.0
 

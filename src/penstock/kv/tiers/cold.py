@@ -22,8 +22,7 @@ from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
-from penstock.kv.tiers.breaker import Breaker
-from penstock.kv.tiers.calls import Span, StoreCalls, StoreGroup, Tally, Way
+from penstock.kv.tiers.calls import Breaker, Span, StoreCalls, StoreGroup, Tally, Way
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.lanes.lane import Lane, Ticket
 

@@ -22,10 +22,9 @@ from penstock.contract import Fence
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
-from penstock.kv.blocks.pinned import PinnedKeys
-from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.pool import BlockPool, PinnedKeys
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
-from penstock.kv.memory.host import HostMemory
+from penstock.kv.memory.arena import HostMemory
 from penstock.kv.tiers.cold import Finding
 from penstock.observe import EngineObserver
 

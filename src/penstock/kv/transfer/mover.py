@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from penstock.contract import Access, Arrival, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
 from penstock.kv.blocks.handles import Pin
-from penstock.lanes.lane import Lane, Ticket
-from penstock.lanes.polling import POLL_MOST_S, look_again_s
+from penstock.lanes.lane import POLL_MOST_S, Lane, Ticket, look_again_s
 
 Slots = NDArray[np.int64]
 Layers = tuple[int, int]
