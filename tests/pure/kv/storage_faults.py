@@ -168,7 +168,7 @@ def forgets_the_pin_of_a_write_that_was_refused(patch: Patch) -> None:
     def faulty(self: ColdTier, keys: Any, depths: Any, slots: Any, handle: Any, *rest: Any) -> Writing | None:
         writing = try_write(self, keys, depths, slots, handle, *rest)
         if writing is None:
-            self._calls.__dict__.setdefault("kept", []).append(handle)
+            self.calls.__dict__.setdefault("kept", []).append(handle)
             handle._lender = type("Nobody", (), {"take_back": lambda self, handle, fence: None})()
         return writing
 

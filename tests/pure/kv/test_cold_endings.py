@@ -77,7 +77,7 @@ def test_open_questions_are_looked_through_under_the_lock_that_callers_add_their
     class Clock(HandClock):
         def __call__(self) -> float:
             if threading.current_thread() is engine:
-                locked.append(rig.tier._questions._lock.locked())
+                locked.append(rig.tier._asking.locked())
             return super().__call__()
 
     rig.store.gate.wait_came()
