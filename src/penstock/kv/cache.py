@@ -362,7 +362,7 @@ class KvCache:
         """A table whose first `num_blocks` blocks are in host memory; None where it does not have all of them any more."""
         pin = self._host.pin_run(prefix.keys[:num_blocks], owner)
         if pin is None or len(pin.run) < num_blocks:
-            self._host.unpin([] if pin is None else [pin], None)
+            self._host.end_handles([pin])
             return None
         table = BlockTable(self._pool.hold(owner, (), num_blocks), self.block_tokens, prefix, num_blocks)
         table.add_paged(pin)
@@ -508,7 +508,7 @@ class KvCache:
         if own.own_scope is not None:
             self._forget_own(own)
         own.hold.end(fence)
-        self._host.unpin(own.paged_pins, fence)
+        self._host.end_handles(own.paged_pins, fence)
         self._tables.remove(own)
         self._announcing.discard(own)
 

@@ -329,16 +329,10 @@ class HostTier:
                 self._pin(lease, 0, len(lease.slots))
             return self._leases.pop(lease, None)
 
-    def end_handles(self, handles: Sequence[Handle]) -> None:
-        """The transfer that they protected is over."""
+    def end_handles(self, handles: Sequence[Handle | None], fence: Fence | None = None) -> None:
+        """The transfer that they protected is over, or `fence` covers whoever still reads."""
         with self._lock:
-            self._end_handles(handles)
-
-    def unpin(self, pins: Sequence[Pin], fence: Fence | None) -> None:
-        """`fence` covers whoever still reads what they protected."""
-        with self._lock:
-            for pin in pins:
-                pin.end(fence)
+            self._end_handles(handles, fence)
 
     def expire(self) -> None:
         """End the leases that nobody came for. What a transfer reads has left the lease, so nothing in use is given back."""
@@ -354,12 +348,10 @@ class HostTier:
                 self.counts.leases_expired += 1
 
     @staticmethod
-    def _end_handles(handles: Sequence[Handle]) -> None:
+    def _end_handles(handles: Sequence[Handle | None], fence: Fence | None = None) -> None:
         for handle in handles:
-            if isinstance(handle, Reservation):
-                handle.rollback()
-            elif isinstance(handle, Pin):
-                handle.end()
+            if handle is not None:
+                handle.end(fence)
 
     # ------------------------------------------------------------------------------------------------------- writing blocks
 
@@ -418,19 +410,6 @@ class HostTier:
             slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
             return self._pool.forget_idle(slots, most)
 
-    def land(self, taken: Taken) -> None:
-        """The bytes are there: they can be found under their keys from now on."""
-        with self._lock:
-            self._arriving.difference_update(taken.keys)
-            if taken.reservation is None:
-                return
-            slots = taken.reservation.slots
-            hold = self._pool.hold(taken.reservation.owner)
-            taken.reservation.commit(hold)
-            self.counts.landed += self._pool.seal(slots, taken.keys, taken.depths)
-            self._pinned.landed(taken.keys)
-            hold.end()
-
     def split(self, taken: Taken, num: int) -> Taken:
         """The first `num` blocks of `taken` as one of their own; `taken` has the others from now on."""
         with self._lock:
@@ -442,19 +421,22 @@ class HostTier:
                 first.reservation = taken.reservation.split(num)
             return first
 
-    def land_some(self, taken: Taken, places: Sequence[int], owner: str) -> Pin | None:
-        """As `land`, for those at `places` of its keys alone: the others did not arrive. They stay protected by the pin."""
+    def land(self, taken: Taken, places: Sequence[int] | None = None, pinned_by: str = "") -> Pin | None:
+        """The bytes are there, of those at `places` of its keys (None: of all): they can be found under their keys from now on. With
+        `pinned_by` they stay protected by the pin."""
         with self._lock:
             self._arriving.difference_update(taken.keys)
             if taken.reservation is None:
                 return None
-            slots = [taken.reservation.slots[place] for place in places]
+            slots, keys, depths = taken.reservation.slots, taken.keys, taken.depths
+            if places is not None:
+                slots = [slots[place] for place in places]
+                keys, depths = [keys[place] for place in places], [depths[place] for place in places]
             hold = self._pool.hold(taken.reservation.owner)
             taken.reservation.commit(hold)
-            keys, depths = [taken.keys[place] for place in places], [taken.depths[place] for place in places]
             self.counts.landed += self._pool.seal(slots, keys, depths)
             self._pinned.landed(keys)
-            pin = self._pool.pin(slots, owner) if slots else None
+            pin = self._pool.pin(slots, pinned_by) if pinned_by and slots else None
             hold.end()
             return pin
 

@@ -484,7 +484,7 @@ class Loads:
         try:
             self._submit(self._copy(load, load.num_blocks, self._whole))
         except BaseException:
-            self.host.unpin([kept], None)
+            self.host.end_handles([kept])
             raise
         return load
 
@@ -635,7 +635,7 @@ class Loads:
             outcomes = [Outcome.MISSING] * len(outcomes)
         done = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
         slots = () if staged.taken.reservation is None else staged.taken.reservation.slots
-        pin = self.host.land_some(staged.taken, done, reads.label)
+        pin = self.host.land(staged.taken, done, reads.label)
         for place in done:
             reads.came(staged.blocks[place], slots[place])
         lost = [block for block, outcome in zip(staged.blocks, outcomes, strict=True) if outcome is not Outcome.DONE]
@@ -648,7 +648,7 @@ class Loads:
             reads.kept += [] if pin is None else [pin]
         else:
             self._share(staged.taken.keys)
-            self.host.end_handles([] if pin is None else [pin])  # not before: others could take the slots of what was just shared
+            self.host.end_handles([pin])  # not before: others could take the slots of what was just shared
 
     def _share(self, keys: Sequence[bytes]) -> None:
         """A fetch has read these, or could not: loads that wait for some of them go on, or end there."""
@@ -712,7 +712,7 @@ class Loads:
             keys, depths = [fetch.keys[block] for block, _ in wanted], [fetch.first + block for block, _ in wanted]
             fetch.room = self.host.take(keys, depths, fetch.label, most=max(0, self._num_fetchable))
         finally:
-            self.host.end_handles([] if pin is None else [pin])
+            self.host.end_handles([pin])
         fetch.num_blocks = len(fetch.room.keys)
         self._queue(fetch, [wanted[place] for place in fetch.room.places])
 

@@ -435,7 +435,7 @@ class Saves:
         self.host.keep(lease, *(() if private is None else (private,)))
         lease.slots = np.array([*slots, *(private.slots if private is not None and landed else ())], np.int64)
         self.host.want_saved(lease, len(slots))
-        self.host.end_handles([handle for handle in (save.kept, pin) if handle is not None])
+        self.host.end_handles([save.kept, pin])
         lease.saving = False
         if lease.given_up:
             self.host.end_lease(lease)
@@ -449,7 +449,7 @@ class Saves:
             self._begin_anew()
         for tier in self.cold.values():
             for writing in tier.settle():
-                self.host.end_handles([writing.handle] if writing.handle is not None else [])
+                self.host.end_handles([writing.handle])
                 if tier is self.first:
                     self._end_write(writing)
         self._forget_gone()
