@@ -54,6 +54,18 @@ class Part(NamedTuple):
     finding: Finding  # how many of the first it has
 
 
+def whose(slots: Sequence[int], parts: Sequence[Part], first: int) -> list[str]:
+    """The tier that has each block from number `first` on, up to the first that none has; `slots` are those in host memory."""
+    found = {number: part.tier for part in parts if part.finding.ready for number in part.blocks[: part.finding.num]}
+    places = (HOST if slot != ABSENT else found.get(number) for number, slot in enumerate(slots, first))
+    return [place for place in itertools.takewhile(lambda place: place is not None, places) if place is not None]
+
+
+def runs_of(tiers: Sequence[str]) -> list[tuple[str, int]]:
+    """Neighbours that one tier has, counted."""
+    return [(tier, len(list(same))) for tier, same in itertools.groupby(tiers)]
+
+
 Slots = NDArray[np.int64]
 _Runs = tuple[Slots | None, tuple[int, ...], int, list[tuple[str, int]]]
 
@@ -77,7 +89,6 @@ class HostLease:
         self.deadline_s = float("inf")
         self.parts: Sequence[Part] = ()
         self._tier = tier
-        self._run: tuple[Slots, int, int] = self.slots, len(slots), 0  # of these slots from that block on, how many are here
         self._runs: _Runs = None, (), 0, []  # of these slots, with so much in each part, from that block on: the runs
 
     @property
@@ -85,40 +96,26 @@ class HostLease:
         return not self.saving and all(part.finding.ready for part in self.parts)
 
     def num_from(self, block: int) -> int:
-        if self.parts:
-            return sum(num for _, num in self.runs_from(block))
-        slots, first, num_blocks = self._run
-        if slots is not self.slots or first != block:  # the same is asked several times on a request's way
-            absent = np.flatnonzero(self.slots[block:] == ABSENT)
-            num_blocks = int(absent[0]) if absent.size else max(0, len(self.slots) - block)
-            self.note_run(block, num_blocks)
-        return num_blocks
+        return sum(num for _, num in self.runs_from(block))
 
     def note_run(self, block: int, num_blocks: int) -> None:
-        """`num_from(block)` is that."""
-        self._run = self.slots, block, num_blocks
+        """Host memory has so many from `block` on; no other tier was asked."""
+        self._runs = self.slots, (), block, [(HOST, num_blocks)] if num_blocks else []
 
     def runs_from(self, block: int) -> list[tuple[str, int]]:
-        if not self.parts:
-            num_blocks = self.num_from(block)
-            return [(HOST, num_blocks)] if num_blocks else []
         asked = self.slots, tuple(part.finding.num if part.finding.ready else 0 for part in self.parts), block
-        if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:
-            self._runs = *asked, self._count_runs(*asked)
+        if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:  # the same is asked several times on a request's way
+            if self.parts:
+                self._runs = *asked, runs_of(whose(self.slots[block:].tolist(), self.parts, block))
+            else:
+                absent = np.flatnonzero(self.slots[block:] == ABSENT)
+                self.note_run(block, int(absent[0]) if absent.size else max(0, len(self.slots) - block))
         return list(self._runs[3])
 
     def set_rank(self, rank: float) -> None:
         """How late its request runs, for whoever has to choose between wanted blocks."""
         if self.want is not None:
             self.want.rank = rank
-
-    def _count_runs(self, slots: Slots, num_found: tuple[int, ...], block: int) -> list[tuple[str, int]]:
-        places: list[str | None] = [None if slot == ABSENT else HOST for slot in slots.tolist()]
-        for part, num in zip(self.parts, num_found, strict=True):
-            for number in part.blocks[:num]:
-                places[number] = part.tier
-        run = itertools.takewhile(lambda place: place is not None, places[block:])
-        return [(place, len(list(same))) for place, same in itertools.groupby(run) if place is not None]
 
     def end(self) -> None:
         self._tier.end_lease(self)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.cold import ColdTier, Finding, Reading
-from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, Taken
+from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, Taken, runs_of, whose
 from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierLimits, TierRun, choose
 from penstock.kv.tiers.saves import SavedLease, Saves
 from penstock.kv.tiers.store import Outcome
@@ -271,18 +271,6 @@ class BlockLoad(Reads):
         if self.settled and self.limit < self.num_blocks and not self._is_short:
             self._is_short = True
             self.table.add_after(self.after)
-
-
-def whose(slots: Sequence[int], parts: Sequence[Part], first: int) -> list[str]:
-    """The tier that has each block from number `first` on, up to the first that none has; `slots` are those in host memory."""
-    found = {number: part.tier for part in parts if part.finding.ready for number in part.blocks[: part.finding.num]}
-    places = (HOST if slot != ABSENT else found.get(number) for number, slot in enumerate(slots, first))
-    return [place for place in takewhile(lambda place: place is not None, places) if place is not None]
-
-
-def runs_of(tiers: Sequence[str]) -> list[tuple[str, int]]:
-    """Neighbours that one tier has, counted."""
-    return [(tier, len(list(same))) for tier, same in groupby(tiers)]
 
 
 def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
