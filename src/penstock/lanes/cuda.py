@@ -50,23 +50,19 @@ def describe_gpus() -> list[dict[str, Any]]:
 class CudaFence:
     """An event on one stream."""
 
-    __slots__ = ("_event", "_lane", "number")
+    __slots__ = ("_lane", "event", "number")
 
     def __init__(self, lane: CudaLane, number: int, event: torch.cuda.Event) -> None:
         self._lane = lane
-        self._event = event
+        self.event = event
         self.number = number
 
     @property
     def lane(self) -> str:
         return self._lane.name
 
-    @property
-    def event(self) -> torch.cuda.Event:
-        return self._event
-
     def passed(self) -> bool:
-        passed = bool(self._event.query())
+        passed = bool(self.event.query())
         if passed:
             self._lane.report_wait(self.number, 0.0)
         return passed
@@ -76,9 +72,9 @@ class CudaFence:
             return
         started = time.monotonic()
         if timeout_s is None:
-            self._event.synchronize()  # blocks in the driver
+            self.event.synchronize()  # blocks in the driver
         else:
-            while not self._event.query():
+            while not self.event.query():
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
                     raise DeadlineExceeded(f"lane {self._lane.name}: fence {self.number} did not pass within {timeout_s} s")

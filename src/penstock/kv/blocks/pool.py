@@ -246,12 +246,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Slots that can be reserved now: free or evictable."""
-        return self._book.num_in(SlotState.FREE) + self._book.num_in(SlotState.IDLE)
+        return self._book.num_in[SlotState.FREE] + self._book.num_in[SlotState.IDLE]
 
     @property
     def num_free(self) -> int:
         """Slots that can be reserved without anything being forgotten."""
-        return self._book.num_in(SlotState.FREE)
+        return self._book.num_in[SlotState.FREE]
 
     @property
     def num_unwanted(self) -> int:

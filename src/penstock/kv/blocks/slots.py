@@ -150,17 +150,14 @@ class SlotBook:
         self.state = PerSlot("B", num_slots)  # a SlotState each
         self.holds = PerSlot("i", num_slots)  # by tables; a reservation counts as one
         self.pins = PerSlot("i", num_slots)
-        self._counts = [0] * len(SlotState)
-        self._counts[SlotState.FREE] = num_slots
+        self.num_in = [0] * len(SlotState)  # by state
+        self.num_in[SlotState.FREE] = num_slots
         self._pool = pool
         self._observer = observer
 
     @property
     def counts(self) -> SlotCounts:
-        return SlotCounts(*self._counts)
-
-    def num_in(self, state: SlotState) -> int:
-        return self._counts[state]
+        return SlotCounts(*self.num_in)
 
     def those_in(self, state: SlotState, slots: Run) -> Run:
         if isinstance(slots, np.ndarray):
@@ -209,7 +206,7 @@ class SlotBook:
                 raise self._illegal(slots, old, event)
         left = {} if self._observer is None else {old: as_list(self.those_in(_STATES[old], slots)) for old in found if old != new}
         self.state.set(slots, new)
-        counts = self._counts
+        counts = self.num_in
         for old, num in found.items():
             counts[old] -= num
             counts[new] += num

@@ -61,19 +61,15 @@ class Breaker:
         self._probe_s = probe_s
         self.clock = clock
         self._lock = threading.Lock()
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
         self._num_failed = 0  # single blocks, in a row
         self._wait_s = probe_s  # before the next probe
         self._due_s = 0.0
 
-    @property
-    def state(self) -> BreakerState:
-        return self._state
-
     def enter(self) -> int | None:
         """Leave to talk to the store, to be shown when that is over; None: leave it alone."""
         with self._lock:
-            return self.num_openings if self._state is BreakerState.CLOSED else None
+            return self.num_openings if self.state is BreakerState.CLOSED else None
 
     def fail(self, entered: int) -> bool:
         """The place as a whole did not answer. Says whether that opened it."""
@@ -94,7 +90,7 @@ class Breaker:
     def try_probe(self) -> bool:
         """Whether it is time to look. Then whoever asked does, and says `probed`."""
         with self._lock:
-            if self._state is not BreakerState.OPEN or self.clock() < self._due_s:
+            if self.state is not BreakerState.OPEN or self.clock() < self._due_s:
                 return False
             self._move(Event.PROBE)
             return True
@@ -109,7 +105,7 @@ class Breaker:
                 self._open()
 
     def _is_current(self, entered: int) -> bool:
-        return self._state is BreakerState.CLOSED and entered == self.num_openings
+        return self.state is BreakerState.CLOSED and entered == self.num_openings
 
     def _open_if_current(self, entered: int) -> bool:
         if not self._is_current(entered):
@@ -124,10 +120,10 @@ class Breaker:
         self._due_s = self.clock() + self._wait_s
 
     def _move(self, event: Event) -> None:
-        after = _MOVES.get((self._state, event))
+        after = _MOVES.get((self.state, event))
         if after is None:
-            raise IllegalTransition("the breaker of a store", self._state.value, event.value)
-        self._state = after
+            raise IllegalTransition("the breaker of a store", self.state.value, event.value)
+        self.state = after
 
 
 SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # those of all transfers
