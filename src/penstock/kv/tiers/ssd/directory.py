@@ -48,7 +48,7 @@ class Directory:
 
     def segment_files(self) -> dict[int, Path]:
         """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain file of ours."""
-        return {number: self.path / name for number, name in _segment_names(self.path, self.fd).items()}
+        return {int(number): self.path / name for number, name in _names(self.path, self.fd, _SEGMENT).items()}
 
     def snapshot_path(self, id: str) -> Path:
         """Of a manifest; its name within `fd` is the last part."""
@@ -192,10 +192,6 @@ def _names(path: Path, fd: int, pattern: re.Pattern[str]) -> dict[str, str]:
             check_file(path / name, status)
             found[matched[1]] = name
     return found
-
-
-def _segment_names(path: Path, fd: int) -> dict[int, str]:
-    return {int(number): name for number, name in _names(path, fd, _SEGMENT).items()}
 
 
 def _open(path: Path, must_be_ours: bool) -> Directory:
