@@ -493,7 +493,7 @@ class KvCache:
         if self._prefix_cache:
             slots = own.hold.first(first + len(keys))[first:]
             self._pool.seal(slots, keys, range(first, first + len(keys)))
-        own.advance(keys)
+        own.sealed_keys += keys
         if not own.is_announcing:
             self._announcing.discard(own)
 
