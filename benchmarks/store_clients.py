@@ -36,8 +36,8 @@ from penstock.engine.build import device_for
 from penstock.errors import ConfigError, InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.key import SCOPE_BYTES
 from penstock.kv.build import COLD_READERS, COLD_WRITERS
-from penstock.kv.tiers.envelope import pack
 from penstock.kv.tiers.remote import KINDS, open_store
+from penstock.kv.tiers.store import pack
 from penstock.models.progress import Progress
 
 TIMEOUT_S = 60.0  # of a client: nothing is proven here, so that nothing has to be noticed soon

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Literal, NamedTuple, Protocol, overload
+from typing import Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
 MAX_PRIORITY = 2**31 - 1  # and as much below zero
 MAX_RETAIN_S = 86_400.0
 MAX_GRAMMAR_CHARS = 1 << 16
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------------------------- order
 
@@ -319,6 +321,14 @@ def _same(one: tuple[object, ...], other: object) -> bool:
     return all(np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b for a, b in pairs)  # type: ignore[arg-type]
 
 
+def _compares_arrays(cls: type[T]) -> type[T]:
+    """For named tuples that hold arrays."""
+    cls.__eq__ = _same  # type: ignore[method-assign, assignment]
+    cls.__ne__ = lambda self, other: not _same(self, other)  # type: ignore[method-assign, arg-type]
+    return cls
+
+
+@_compares_arrays
 class TokenScores(NamedTuple):
     """Logprobs of N consecutive tokens, with n alternatives to each, as arrays: what a step gives. Whoever reads them makes the entries."""
 
@@ -338,12 +348,6 @@ class TokenScores(NamedTuple):
         tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
         rows = zip(self.tokens.tolist(), self.logprobs.tolist(), self.ranks.tolist(), tops, strict=True)
         return [TokenLogprob(*row) for row in rows]
-
-    def __eq__(self, other: object) -> bool:
-        return _same(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not _same(self, other)
 
 
 class PromptLogprobs(Sequence["TokenLogprob | None"]):
@@ -530,6 +534,7 @@ class Echo(NamedTuple):
     num_top: int  # alternatives to report beside each
 
 
+@_compares_arrays
 class Scoring(NamedTuple):
     """What a step does for the choice of what a scored request has on the device. Parts of a sequence are numbered in units of
     `part_blocks` blocks."""
@@ -542,13 +547,8 @@ class Scoring(NamedTuple):
     num_parts: int  # the first so many are scored against the queries of the chunk's last token; 0: none
     recall: bool = False  # all of the context is read, and it is told how much of the attention is on what is on the device
 
-    def __eq__(self, other: object) -> bool:
-        return _same(self, other)
 
-    def __ne__(self, other: object) -> bool:
-        return not _same(self, other)
-
-
+@_compares_arrays
 class Chunk(NamedTuple):
     """One request's share of a step: `num_tokens` tokens from position `start` on."""
 
@@ -587,13 +587,8 @@ class Chunk(NamedTuple):
     def kv_len(self) -> int:
         return self.start + len(self.tokens)
 
-    def __eq__(self, other: object) -> bool:
-        return _same(self, other)
 
-    def __ne__(self, other: object) -> bool:
-        return not _same(self, other)
-
-
+@_compares_arrays
 class Start(NamedTuple):
     """A request takes a row: its device state is set up before the step's own work."""
 
@@ -609,12 +604,6 @@ class Start(NamedTuple):
         """What the device has to know of `request`."""
         penalised = request.sampling.repetition_penalty != 1.0  # the only penalty that looks at the prompt
         return cls(row, request.id, request.sampling, tuple(output), request.distinct() if penalised else None, len(request.prompt))
-
-    def __eq__(self, other: object) -> bool:
-        return _same(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not _same(self, other)
 
 
 _TOKENS_OF, _ECHO_OF, _SCORING_OF = attrgetter("tokens"), attrgetter("echo"), attrgetter("scoring")  # of hundreds: at the speed of C
@@ -688,18 +677,13 @@ class Sampled(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+@_compares_arrays
 class PartScores(NamedTuple):
     """What the `Scoring` of a chunk asked for."""
 
     request_id: str
     scores: NDArray[np.float32]
     recall: float | None = None  # share of the attention, over all layers and heads
-
-    def __eq__(self, other: object) -> bool:
-        return _same(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not _same(self, other)
 
 
 class StepFailure(NamedTuple):

@@ -21,10 +21,10 @@ from cpu.kv.ssd.ssd_rig import FailingDisk, GatedDisk
 from e2e.troubled import FULL_BLOCKS, LIMIT_S, Apart, Troubled, apart_or_skip, by_source, prompt, small_disk, tokens_of, troubled, until
 from penstock.errors import DeadlineExceeded, StoreFailed
 from penstock.kv import build as build_module
-from penstock.kv.tiers.breaker import Breaker
+from penstock.kv.tiers.calls import Breaker
 from penstock.kv.tiers.cold import ColdLimits
-from penstock.kv.tiers.envelope import Envelope
 from penstock.kv.tiers.ssd import segments as segments_module
+from penstock.kv.tiers.store import Envelope
 from penstock.testing.sanitized import build_sanitized
 from store_servers import valkey_or_skip
 from support.driving import block_bytes, run_all, submit, tiny_config

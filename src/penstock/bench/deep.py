@@ -16,7 +16,7 @@ from penstock.bench.run import Driver, Reader, Stepped, random_prompts
 from penstock.config import Config
 from penstock.engine.build import device_for
 from penstock.engine.engine import Engine
-from penstock.lanes.make import make_lane
+from penstock.lanes.cuda import make_lane
 from penstock.models.progress import Progress
 
 NEXT_TOKENS = 64  # that each later turn brings

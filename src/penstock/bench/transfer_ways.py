@@ -23,13 +23,12 @@ from penstock.bench.run import WARM_UP, runs
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.kv.memory.arena import DeviceArena, free_bytes
-from penstock.kv.memory.host import HostArena
+from penstock.kv.memory.arena import DeviceArena, HostArena, free_bytes
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Group, Mover, Transfer
+from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane, Op, Ticket
-from penstock.lanes.make import make_lane, make_launcher
 from penstock.models.progress import Progress
 
 PROMOTE, DEMOTE = "promote", "demote"

@@ -38,8 +38,8 @@ from penstock.kv.build import open_cache
 from penstock.kv.memory.arena import DeviceArena, free_bytes
 from penstock.kv.memory.layout import BlockLayout
 from penstock.lanes import cuda
+from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane
-from penstock.lanes.make import make_lane
 from penstock.models.adapters import read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps

@@ -50,8 +50,7 @@ from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory.arena import DeviceArena
 from penstock.kv.snapshots import Snapshots
-from penstock.lanes.lane import Lane
-from penstock.lanes.polling import POLL_S
+from penstock.lanes.lane import POLL_S, Lane
 from penstock.models.progress import Progress, silent
 from penstock.models.tokenizer import TextCodec
 from penstock.observe import EngineObserver, Unwatched

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from penstock.errors import EngineClosed
-from penstock.lanes.polling import sharpen_timers
+from penstock.lanes.lane import sharpen_timers
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.arena import DeviceArena, free_bytes
-from penstock.kv.memory.host import HostArena, HostMemory
+from penstock.kv.memory.arena import DeviceArena, HostArena, HostMemory, free_bytes
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
@@ -31,8 +30,8 @@ from penstock.kv.transfer.checked import ArenaGuard, ByteChecks
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Mover
 from penstock.lanes.cpu import CpuLane
+from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
-from penstock.lanes.make import make_lane, make_launcher
 from penstock.observe import ContentObserver, LaneObserver, PoolObserver
 
 _HOST_KV_GIB = 4.0

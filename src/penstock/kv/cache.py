@@ -29,7 +29,7 @@ from penstock.kv.tiers.policy import PrefillRate
 from penstock.kv.tiers.saves import Persisting, Resetting
 from penstock.kv.tiers.store import PinningStore
 from penstock.kv.transfer.mover import Settling, Transfer
-from penstock.lanes.polling import POLL_MOST_S
+from penstock.lanes.lane import POLL_MOST_S
 from penstock.observe import EngineObserver
 
 __all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling"]
@@ -79,7 +79,8 @@ class Retention:
 
 
 class KvCache:
-    """Implements `contract.KvLedger` over one device pool and the tiers that `loads` loads from; without those the device is alone.
+    """Implements `contract.KvLedger`, which says what its calls mean, over one device pool and the tiers that `loads` loads from; without
+    those the device is alone.
 
     `prefix_cache` off: device memory is not reused across requests, every prefix comes from a colder tier. Where there is none, nothing is
     reused.
@@ -110,7 +111,7 @@ class KvCache:
 
     @property
     def num_pageable(self) -> int:
-        """Blocks that deep requests may have in host memory, all together: some of it stays for what others leave there."""
+        """Some of host memory stays for what others leave there."""
         return self._host.num_slots - self._host.num_slots // _HOST_SPARE_SHARE if self._prefix_cache else 0
 
     @property
@@ -185,8 +186,7 @@ class KvCache:
         return (HOST, self._host) if self._host.num_slots else None
 
     def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
-        """Find, and want, what colder tiers have of `prefix` behind what the device has; None where that is nothing. For any thread: what
-        the device has is only looked at, and may be gone when the request is planned."""
+        """Behind what the device has, which is only looked at, and may be gone when the request is planned."""
         if not self._host.num_slots:
             return None
         num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
@@ -195,13 +195,10 @@ class KvCache:
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether `prefetch` would look: not while as much is being fetched as may be."""
         return self.loads.may_fetch
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
-        """Have what cold tiers have of `prefix` read into host memory, before anybody has a table for it; None where nothing
-        is to be read, or as much is under way as may be. `lease`: what they have answered about the same prefix before. It ends by itself:
-        when all has come, when something does not, by a reset, at its deadline."""
+        """It ends when all has come, when something does not, by a reset, at its deadline."""
         if not self.may_prefetch:
             return None
         parts = lease.parts if isinstance(lease, HostLease) else ()
@@ -211,14 +208,12 @@ class KvCache:
         return self.loads.prefetch(prefix.keys, owner, num, parts) if num < len(prefix.keys) else None
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
-        """The same scope, with the keys of all full blocks of `tokens`, generated ones included. They begin with those that it covers."""
         keys = prefix.keys
         more = prefix_keys(tokens[len(keys) * self.block_tokens :], self.block_tokens, prefix.scope, keys[-1] if keys else None)
         return Prefix(prefix.scope, (*keys, *more))
 
     def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None) -> Match:
-        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it; holds nothing, so it is good
-        until the next call that draws. What `lease` has may go at any time, until it is claimed."""
+        """Holds nothing, so it is good until the next call that draws. What `lease` has may go at any time, until it is claimed."""
         slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None) if self._prefix_cache else []
         num, pending, num_colder = len(slots), self.is_pending(keys, want), 0
         if isinstance(lease, HostLease) and not pending:
@@ -228,27 +223,22 @@ class KvCache:
         return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
 
     def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
-        """For a request that keeps at most so many blocks on the device: its first blocks where they are in host memory, or on the device
-        where that has more of them."""
+        """Its first blocks where they are in host memory, or on the device where that has more of them."""
         num, num_paged = len(slots := self._pool.find(keys)), self._host.num_leading(keys)
         if num > num_paged and num <= most_resident:
             return Match(num, self._pool.num_idle_of(slots), False)
         return Match(0, 0, False, num_paged=num_paged)
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None) -> PoolWant | None:
-        """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`."""
         if not self._prefix_cache:
             return None
         return self._pool.want_found(tuple(keys), rank, earlier if isinstance(earlier, PoolWant) else None)
 
     def end_want(self, want: contract.Want) -> None:
-        """Idempotent."""
         if isinstance(want, PoolWant):
             self._pool.end_want(want)
 
     def start_s(self, num_tokens: int, match: Match) -> float | None:
-        """How long a prompt of `num_tokens` takes to its first token when nothing else runs; None where nothing was measured, or all is
-        computed in any case."""
         if not self._host.num_slots:
             return None
         num_colder = match.num_colder + match.num_paged  # what stays in host memory is read over the same link
@@ -259,24 +249,19 @@ class KvCache:
         return None if compute_s is None else compute_s + (load_s or 0.0)
 
     def claim(self, lease: Lease, first: int, num_blocks: int) -> bool:
-        """What `lease` has of these blocks stays from now on. False: some of it has gone since the last match."""
         return isinstance(lease, HostLease) and self._host.claim(lease, first, num_blocks)
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
-        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to host memory, with
-        `num_more` that would be next, and `floor` slots stay available meanwhile."""
         return not self._prefix_cache or self.saves.make_room(num_blocks, floor, self._tables, num_more)
 
     def free_up(self, num_blocks: int) -> None:
-        """Up to so many slots are free from now on, as far as host memory has what is forgotten for it: what can be drawn now without
-        losing anything can be drawn later, too."""
+        """As far as host memory has what is forgotten: what can be drawn now without losing anything can be drawn later, too."""
         num_short = num_blocks - self._pool.num_free
         if self._prefix_cache and num_short > 0:
             self._pool.evict(self.saves.num_safe(num_short))
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
-        """Whether the first of `keys` that the device does not have is on its way there: `match` would say so. Costs no more for a long
-        prefix that was asked for before than for a short one."""
+        """Costs no more for a long prefix that was asked for before than for a short one."""
         num = len(self._pool.find(keys, want if isinstance(want, PoolWant) else None)) if self._prefix_cache else len(keys)
         return num < len(keys) and self._is_coming(num, keys[num])
 
@@ -334,22 +319,23 @@ class KvCache:
     # ---------------------------------------------------------------------------------------------------------- tables
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
-        """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are announced as pending."""
         keys: Sequence[bytes] = () if prefix is None else prefix.keys
         slots = self._pool.find(keys)[:num_blocks]
         if len(slots) != num_blocks or (num_blocks and not self._prefix_cache):
             raise InvariantBroken(f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here")
         hold = self._pool.hold(owner, slots)
-        table = BlockTable(hold, self.block_tokens, prefix if self._shares else None, num_blocks)
+        return self._add(BlockTable(hold, self.block_tokens, prefix if self._shares else None, num_blocks), num_blocks, len(keys))
+
+    def _add(self, table: BlockTable, num_hits: int, num_keys: int) -> BlockTable:
+        """A new table, which has the first `num_hits` of its prompt's `num_keys` blocks."""
         if table.is_announcing:
             self._announcing.add(table)
-        self._num_hits += num_blocks
-        self._num_misses += len(keys) - num_blocks
+        self._num_hits += num_hits
+        self._num_misses += num_keys - num_hits
         self._tables.add(table)
         return table
 
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
-        """A table whose first blocks may be paged out. It starts with what matched; None where that has gone meanwhile."""
         table = self._open_paged(owner, prefix, match.num_paged) if match.num_paged else self.open(owner, prefix, match.num_blocks)
         if table is not None:
             table.is_deep = True
@@ -359,20 +345,14 @@ class KvCache:
         """A table whose first `num_blocks` blocks are in host memory; None where it does not have all of them any more."""
         pin = self._host.pin_run(prefix.keys[:num_blocks], owner)
         if pin is None or len(pin.run) < num_blocks:
-            self._host.unpin([] if pin is None else [pin], None)
+            self._host.end_handles([pin])
             return None
         table = BlockTable(self._pool.hold(owner, (), num_blocks), self.block_tokens, prefix, num_blocks)
         table.add_paged(pin)
-        if table.is_announcing:
-            self._announcing.add(table)
-        self._num_hits += num_blocks
-        self._num_misses += len(prefix.keys) - num_blocks
-        self._tables.add(table)
-        return table
+        return self._add(table, num_blocks, len(prefix.keys))
 
     def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:
-        """Give back the slots of up to `num_blocks` of the table's first blocks on the device, those that host memory has, and that no
-        transfer uses; returns how many. What it lacks is on its way there when this returns. `fence` covers all that was launched."""
+        """Not those that a transfer uses. What host memory lacks is on its way there when this returns."""
         own = self._own(table)
         first = own.num_paged
         end = min(first + num_blocks, own.num_keyed, min((pin.first for pin in own.hold.run_pins), default=own.num_keyed))
@@ -391,8 +371,7 @@ class KvCache:
         return num
 
     def fetch(self, table: Table, first: int, num_blocks: int) -> FetchedRun | None:
-        """Have the paged-out blocks `first..` of `table` copied into slots that are drawn for it; None where there are not enough. The
-        copies have no key on the device: they are this table's alone."""
+        """The copies have no key on the device: they are this table's alone."""
         own = self._own(table)
         if first + num_blocks > own.num_paged:
             raise InvariantBroken(f"{own.owner!r} fetches blocks up to {first + num_blocks}, of which {own.num_paged} were paged out")
@@ -412,7 +391,6 @@ class KvCache:
         return fetched
 
     def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
-        """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
         own = self._own(table)
         if not isinstance(fetched, FetchedRun) or fetched not in own.fetched or not fetched.settled:
             raise InvariantBroken(f"{own.owner!r} drops blocks that it has not fetched, or that are still on their way")
@@ -421,14 +399,12 @@ class KvCache:
         fetched.hold.end(fence)
 
     def close_scope(self, table: Table, num_tokens: int) -> None:
-        """What follows the first `num_tokens` of `table` is computed over a part of its context. Its blocks get keys of a scope that nobody
-        else can have, and are forgotten with the table."""
+        """Its blocks get keys of a scope that nobody else can have, and are forgotten with the table."""
         own = self._own(table)
         if own.own_scope is None:
             own.own_scope, own.num_shared = private_scope(), num_tokens // own.block_tokens
 
     def try_extend(self, table: Table, num_blocks: int) -> bool:
-        """Draw `num_blocks` more slots, or change nothing and say False."""
         own = self._own(table)
         reservation = self._pool.try_reserve(num_blocks, own.owner)
         if reservation is None:
@@ -438,7 +414,6 @@ class KvCache:
         return True
 
     def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> BlockLoad:
-        """Draw slots for the next `num_blocks` blocks of `table` and have them filled from `lease`, which ends with the load."""
         own = self._own(table)
         if not isinstance(lease, HostLease):
             raise InvariantBroken(f"{own.owner!r} promotes, and there is no colder tier")
@@ -452,9 +427,7 @@ class KvCache:
         return self.loads.begin(own, first, lease, keys, reservation.after, num_next)
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
-        """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free slots, before `owner` has a
-        table for them; None where host memory has none of them, or there is nothing to leave them in. They are idle blocks when they have
-        landed, whatever has become of `owner`."""
+        """They are idle blocks when they have landed, whatever has become of `owner`."""
         if not self._prefix_cache:
             return None
         keys = prefix.keys[first : first + min(num_blocks, self._pool.num_free)]
@@ -470,7 +443,6 @@ class KvCache:
         return self.loads.begin_ahead(table, first, kept, keys[:num_blocks], reservation.after)
 
     def seal(self, table: Table, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
-        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it."""
         own = self._own(table)
         num_full = num_computed // own.block_tokens
         if own.prefix is None or num_full <= own.num_keyed:
@@ -485,7 +457,6 @@ class KvCache:
         self.saves.offer(own.hold, first, keys, fence, own.is_deep)
 
     def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
-        """End the table, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
         own = self._own(table)
         lease: Lease | None = None
         num_tokens = max(num_tokens, own.num_keyed * own.block_tokens)  # a full match is there to its end, though its last token is due
@@ -498,14 +469,13 @@ class KvCache:
         return lease
 
     def release(self, table: Table, fence: Fence | None) -> None:
-        """End the table. `fence` covers the last use of its slots and travels with them."""
         own = self._own(table)
         for fetched in own.fetched:
             fetched.hold.end(fence)
         if own.own_scope is not None:
             self._forget_own(own)
         own.hold.end(fence)
-        self._host.unpin(own.paged_pins, fence)
+        self._host.end_handles(own.paged_pins, fence)
         self._tables.remove(own)
         self._announcing.discard(own)
 
@@ -520,7 +490,7 @@ class KvCache:
         if self._prefix_cache:
             slots = own.hold.first(first + len(keys))[first:]
             self._pool.seal(slots, keys, range(first, first + len(keys)))
-        own.advance(keys)
+        own.sealed_keys += keys
         if not own.is_announcing:
             self._announcing.discard(own)
 

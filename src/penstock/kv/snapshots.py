@@ -137,21 +137,14 @@ class ManifestPlaces:
             raise failures[0]
         return tuple(written)
 
-    def remove(self, id: str) -> None:
-        """Never raises: what stays is told, and is removed when it is found to have expired."""
+    def remove(self, id: str, own: Manifest | None = None) -> None:
+        """Where `own` is given, not what another engine has put into a shared store under the same name since. Never raises: what stays is
+        told, and is removed when it is found to have expired."""
         for tier, store in self:
             try:
-                tier.calls.say("remove a snapshot", partial(store.remove_manifest, id))
+                tier.calls.say("remove a snapshot", partial(_remove, store, id, None if tier.local else own))
             except StoreFailed as error:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
-
-    def remove_own(self, manifest: Manifest) -> None:
-        """As `remove`, but for what another engine has put into a shared store under the same name since."""
-        for tier, store in self:
-            try:
-                tier.calls.say("remove a snapshot", partial(_remove_same, store, manifest, tier.local))
-            except StoreFailed as error:
-                log.warning("the manifest of snapshot %s stays in the %s tier: %s", manifest.id, tier.name, error)
 
     def local_ids(self) -> Iterator[tuple[ColdTier, ManifestStore, str]]:
         """What an earlier process has left on this machine."""
@@ -386,7 +379,7 @@ class Snapshots:
         """Its blocks may go, and its manifest does."""
         self._known.pop(manifest.id, None)
         self._own_pins.unpin(manifest.id)
-        self._places.remove_own(manifest)
+        self._places.remove(manifest.id, manifest)
 
     def _give_up(self, manifest: Manifest) -> None:
         """What its taking has left, which may be nothing; one of the same name that is somebody else's stays."""
@@ -464,6 +457,6 @@ class Snapshots:
         return manifest
 
 
-def _remove_same(store: ManifestStore, manifest: Manifest, is_own: bool) -> None:
-    if is_own or store.read_manifest(manifest.id) == pack(manifest):
-        store.remove_manifest(manifest.id)
+def _remove(store: ManifestStore, id: str, own: Manifest | None) -> None:
+    if own is None or store.read_manifest(id) == pack(own):
+        store.remove_manifest(id)

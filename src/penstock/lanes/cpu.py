@@ -50,11 +50,11 @@ class CpuFence:
 class CpuTicket:
     """Done when its item has run or was skipped."""
 
-    __slots__ = ("_error", "label", "lane", "number")
+    __slots__ = ("failure", "label", "lane", "number")
 
     def __init__(self, lane: CpuLane, number: int, label: str) -> None:
         self.lane = lane
-        self._error: BaseException | None = None
+        self.failure: BaseException | None = None
         self.number = number
         self.label = label
 
@@ -62,15 +62,12 @@ class CpuTicket:
         return self.lane.has_finished(self.number)
 
     def error(self) -> BaseException | None:
-        return self._error
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
+        return self.failure
 
     def wait_done(self, timeout_s: float | None = None) -> None:
         self.lane.wait_finished(self.number, timeout_s)
-        if self._error is not None:
-            raise self._error
+        if self.failure is not None:
+            raise self.failure
 
 
 @dataclass(slots=True)
@@ -131,9 +128,10 @@ class CpuLane:
     # ---------------------------------------------------------------------------------------------- submitting side
 
     def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
-        recording = self._recording
-        if recording is not None:
-            return self._record_op(recording, op, label)
+        if (recording := self._recording) is not None:
+            self._require_recorder(recording, label)
+            recording.pending.ops.append(op)
+            return CpuTicket(self, 0, label)
         return self._enqueue(op, label, accesses, after, None)
 
     def record(self) -> Fence:
@@ -217,11 +215,6 @@ class CpuLane:
             self._observer.host_waited(self.name, number, 0.0)
         return finished
 
-    def _record_op(self, recording: _CpuRecording, op: Op, label: str) -> Ticket:
-        self._require_recorder(recording, label)
-        recording.pending.ops.append(op)
-        return CpuTicket(self, 0, label)
-
     def _require_recorder(self, recording: _CpuRecording, label: str) -> None:
         if recording.thread != threading.get_ident():
             raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.pending.label!r}")
@@ -260,8 +253,7 @@ class CpuLane:
                 self._observer.finished(self.name, item.ticket.number, error)
         except BaseException as raised:  # this thread must live on: others wait for it
             error = error or raised
-        if error is not None:
-            item.ticket.fail(error)
+        item.ticket.failure = error
         with self._over:
             self.num_finished += 1
             self._over.notify_all()

@@ -1,4 +1,5 @@
-"""The CUDA backend: a lane is a stream, a fence an event, a replay a captured graph. Work is launched on the caller's thread."""
+"""The CUDA backend: a lane is a stream, a fence an event, a replay a captured graph. Work is launched on the caller's thread. Also
+chooses the backend for a device."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.lanes.lane import Op, Replay, Ticket
-from penstock.lanes.polling import look_again_s
+from penstock.lanes.cpu import CpuLane
+from penstock.lanes.lane import Lane, Op, Replay, Ticket, look_again_s
 from penstock.observe import LaneObserver
 
 
@@ -49,23 +50,19 @@ def describe_gpus() -> list[dict[str, Any]]:
 class CudaFence:
     """An event on one stream."""
 
-    __slots__ = ("_event", "_lane", "number")
+    __slots__ = ("_lane", "event", "number")
 
     def __init__(self, lane: CudaLane, number: int, event: torch.cuda.Event) -> None:
         self._lane = lane
-        self._event = event
+        self.event = event
         self.number = number
 
     @property
     def lane(self) -> str:
         return self._lane.name
 
-    @property
-    def event(self) -> torch.cuda.Event:
-        return self._event
-
     def passed(self) -> bool:
-        passed = bool(self._event.query())
+        passed = bool(self.event.query())
         if passed:
             self._lane.report_wait(self.number, 0.0)
         return passed
@@ -75,9 +72,9 @@ class CudaFence:
             return
         started = time.monotonic()
         if timeout_s is None:
-            self._event.synchronize()  # blocks in the driver
+            self.event.synchronize()  # blocks in the driver
         else:
-            while not self._event.query():
+            while not self.event.query():
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
                     raise DeadlineExceeded(f"lane {self._lane.name}: fence {self.number} did not pass within {timeout_s} s")
@@ -274,3 +271,16 @@ class CudaLane:
     def _require_recorder(self, recording: _CudaRecording, label: str) -> None:
         if recording.thread != threading.get_ident():
             raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.label!r}")
+
+
+def make_lane(name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> Lane:
+    """A stream on a GPU, a thread elsewhere."""
+    if device.type == "cuda":
+        return CudaLane(name, device, observer, priority)
+    return CpuLane(name, observer, around=torch.inference_mode)
+
+
+def make_launcher(lane: Lane, observer: LaneObserver | None = None) -> CpuLane:
+    """Where transfers on `lane` are launched; a stream is its thread's for life."""
+    around = lane.current if isinstance(lane, CudaLane) else torch.inference_mode
+    return CpuLane(f"launch-{lane.name}", observer, around=around)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import SCOPE_BYTES
-from penstock.kv.tiers.envelope import HEADER_BYTES, pack, unpack
-from penstock.kv.tiers.store import Outcome, StoreUsage
+from penstock.kv.tiers.store import HEADER_BYTES, Outcome, StoreUsage, pack, unpack
 
 _DEADLINE_S = 30.0  # a test that forgets to let go fails instead of hanging
 _GARBAGE = 0xEE  # what stands in a buffer after any outcome but DONE

@@ -17,8 +17,7 @@ from penstock.bench.soak_trouble import Mischief, UnreliableDisk, UnreliableStor
 from penstock.cli import main
 from penstock.config import SanitizeConfig
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.envelope import Envelope
-from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.store import Envelope, Outcome
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 from support.driving import tiny_config

@@ -16,7 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.loads import BlockLoad
-from penstock.lanes.polling import POLL_MOST_S
+from penstock.lanes.lane import POLL_MOST_S
 from support.driving import Collected, generate, run_all, settle_all, submit
 from support.gates import GatedCopier, gates
 

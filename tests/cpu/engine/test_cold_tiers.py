@@ -34,7 +34,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 
 def store_of(engine: Engine, tier: str) -> Any:
-    return engine.cache.cold_tiers[tier]._calls.store
+    return engine.cache.cold_tiers[tier].calls.store
 
 
 @contextmanager

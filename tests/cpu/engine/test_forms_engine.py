@@ -94,7 +94,7 @@ def test_blocks_on_disk_serve_the_form_that_computed_them_and_no_other(tmp_path:
     def restarted(weights: WeightsName) -> int:
         offload = {"ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.05, "load_always": True}
         engine, sanitizer = build_sanitized(config_of(weights, tmp_path, **offload))
-        engine.cache.cold_tiers["ssd"]._calls.store.wait_scanned(20.0)
+        engine.cache.cold_tiers["ssd"].calls.store.wait_scanned(20.0)
         source, _ = answer(engine)
         persisting = engine.cache.persist()
         assert persisting is not None

@@ -340,7 +340,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_
     assert returning.tokens == expected and returning.source == KvSource(computed=80)
     stuck = engine.cache.loads.mover.first()
     assert stuck is not None
-    states_now = [engine.cache._pool._book.state[slot] for slot in stuck.dest_slots.tolist()]
+    states_now = [engine.cache._pool._book.state.at[slot] for slot in stuck.dest_slots.tolist()]
     assert states_now == [SlotState.PINNED] * 5, "a deadline ends a wait, never an ownership"
     load.let()
     run_all(engine)

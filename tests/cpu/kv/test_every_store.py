@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
 
-from penstock.kv.tiers.envelope import pack
 from penstock.kv.tiers.remote import KINDS, open_store
-from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome
+from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome, pack
 from store_servers import valkey_or_skip
 from support.servers import ServerMissing
 from support.servers_more import Bucket, Mooncake, mooncake_environment

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.kv.memory import host as host_module
-from penstock.kv.memory.host import HostArena, piece_slots
+from penstock.kv.memory import arena as host_module
+from penstock.kv.memory.arena import HostArena, piece_slots
 from penstock.kv.memory.layout import BlockLayout
 
 LAYOUT = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")  # 1536 bytes: no whole page

@@ -19,11 +19,10 @@ from remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_
 
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import remote
-from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
 from penstock.kv.tiers.remote import mooncake as mooncake_module
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.remote.mooncake import MooncakeClient, MooncakeStore
-from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack
 from support.servers import ServerMissing
 from support.servers_more import Mooncake, mooncake_environment
 

@@ -17,10 +17,9 @@ from remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys
 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.kv.tiers import remote  # noqa: E402
-from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack  # noqa: E402
 from penstock.kv.tiers.remote import open_store, s3  # noqa: E402
 from penstock.kv.tiers.remote.s3 import BucketStore, parse_address  # noqa: E402
-from penstock.kv.tiers.store import Outcome  # noqa: E402
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack  # noqa: E402
 from support.servers import ServerMissing  # noqa: E402
 from support.servers_more import Bucket  # noqa: E402
 

@@ -30,8 +30,7 @@ from valkey_rig import (
 )
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import open_store, valkey
-from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote import Node, open_store, valkey
 from penstock.kv.tiers.remote.valkey import PASSWORD_VARIABLE
 from store_servers import valkey_or_skip
 from support.servers import LOOPBACK, SlotRange, Valkey, free_port

@@ -13,8 +13,7 @@ import pytest
 from valkey_rig import BLOCK_BYTES, CALLS, DONE, PATIENT_S, keys_of, name_of, num_idle, opened, write
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import open_store, valkey
-from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote import Node, open_store, valkey
 from penstock.kv.tiers.remote.valkey import resolve
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage
 from support.servers import LOOPBACK

@@ -14,8 +14,7 @@ import pytest
 from valkey_rig import PATIENT_S, is_closed, keys_of, num_idle, opened, write
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote import valkey
-from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.store import Outcome
 from support.servers import LOOPBACK
 

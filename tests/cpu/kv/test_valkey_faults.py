@@ -29,8 +29,7 @@ from valkey_rig import (
 )
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote import valkey
-from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.remote.valkey import ValkeyAddress, ValkeyConnection, ValkeyStore
 from support.servers import LOOPBACK, Valkey, free_port
 

@@ -24,7 +24,7 @@ from valkey_rig import (
 )
 
 from penstock.errors import InvariantBroken, StoreFailed
-from penstock.kv.tiers import envelope
+from penstock.kv.tiers import store as envelope
 from penstock.kv.tiers.remote import valkey
 from penstock.kv.tiers.remote.valkey import ValkeyStore
 from penstock.kv.tiers.store import Outcome

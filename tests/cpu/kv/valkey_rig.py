@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers import envelope
+from penstock.kv.tiers import store as envelope
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.remote.valkey import ValkeyConnection, ValkeyStore
 from penstock.kv.tiers.store import BlockStore, Outcome, Space

@@ -13,9 +13,9 @@ from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.kv.blocks.key import KEY_BYTES
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
-from penstock.kv.tiers.envelope import HEADER_BYTES, unpack
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import Persisting
+from penstock.kv.tiers.store import HEADER_BYTES, unpack
 from penstock.testing.stores import HandClock, MemoryStore
 from support.stepped import ByteArena, Cell, SteppedArena
 

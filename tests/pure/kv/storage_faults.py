@@ -23,12 +23,12 @@ def publishes_blocks_before_they_are_read(patch: Patch) -> None:
 
 
 def publishes_blocks_that_did_not_come(patch: Patch) -> None:
-    land_some = HostTier.land_some
+    land = HostTier.land
 
-    def faulty(self: HostTier, taken: Any, places: Any, owner: str) -> Any:
-        return land_some(self, taken, range(len(taken.keys)), owner)
+    def faulty(self: HostTier, taken: Any, places: Any = None, owner: str = "") -> Any:
+        return land(self, taken, None, owner)
 
-    patch.setattr(HostTier, "land_some", faulty)
+    patch.setattr(HostTier, "land", faulty)
 
 
 def promotes_blocks_before_they_are_read(patch: Patch) -> None:
@@ -120,8 +120,8 @@ def keeps_what_a_fetch_has_landed(patch: Patch) -> None:
     """A pin that nobody ends."""
     end_handles = HostTier.end_handles
 
-    def faulty(self: HostTier, handles: Any) -> None:
-        end_handles(self, [handle for handle in handles if not handle.owner.startswith("fetch")])
+    def faulty(self: HostTier, handles: Any, fence: Any = None) -> None:
+        end_handles(self, [handle for handle in handles if handle is not None and not handle.owner.startswith("fetch")], fence)
 
     patch.setattr(HostTier, "end_handles", faulty)
 
@@ -168,7 +168,7 @@ def forgets_the_pin_of_a_write_that_was_refused(patch: Patch) -> None:
     def faulty(self: ColdTier, keys: Any, depths: Any, slots: Any, handle: Any, *rest: Any) -> Writing | None:
         writing = try_write(self, keys, depths, slots, handle, *rest)
         if writing is None:
-            self._calls.__dict__.setdefault("kept", []).append(handle)
+            self.calls.__dict__.setdefault("kept", []).append(handle)
             handle._lender = type("Nobody", (), {"take_back": lambda self, handle, fence: None})()
         return writing
 

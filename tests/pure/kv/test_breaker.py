@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import IllegalTransition
-from penstock.kv.tiers.breaker import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, BreakerState, Event
+from penstock.kv.tiers.calls import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, BreakerState, Event
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
 
@@ -107,7 +107,7 @@ def test_what_the_table_does_not_allow_names_state_and_event() -> None:
     clock = HandClock()
     for state, event in itertools.product(BreakerState, Event):
         breaker = Breaker(1.0, clock)
-        breaker._state = state
+        breaker.state = state
         if (state, event) in _MOVES:
             breaker._move(event)
             assert breaker.state is _MOVES[state, event]
@@ -139,7 +139,7 @@ class Careless(Breaker):
     """Believes late news."""
 
     def _is_current(self, entered: int) -> bool:
-        return self._state is BreakerState.CLOSED
+        return self.state is BreakerState.CLOSED
 
 
 def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) -> None:

@@ -14,7 +14,7 @@ from test_breaker import broken
 from test_load_times import measured
 
 from penstock.errors import InvariantBroken, StoreFailed
-from penstock.kv.tiers.breaker import MAX_PROBE_S, BreakerState
+from penstock.kv.tiers.calls import MAX_PROBE_S, BreakerState
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
@@ -77,7 +77,7 @@ def test_open_questions_are_looked_through_under_the_lock_that_callers_add_their
     class Clock(HandClock):
         def __call__(self) -> float:
             if threading.current_thread() is engine:
-                locked.append(rig.tier._questions._lock.locked())
+                locked.append(rig.tier._asking.locked())
             return super().__call__()
 
     rig.store.gate.wait_came()

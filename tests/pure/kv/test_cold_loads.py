@@ -9,6 +9,7 @@ from storage_faults import lets_go_of_what_it_read_when_its_table_ends
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
+from penstock.kv.tiers import host
 from penstock.kv.tiers.host import HostLease
 
 EIGHT = 8  # blocks: four groups, two on each lane
@@ -294,8 +295,8 @@ def test_what_a_lease_covers_is_counted_again_when_it_has_changed_and_not_before
     assert isinstance(lease, HostLease) and lease.runs_from(0) == []
     rig.run("ask remote")
     counted: list[int] = []
-    count = HostLease._count_runs
-    monkeypatch.setattr(HostLease, "_count_runs", lambda self, *asked: counted.append(1) or count(self, *asked))
+    count = host.runs_of
+    monkeypatch.setattr(host, "runs_of", lambda tiers: counted.append(1) or count(tiers))
     for _ in range(5):
         assert lease.runs_from(0) == [("remote", EIGHT)] and lease.num_from(0) == EIGHT
     assert counted == [1] and lease.runs_from(3) == [("remote", EIGHT - 3)]

@@ -12,7 +12,7 @@ from stacked_rig import Stacked
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
 from penstock.kv.tiers import saves as saves_module
-from penstock.kv.tiers.breaker import BreakerState
+from penstock.kv.tiers.calls import BreakerState
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.saves import Persisting, Saves
@@ -492,7 +492,7 @@ def test_a_reset_that_fails_halfway_leaves_nothing_that_is_only_believed_to_be_t
     rig.flow()
     assert isinstance(resetting.error, StoreFailed)
     rig.first.raises = None
-    rig.tiers[tier].calls.breaker._state = BreakerState.CLOSED  # somebody else has found it in order meanwhile
+    rig.tiers[tier].calls.breaker.state = BreakerState.CLOSED  # somebody else has found it in order meanwhile
     assert rig.persisted().error is None and rig.store_has(rig.keys(4), tier) == [True] * 4
     rig.end()
 

@@ -12,7 +12,7 @@ from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, make
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers import cold
-from penstock.kv.tiers.breaker import Breaker, BreakerState
+from penstock.kv.tiers.calls import Breaker, BreakerState
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.store import Outcome
 
@@ -212,7 +212,7 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     assert (rig.tier.num_reading, rig.tier.num_writing) == (call == "read", call == "write"), "its slots stay with it"
     rig.store.gate.let()
     rig.settle()
-    assert rig.tier.usable and rig.tier._calls.breaker.state is BreakerState.CLOSED
+    assert rig.tier.usable and rig.tier.calls.breaker.state is BreakerState.CLOSED
 
 
 def test_each_time_that_something_takes_too_long_is_counted_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:

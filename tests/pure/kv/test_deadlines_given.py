@@ -15,7 +15,7 @@ from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import StoreUsage
 from penstock.kv.transfer.mover import Transfer
-from penstock.lanes.polling import POLL_MOST_S
+from penstock.lanes.lane import POLL_MOST_S
 from penstock.testing.stores import HandClock
 
 NOW_S = 1e9  # later than any machine's own time: nothing is overdue by accident

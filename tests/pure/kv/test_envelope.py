@@ -8,8 +8,8 @@ import pytest
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import KEY_BYTES, SCOPE_BYTES
-from penstock.kv.tiers import envelope as envelope_module
-from penstock.kv.tiers.envelope import HEADER_BYTES, Envelope, checksum, pack, unpack
+from penstock.kv.tiers import store as envelope_module
+from penstock.kv.tiers.store import HEADER_BYTES, Envelope, checksum, pack, unpack
 
 KEY, SPACE, PAYLOAD = b"k" * KEY_BYTES, b"s" * SCOPE_BYTES, bytes(range(256)) * 3
 HEADER = pack(KEY, SPACE, PAYLOAD, sequence=7)

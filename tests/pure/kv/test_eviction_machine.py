@@ -164,7 +164,7 @@ def returning_never_lets_go_what_came_back(monkeypatch):
 
 
 def returning_puts_a_whole_run_into_one_queue(monkeypatch):
-    monkeypatch.setattr(ReturningOrder, "_num_fresh", lambda self, slots: 0 if any(self._has_returned[s] for s in slots) else len(slots))
+    monkeypatch.setattr(ReturningOrder, "_num_fresh", lambda self, slots: 0 if self._returned.any(slots) else len(slots))
 
 
 def cost_has_no_ghosts(monkeypatch):

@@ -383,14 +383,14 @@ def test_a_tier_that_dies_under_way_brings_what_it_had_read(num_read: int) -> No
 def test_a_tier_that_is_stuck_gets_nothing_more_to_do_and_the_room_is_given_back() -> None:
     rig = from_ssd()
     fetch = fetching(rig)
-    rig.tiers["ssd"]._calls._stuck_s = -1.0
-    rig.tiers["ssd"]._calls._running["one that hangs"] = rig.clock()
+    rig.tiers["ssd"].calls._stuck_s = -1.0
+    rig.tiers["ssd"].calls._running["one that hangs"] = rig.clock()
     assert not rig.tiers["ssd"].usable
     rig.cache.settle()
     rig.check()
     assert not fetch.unread and rig.host.slots.reserved == 2 * GROUP and not fetch.settled
     assert rig.cache.prefetch(rig.prefix(4, "b"), "other") is None
-    del rig.tiers["ssd"]._calls._running["one that hangs"]
+    del rig.tiers["ssd"].calls._running["one that hangs"]
     rig.flow()
     assert fetch.num_came == 2 * GROUP
     rig.end()

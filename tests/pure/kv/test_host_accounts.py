@@ -61,7 +61,7 @@ def test_what_lands_is_counted_when_it_has_and_what_is_dropped_never() -> None:
     assert counted(tier) == {"landed": 3}
     tier.drop(others)
     assert counted(tier) == {"landed": 3}
-    pin = tier.land_some(last, [0, 2], "read")
+    pin = tier.land(last, [0, 2], "read")
     assert counted(tier) == {"landed": 5} and tier.find_each(KEYS[5:8])[1] == ABSENT
     assert pin is not None
     tier.end_handles([pin])
@@ -189,7 +189,7 @@ def test_blocks_that_land_in_part_keep_their_own_places_in_their_prefixes() -> N
     """An order of eviction and a store are told how deep a block lies: not which of those it came with it is."""
     tier = new_tier()
     some = tier.take(KEYS[:4], [5, 6, 7, 8], "read")
-    pin = tier.land_some(some, [1, 3], "read")
+    pin = tier.land(some, [1, 3], "read")
     slots = tier.find_each([KEYS[1], KEYS[3]])
     assert pin is not None and tier._pool.depths_of(slots) == [6, 8]
     tier.end_handles([pin])

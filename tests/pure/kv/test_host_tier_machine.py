@@ -341,7 +341,7 @@ def wants_what_its_lease_wanted_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
 def wants_what_comes_into_a_slot_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, slots):
         for slot in slots:
-            self._num_losses[slot] += 1
+            self._losses.at[slot] += 1
 
     monkeypatch.setattr(WantedLast, "lost", faulty)
 
@@ -412,7 +412,7 @@ def never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loses_private_room(monkeypatch: pytest.MonkeyPatch) -> None:
     end_handles = HostTier._end_handles
-    kept = staticmethod(lambda handles: end_handles([handle for handle in handles if not isinstance(handle, Reservation)]))
+    kept = staticmethod(lambda handles, fence=None: end_handles([one for one in handles if not isinstance(one, Reservation)], fence))
     monkeypatch.setattr(HostTier, "_end_handles", kept)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.kv.transfer.mover import Group, Layers, Mover, Slots, Transfer
 from penstock.lanes.cpu import CpuLane
-from penstock.lanes.polling import POLL_MOST_S, POLL_S
+from penstock.lanes.lane import POLL_MOST_S, POLL_S
 
 PATIENCE_S = 30.0
 
@@ -60,7 +60,7 @@ def test_the_longer_it_has_been_the_next_to_end_the_rarer_are_the_looks(rig: Rig
     first, second = rig.submit(), rig.submit()
     rig.launch.set()
     for transfer in (first, second):
-        transfer._ticket.wait_done(PATIENCE_S)  # type: ignore[union-attr]
+        transfer.ticket.wait_done(PATIENCE_S)  # type: ignore[union-attr]
         transfer.submitted_s -= 3600.0
     assert rig.mover.look_again_s() == POLL_MOST_S
     rig.copy_gate.set()

@@ -463,9 +463,9 @@ def test_an_observer_hears_of_handles_that_a_close_finds():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda pool: pool._book.holds.__setitem__(0, 2),
-        lambda pool: pool._book.pins.__setitem__(3, 1),
-        lambda pool: pool._book._counts.__setitem__(0, 2),
+        lambda pool: pool._book.holds.at.__setitem__(0, 2),
+        lambda pool: pool._book.pins.at.__setitem__(3, 1),
+        lambda pool: pool._book.num_in.__setitem__(0, 2),
         lambda pool: pool._free.append(0),
         lambda pool: pool._idle.pop(1),
         lambda pool: pool._index.key_of.__setitem__(0, KEYS[1]),

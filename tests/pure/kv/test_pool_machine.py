@@ -300,9 +300,9 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_agree_with_the_model(self) -> None:
         self.pool.check()
-        assert list(self.pool._book.state) == [naive.state for naive in self.slots]
-        assert list(self.pool._book.holds) == [len(naive.holders) for naive in self.slots]
-        assert list(self.pool._book.pins) == [len(naive.pins) for naive in self.slots]
+        assert list(self.pool._book.state.at) == [naive.state for naive in self.slots]
+        assert list(self.pool._book.holds.at) == [len(naive.holders) for naive in self.slots]
+        assert list(self.pool._book.pins.at) == [len(naive.pins) for naive in self.slots]
 
     @invariant()
     def keys_are_where_the_model_has_them(self) -> None:
@@ -468,12 +468,12 @@ def drops_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lets_a_handle_end_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: Handle, fence):
+    def faulty(self: Handle, fence=None):
         if not self.ended:
             self._lender.take_back(self, fence)
         self.ended = True
 
-    monkeypatch.setattr(Handle, "_give_back", faulty)
+    monkeypatch.setattr(Handle, "end", faulty)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -307,7 +307,7 @@ def counts_a_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: BlockPool, hold, first, num_slots, owner):
         pin = pin_run(self, hold, first, num_slots, owner)
         for slot in pin.slots:
-            self._book.pins[slot] += 1
+            self._book.pins.at[slot] += 1
         return pin
 
     monkeypatch.setattr(BlockPool, "pin_run", faulty)

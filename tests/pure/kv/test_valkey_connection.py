@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.remote import valkey
-from penstock.kv.tiers.remote.url import Node
+from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.remote.valkey import Refusal, ValkeyConnection, command, command_with_value
 from support.servers import ServerMissing, make_certificate
 

@@ -160,7 +160,7 @@ class WantedMachine(OrderMachine):
             self.order.end(want)
             self.model.end(model)
         super().teardown()
-        assert not self.order._wanting[[slot for slot in range(NUM_SLOTS) if not self.model.is_wanted(slot)]].any()
+        assert not self.order._num_wants.array[[slot for slot in range(NUM_SLOTS) if not self.model.is_wanted(slot)]].any()
 
 
 def machine_of(name: str) -> type[WantedMachine]:
@@ -206,7 +206,7 @@ def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: WantedLast, want: PoolWant) -> None:
         if want in self._wants:
-            self._wanting[want.slots] = np.minimum(self._wanting[want.slots], 1)
+            self._num_wants.array[want.slots] = np.minimum(self._num_wants.array[want.slots], 1)
         end(self, want)
 
     monkeypatch.setattr(WantedLast, "end", faulty)

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.engine.inbox import Inbox
-from penstock.lanes.polling import POLL_MOST_S, POLL_S, look_again_s, sharpen_timers
+from penstock.lanes.lane import POLL_MOST_S, POLL_S, look_again_s, sharpen_timers
 
 GET_TIMER_SLACK = 30  # PR_GET_TIMERSLACK of linux/prctl.h
 PATIENCE_S = 10.0

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.envelope import HEADER_BYTES
-from penstock.kv.tiers.store import BlockStore, Outcome
+from penstock.kv.tiers.store import HEADER_BYTES, BlockStore, Outcome
 from penstock.testing.stores import HandClock, MemoryStore
 
 KEYS = [bytes([number]) * 16 for number in range(4)]

@@ -32,17 +32,18 @@ class Handle:
     """Slots that are out on behalf of `owner`."""
 
     kind: ClassVar[str] = "handle"
-    __slots__ = ("_lender", "ended", "owner")
+    __slots__ = ("_lender", "_run", "ended", "owner")
 
-    def __init__(self, owner: str, lender: Lender) -> None:
+    def __init__(self, owner: str, lender: Lender, run: Run) -> None:
         self.owner = owner
         self.ended = False
         self._lender = lender
+        self._run = run
 
     @property
     def run(self) -> Run:
         """Its slots as the pool's books take them."""
-        raise NotImplementedError
+        return self._run
 
     @property
     def slots(self) -> Sequence[int]:
@@ -55,7 +56,8 @@ class Handle:
     def __str__(self) -> str:
         return f"{self.kind} of {self.owner!r} ({len(self.run)} slots)"
 
-    def _give_back(self, fence: Fence | None) -> None:
+    def end(self, fence: Fence | None = None) -> None:
+        """The slots go back; `fence` covers their last use by whoever had them, where that has not been seen to be over."""
         self.require_open()
         self._lender.take_back(self, fence)
         self.ended = True
@@ -68,16 +70,11 @@ class Reservation(Handle):
     """
 
     kind = "reservation"
-    __slots__ = ("_run", "after")
+    __slots__ = ("after",)
 
     def __init__(self, owner: str, lender: Lender, run: Run, after: tuple[Fence, ...]) -> None:
-        super().__init__(owner, lender)
-        self._run = run
+        super().__init__(owner, lender, run)
         self.after = after
-
-    @property
-    def run(self) -> Run:
-        return self._run
 
     def commit(self, hold: Hold) -> None:
         """The slots go to the end of `hold`."""
@@ -92,32 +89,18 @@ class Reservation(Handle):
         self._run = self._run[num_slots:]
         return first
 
-    def rollback(self, fence: Fence | None = None) -> None:
-        """The slots go back; `fence` covers whatever may already write into them."""
-        self._give_back(fence)
+    rollback = Handle.end
 
 
 class Pin(Handle):
     """A transfer's protection of slots, whatever becomes of the requests that use them."""
 
     kind = "pin"
-    __slots__ = ("_run",)
-
-    def __init__(self, owner: str, lender: Lender, run: Run) -> None:
-        super().__init__(owner, lender)
-        self._run = run
-
-    @property
-    def run(self) -> Run:
-        return self._run
+    __slots__ = ()
 
     @property
     def array(self) -> NDArray[np.int32]:
         return np.asarray(self._run, np.int32)
-
-    def end(self, fence: Fence | None = None) -> None:
-        """`fence` covers the transfer, where it has not been seen to be over."""
-        self._give_back(fence)
 
 
 class RunPin(Pin):
@@ -155,7 +138,7 @@ class Hold(Handle):
 
     def __init__(self, owner: str, lender: Lender, num_dropped: int = 0) -> None:
         """`num_dropped`: places at its beginning that never have a slot."""
-        super().__init__(owner, lender)
+        super().__init__(owner, lender, [])
         self.num_slots = self.num_dropped = num_dropped  # the former counts places, those without a slot included
         self.run_pins: set[RunPin] = set()  # transfers that use some of its slots
         self._make_room(num_dropped + _FIRST_ROOM)
@@ -184,10 +167,6 @@ class Hold(Handle):
         self.require_open()
         self._lender.drop_first(self, num, fence)
         self.num_dropped += num
-
-    def end(self, fence: Fence | None = None) -> None:
-        """`fence` covers the last use of the slots by this holder."""
-        self._give_back(fence)
 
     def _make_room(self, size: int, held: NDArray[np.int32] | None = None) -> None:
         """A launcher reads a pinned run while its table grows: it sees the old room or the new one with all that was held."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice, repeat
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from penstock.contract import Fence
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import EvictionOrder, LruOrder, PoolWant, WantedLast
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
-from penstock.kv.blocks.slots import Run, SlotBook, SlotCounts, SlotEvent, SlotState, as_list, as_run
+from penstock.kv.blocks.slots import PerSlot, Run, SlotBook, SlotCounts, SlotEvent, SlotState, as_list, as_run
 from penstock.observe import PoolObserver
 
 _MAX_NAMED = 16  # handles that a Leaked message lists
@@ -40,7 +40,7 @@ class LastUse:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._arrivals = 0
-        self._newest: dict[str, array[int]] = {}  # by lane: per slot the number of its newest fence; 0: none
+        self._newest: dict[str, PerSlot] = {}  # by lane: per slot the number of its newest fence; 0: none
         self._live: dict[str, dict[int, Fence]] = {}  # by lane: fences by number, in order of arrival; passed ones are dropped when met
 
     def note(self, slots: Run, fence: Fence | None) -> None:
@@ -50,12 +50,9 @@ class LastUse:
         number = self._number(fence)
         newest = self._newest[fence.lane]
         if isinstance(slots, np.ndarray):
-            run = np.frombuffer(newest, np.int64)
-            run[slots] = np.maximum(run[slots], number)
-            return
-        for slot in slots:
-            if newest[slot] < number:
-                newest[slot] = number
+            newest.array[slots] = np.maximum(newest.array[slots], number)
+        else:
+            newest.set([slot for slot in slots if newest.at[slot] < number], number)
 
     def after(self, slots: Run) -> tuple[Fence, ...]:
         """What must have passed before `slots` are written by a new owner."""
@@ -68,14 +65,14 @@ class LastUse:
         return tuple(fences)
 
     @staticmethod
-    def _upto(newest: array[int], slots: Run) -> int:
+    def _upto(newest: PerSlot, slots: Run) -> int:
         if isinstance(slots, np.ndarray):
-            return int(np.frombuffer(newest, np.int64)[slots].max(initial=0))
-        return max(map(newest.__getitem__, slots), default=0)
+            return int(newest.array[slots].max(initial=0))
+        return max(map(newest.at.__getitem__, slots), default=0)
 
     def _number(self, fence: Fence) -> int:
         if fence.lane not in self._live:
-            self._live[fence.lane], self._newest[fence.lane] = {}, array("q", bytes(8 * self._num_slots))
+            self._live[fence.lane], self._newest[fence.lane] = {}, PerSlot("q", self._num_slots)
         live = self._live[fence.lane]
         for number, known in reversed(live.items()):
             if known is fence:
@@ -104,11 +101,10 @@ class KeyIndex:
 
     def __init__(self, num_slots: int) -> None:
         self.key_of: list[bytes | None] = [None] * num_slots  # by slot; None: not sealed
-        self.sealed = bytearray(num_slots)  # by slot; 1: it has a key
+        self.sealed = PerSlot("B", num_slots)  # 1: it has a key
         self._slot_of: dict[bytes, int] = {}
         self._num_forgets = 0
-        self._lost_at = array("q", bytes(8 * num_slots))  # by slot: the number of the forget that last took its key
-        self._losses = np.frombuffer(self._lost_at, np.int64)  # the same memory
+        self._lost_at = PerSlot("q", num_slots)  # the number of the forget that last took its key
         self._found: dict[int, Found] = {}  # by the identity of the keys, which the answer keeps from being another's
         self._found_before: dict[int, Found] = {}
         self._last = Found((), [], 0)  # a crowd often comes for the same beginning
@@ -151,9 +147,9 @@ class KeyIndex:
         """Its run, up to the first slot that has lost its key since."""
         run = known.run
         if isinstance(run, np.ndarray):
-            lost = np.flatnonzero(self._losses[run] > known.num_forgets)
+            lost = np.flatnonzero(self._lost_at.array[run] > known.num_forgets)
             return as_run(run[: lost[0]]) if lost.size else run
-        lost_at = self._lost_at
+        lost_at = self._lost_at.at
         end = next((place for place, slot in enumerate(run) if lost_at[slot] > known.num_forgets), None)
         return run if end is None else run[:end]
 
@@ -167,12 +163,6 @@ class KeyIndex:
         """The slot of each key; -1 where it is not here."""
         return list(map(self._slot_of.get, keys, repeat(-1)))
 
-    def are_sealed(self, slots: Run) -> bool:
-        """Whether all of them are."""
-        if isinstance(slots, np.ndarray):
-            return bool(np.frombuffer(self.sealed, bool)[slots].all())
-        return all(map(self.sealed.__getitem__, slots))
-
     def add(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Give each slot its key unless the key lives elsewhere: first writer wins. Returns the slots that got theirs."""
         if any(map(self.key_of.__getitem__, slots)):
@@ -185,7 +175,7 @@ class KeyIndex:
         key_of = self.key_of
         for slot, key in zip(taken, given, strict=True):
             key_of[slot] = key
-        self._mark(as_run(taken), 1)
+        self.sealed.set(as_run(taken), 1)
         return taken
 
     def forget(self, slots: Sequence[int]) -> list[bytes]:
@@ -199,29 +189,20 @@ class KeyIndex:
             self.key_of[slot] = None
             keys.append(key)
         run = as_run(slots)
-        self._mark(run, 0)
-        if isinstance(run, np.ndarray):
-            self._losses[run] = self._num_forgets + 1
-        else:
-            for slot in run:
-                self._lost_at[slot] = self._num_forgets + 1
+        self.sealed.set(run, 0)
+        self._lost_at.set(run, self._num_forgets + 1)
         self._num_forgets += 1  # behind the change: who looks meanwhile, from another thread, has seen a state that is over
         return keys
-
-    def _mark(self, slots: Run, sealed: int) -> None:
-        if isinstance(slots, np.ndarray):
-            np.frombuffer(self.sealed, np.uint8)[slots] = sealed
-        else:
-            for slot in slots:
-                self.sealed[slot] = sealed
 
     def check(self) -> None:
         """Raise unless both directions agree."""
         backwards = [(key, slot) for slot, key in enumerate(self.key_of) if key is not None]
         if len(backwards) != len(self._slot_of) or dict(backwards) != self._slot_of:
             raise InvariantBroken(f"{len(backwards)} slots have a key and {len(self._slot_of)} keys have a slot, and they disagree")
-        if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed) if sealed]:
-            raise InvariantBroken(f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed)} that are said to be sealed")
+        if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed.at) if sealed]:
+            raise InvariantBroken(
+                f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed.at)} that are said to be sealed"
+            )
 
 
 def _as_far_as(found: Found | None, keys: Sequence[bytes]) -> Found | None:
@@ -265,12 +246,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Slots that can be reserved now: free or evictable."""
-        return self._book.num_in(SlotState.FREE) + self._book.num_in(SlotState.IDLE)
+        return self._book.num_in[SlotState.FREE] + self._book.num_in[SlotState.IDLE]
 
     @property
     def num_free(self) -> int:
         """Slots that can be reserved without anything being forgotten."""
-        return self._book.num_in(SlotState.FREE)
+        return self._book.num_in[SlotState.FREE]
 
     @property
     def num_unwanted(self) -> int:
@@ -333,7 +314,7 @@ class BlockPool:
 
     def is_held(self, slot: int) -> bool:
         """By a table; pins do not count."""
-        return self._book.holds[slot] > 0
+        return self._book.holds.at[slot] > 0
 
     def num_idle_of(self, slots: Run) -> int:
         return len(self._book.those_in(SlotState.IDLE, slots))
@@ -354,7 +335,7 @@ class BlockPool:
         slots.sort()  # neighbours are copied as one
         run = as_run(slots)
         self._book.move(run, SlotEvent.RESERVE, SlotState.RESERVED, owner)
-        self._book.add_holds(run, 1)
+        self._book.holds.add(run, 1)
         reservation = Reservation(owner, self, run, self._last_use.after(run))
         out[reservation] = None
         return reservation
@@ -381,13 +362,13 @@ class BlockPool:
         has `num_elsewhere` places without a slot, for blocks that are not in this pool."""
         out, book, run = self._handles, self._book, as_run(shared)
         book.require(run, SlotEvent.SHARE)
-        if not self._index.are_sealed(run):
-            slot = next(slot for slot in shared if not self._index.sealed[slot])
+        if not self._index.sealed.all(run):
+            slot = next(slot for slot in shared if not self._index.sealed.at[slot])
             raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
         self._idle.remove(book.those_in(SlotState.IDLE, run))
         self._idle.hit(run)
         book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
-        book.add_holds(run, 1)
+        book.holds.add(run, 1)
         hold = Hold(owner, self, num_elsewhere)
         hold.append(run)
         out[hold] = None
@@ -403,7 +384,7 @@ class BlockPool:
         idle = book.those_in(SlotState.IDLE, run)
         self._idle.remove(idle)
         book.move(idle, SlotEvent.PIN, SlotState.PINNED, owner)
-        book.add_pins(run, 1)
+        book.pins.add(run, 1)
         pin = Pin(owner, self, run)
         out[pin] = None
         if self._observer is not None:
@@ -433,9 +414,9 @@ class BlockPool:
         del self._handles[handle]
         if isinstance(handle, Hold):
             for pin in handle.run_pins:
-                book.add_pins(pin.run, 1)
+                book.pins.add(pin.run, 1)
         self._last_use.note(run, fence)
-        (book.add_pins if isinstance(handle, Pin) else book.add_holds)(run, -1)
+        (book.pins if isinstance(handle, Pin) else book.holds).add(run, -1)
         self._settle_unused(run, handle.owner)
 
     def drop_first(self, hold: Hold, num_slots: int, fence: Fence | None) -> None:
@@ -447,7 +428,7 @@ class BlockPool:
         if self._observer is not None:
             self._observer.returned(self.name, as_list(run), hold.owner, fence)
         self._last_use.note(run, fence)
-        self._book.add_holds(run, -1)
+        self._book.holds.add(run, -1)
         self._settle_unused(run, hold.owner)
 
     def _settle_unused(self, run: Run, owner: str) -> None:
@@ -506,48 +487,42 @@ class BlockPool:
 
     def evict(self, num_slots: int) -> int:
         """Forget that many idle blocks, or all where there are fewer. Returns how many."""
-        return self._evicted(self._idle.pop(num_slots))
+        slots = self._idle.pop(num_slots)
+        self._lose(slots, slots)
+        self.num_evicted += len(slots)
+        return len(slots)
 
     def evict_these(self, slots: Sequence[int]) -> int:
         """Forget those of `slots` that are idle, wanted or not. Returns how many."""
         idle = self._book.those_in(SlotState.IDLE, as_run(slots))
-        self._idle.remove(idle)
-        self._idle.lost(as_list(idle))
-        return self._evicted(as_list(idle))
+        self.num_evicted += len(idle)
+        return self.forget(as_list(idle))
 
     def forget_idle(self, slots: Sequence[int], most: int) -> int:
         """Forget up to `most` of `slots` that are idle, wanted or not, the last ones first. Returns how many."""
         idle = as_list(self._book.those_in(SlotState.IDLE, as_run(slots)))
         return self.forget(idle[max(0, len(idle) - most) :])
 
-    def _evicted(self, slots: list[int]) -> int:
-        self._book.move(as_run(slots), SlotEvent.EVICT, SlotState.FREE, self.name)
-        keys = self._index.forget(slots)
-        if self.gone is not None:
-            self.gone += keys
-        self._free.extend(slots)
-        self.num_evicted += len(slots)
-        if self._observer is not None:
-            for slot, key in zip(slots, keys, strict=True):
-                self._observer.evicted(self.name, slot, key)
-        return len(slots)
-
     def forget(self, slots: Sequence[int]) -> int:
         """These blocks are not to be found any more, those of `slots` that have a key. One that somebody holds or pins stays where it is
         until he is done, and is free then. Returns how many."""
-        sealed = [slot for slot in slots if self._index.sealed[slot]]
+        sealed = [slot for slot in slots if self._index.sealed.at[slot]]
         idle = self._book.those_in(SlotState.IDLE, as_run(sealed))
         self._idle.remove(idle)
         self._idle.lost(sealed)
-        self._book.move(idle, SlotEvent.EVICT, SlotState.FREE, self.name)
-        keys = self._index.forget(sealed)
+        self._lose(sealed, as_list(idle))
+        return len(sealed)
+
+    def _lose(self, slots: list[int], idle: list[int]) -> None:
+        """`slots` have no keys any more, and those of them that are `idle` are free."""
+        self._book.move(as_run(idle), SlotEvent.EVICT, SlotState.FREE, self.name)
+        keys = self._index.forget(slots)
         if self.gone is not None:
             self.gone += keys
-        self._free.extend(as_list(idle))
+        self._free.extend(idle)
         if self._observer is not None:
-            for slot, key in zip(sealed, keys, strict=True):
+            for slot, key in zip(slots, keys, strict=True):
                 self._observer.evicted(self.name, slot, key)
-        return len(sealed)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
@@ -558,13 +533,13 @@ class BlockPool:
         pins = Counter(slot for handle in booked for slot in handle.slots)
         holds = Counter(slot for handle in out if not isinstance(handle, Pin) for slot in handle.slots)
         reserved = {slot for handle in out if isinstance(handle, Reservation) for slot in handle.slots}
-        for slot, state in enumerate(self._book.state):
-            noted = (SlotState(state), self._book.holds[slot], self._book.pins[slot])
+        for slot, state in enumerate(self._book.state.at):
+            noted = (SlotState(state), self._book.holds.at[slot], self._book.pins.at[slot])
             sealed = self._index.key_of[slot] is not None
             counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
             if noted != counted:
                 raise InvariantBroken(f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted {counted}")
-        in_state = {state: [slot for slot, found in enumerate(self._book.state) if found == state] for state in SlotState}
+        in_state = {state: [slot for slot, found in enumerate(self._book.state.at) if found == state] for state in SlotState}
         if self.counts != SlotCounts(*(len(in_state[state]) for state in SlotState)):
             raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
         if sorted([*self._free, *self._fresh]) != in_state[SlotState.FREE] or sorted(self._idle) != in_state[SlotState.IDLE]:
@@ -594,3 +569,42 @@ def _state(reserved: bool, num_holds: int, num_pins: int, sealed: bool) -> SlotS
     if num_pins:
         return SlotState.PINNED
     return SlotState.IDLE if sealed else SlotState.FREE
+
+
+class PinnedKeys:
+    """Blocks of a pool that have to stay for somebody, by their keys, whether they are here yet or not. `protect` keeps slots from being
+    evicted, and returns what ends that. Whoever calls has the pool's lock."""
+
+    def __init__(self, pool: BlockPool, protect: Callable[[Run], Callable[[], None]]) -> None:
+        self._pool = pool
+        self._protect = protect
+        self._keys: dict[str, frozenset[bytes]] = {}  # by owner
+        self._num_owners: Counter[bytes] = Counter()  # by key
+        self._ends: list[Callable[[], None]] = []  # of what protects those that are here
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._num_owners
+
+    def pin(self, owner: str, keys: Iterable[bytes]) -> None:
+        """None of `keys` is evicted until `unpin`, nor is one that lands later. Idempotent."""
+        if owner not in self._keys:
+            self._keys[owner] = frozenset(keys)
+            self._num_owners.update(self._keys[owner])
+            self.landed(self._keys[owner])
+
+    def unpin(self, owner: str) -> None:
+        """What others pin as well stays. Idempotent."""
+        for key in self._keys.pop(owner, frozenset()):
+            self._num_owners[key] -= 1
+            if not self._num_owners[key]:
+                del self._num_owners[key]
+        ended, self._ends = self._ends, []
+        self.landed(list(self._num_owners))
+        for end in ended:
+            end()
+
+    def landed(self, keys: Iterable[bytes]) -> None:
+        """These have got slots, sealed and not evicted yet: those of them that are pinned are protected from now on."""
+        slots = [slot for slot in self._pool.find_each([key for key in keys if key in self._num_owners]) if slot >= 0]
+        if slots:
+            self._ends.append(self._protect(as_run(slots)))

@@ -10,7 +10,7 @@ So the state follows from four facts: is it reserved, number of holds, number of
 because its counts are asked for all the time, and because a state that disagrees with the facts is how a defect shows.
 
 Half of all calls are about the one block that a decoding request has come to, where an array operation costs ten times a loop's; for the
-thousands of a long prompt it costs a tenth. So each book can be used in both ways, and a run of slots is a list or an array by its length.
+thousands of a long prompt it costs a tenth. So a run of slots is a list or an array by its length, and `PerSlot` can be used in both ways.
 """
 
 from __future__ import annotations
@@ -62,6 +62,49 @@ def as_list(slots: Sequence[int] | NDArray[np.integer[Any]]) -> list[int]:
     return plain
 
 
+class PerSlot:
+    """A number for each slot: `at` is for one slot at a time, `array` the same memory for many."""
+
+    __slots__ = ("array", "at")
+
+    def __init__(self, typecode: str, num_slots: int) -> None:
+        self.at = array(typecode, bytes(array(typecode).itemsize * num_slots))
+        self.array: NDArray[Any] = np.frombuffer(self.at, typecode)
+
+    def set(self, slots: Run, number: int) -> None:
+        if isinstance(slots, np.ndarray):
+            self.array[slots] = number
+        else:
+            at = self.at
+            for slot in slots:
+                at[slot] = number
+
+    def add(self, slots: Run, by: int) -> None:
+        """To `slots`, each named once."""
+        if isinstance(slots, np.ndarray):
+            self.array[slots] += by
+        else:
+            at = self.at
+            for slot in slots:
+                at[slot] += by
+
+    def any(self, slots: Run) -> bool:
+        """Whether one of them has another number than 0."""
+        return bool(self.array[slots].any()) if isinstance(slots, np.ndarray) else any(map(self.at.__getitem__, slots))
+
+    def all(self, slots: Run) -> bool:
+        """Whether each of them has another number than 0."""
+        return bool(self.array[slots].all()) if isinstance(slots, np.ndarray) else all(map(self.at.__getitem__, slots))
+
+    def parted(self, slots: Run) -> tuple[Run, Run]:
+        """Those with another number than 0, and those with 0."""
+        if isinstance(slots, np.ndarray):
+            has = self.array[slots] != 0
+            return slots[has], slots[~has]
+        at = self.at
+        return [slot for slot in slots if at[slot]], [slot for slot in slots if not at[slot]]
+
+
 _STATES = tuple(SlotState)  # by number
 _FREE, _RESERVED, _ACTIVE, _PINNED, _IDLE = _STATES
 
@@ -104,70 +147,48 @@ class SlotBook:
     """States, holds and pins of one pool's slots, with a running count per state."""
 
     def __init__(self, num_slots: int, pool: str, observer: PoolObserver | None) -> None:
-        self.state = bytearray(num_slots)  # a SlotState each
-        self.holds = array("i", bytes(4 * num_slots))  # by tables; a reservation counts as one
-        self.pins = array("i", bytes(4 * num_slots))
-        self._states = np.frombuffer(self.state, np.uint8)  # the same memory, and so are these
-        self._holds = np.frombuffer(self.holds, np.int32)
-        self._pins = np.frombuffer(self.pins, np.int32)
-        self._counts = [0] * len(SlotState)
-        self._counts[SlotState.FREE] = num_slots
+        self.state = PerSlot("B", num_slots)  # a SlotState each
+        self.holds = PerSlot("i", num_slots)  # by tables; a reservation counts as one
+        self.pins = PerSlot("i", num_slots)
+        self.num_in = [0] * len(SlotState)  # by state
+        self.num_in[SlotState.FREE] = num_slots
         self._pool = pool
         self._observer = observer
 
     @property
     def counts(self) -> SlotCounts:
-        return SlotCounts(*self._counts)
-
-    def num_in(self, state: SlotState) -> int:
-        return self._counts[state]
+        return SlotCounts(*self.num_in)
 
     def those_in(self, state: SlotState, slots: Run) -> Run:
         if isinstance(slots, np.ndarray):
-            those: NDArray[np.intp] = slots[self._states[slots] == state]
+            those: NDArray[np.intp] = slots[self.state.array[slots] == state]
             return those
-        states = self.state
+        states = self.state.at
         return [slot for slot in slots if states[slot] == state]
 
-    def those_not_held(self, slots: Run, sealed: bytearray) -> tuple[Run, Run, Run]:
+    def those_not_held(self, slots: Run, sealed: PerSlot) -> tuple[Run, Run, Run]:
         """Of `slots` those that no table holds: the pinned ones, and of the others those that are `sealed` and those that are not."""
         if isinstance(slots, np.ndarray):
-            left = slots[self._holds[slots] == 0]
-            is_pinned = self._pins[left] > 0
-            is_idle = np.frombuffer(sealed, bool)[left] & ~is_pinned
+            left = slots[self.holds.array[slots] == 0]
+            is_pinned = self.pins.array[left] > 0
+            is_idle = (sealed.array[left] != 0) & ~is_pinned
             return left[is_pinned], left[is_idle], left[~(is_pinned | is_idle)]
-        holds, pins = self.holds, self.pins
+        holds, pins, is_sealed = self.holds.at, self.pins.at, sealed.at
         pinned: list[int] = []
         idle: list[int] = []
         free: list[int] = []
         for slot in slots:
             if not holds[slot]:
-                (pinned if pins[slot] else idle if sealed[slot] else free).append(slot)
+                (pinned if pins[slot] else idle if is_sealed[slot] else free).append(slot)
         return pinned, idle, free
-
-    def add_holds(self, slots: Run, by: int) -> None:
-        """`slots`, each named once, are held by so many more."""
-        if isinstance(slots, np.ndarray):
-            self._holds[slots] += by
-        else:
-            for slot in slots:
-                self.holds[slot] += by
-
-    def add_pins(self, slots: Run, by: int) -> None:
-        """`slots`, each named once, are pinned by so many more."""
-        if isinstance(slots, np.ndarray):
-            self._pins[slots] += by
-        else:
-            for slot in slots:
-                self.pins[slot] += by
 
     def require(self, slots: Run, event: SlotEvent) -> None:
         """Raise unless `event` is legal for every one of `slots`, each named once; changes nothing."""
         if not len(slots):
             return
         ordered = np.sort(slots) if isinstance(slots, np.ndarray) else sorted(slots)
-        if ordered[0] < 0 or ordered[-1] >= len(self.state):
-            raise InvariantBroken(f"pool {self._pool!r} has slots 0 to {len(self.state) - 1}, got {ordered[0]} to {ordered[-1]}")
+        if ordered[0] < 0 or ordered[-1] >= len(self.state.at):
+            raise InvariantBroken(f"pool {self._pool!r} has slots 0 to {len(self.state.at) - 1}, got {ordered[0]} to {ordered[-1]}")
         twice = (ordered[1:] == ordered[:-1]).any() if isinstance(ordered, np.ndarray) else len(set(slots)) != len(slots)
         if twice:
             raise InvariantBroken(f"pool {self._pool!r}: a run of slots to {event.name} names a slot twice")
@@ -184,13 +205,8 @@ class SlotBook:
             if not legal[old][new]:
                 raise self._illegal(slots, old, event)
         left = {} if self._observer is None else {old: as_list(self.those_in(_STATES[old], slots)) for old in found if old != new}
-        if isinstance(slots, np.ndarray):
-            self._states[slots] = new
-        else:
-            state = self.state
-            for slot in slots:
-                state[slot] = new
-        counts = self._counts
+        self.state.set(slots, new)
+        counts = self.num_in
         for old, num in found.items():
             counts[old] -= num
             counts[new] += num
@@ -201,11 +217,11 @@ class SlotBook:
     def _num_by_state(self, slots: Run) -> dict[int, int]:
         """How many of `slots` are in each state that any of them is in, by its number."""
         if isinstance(slots, np.ndarray):
-            counts = np.bincount(self._states[slots]).tolist()
+            counts = np.bincount(self.state.array[slots]).tolist()
             return {state: num for state, num in enumerate(counts) if num}
         if len(slots) == 1:
-            return {self.state[slots[0]]: 1}
-        found = bytes(map(self.state.__getitem__, slots))
+            return {self.state.at[slots[0]]: 1}
+        found = bytes(map(self.state.at.__getitem__, slots))
         return {state: found.count(state) for state in set(found)}
 
     def _illegal(self, slots: Run, number: int, event: SlotEvent) -> IllegalTransition:

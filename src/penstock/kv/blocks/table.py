@@ -50,8 +50,8 @@ class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
     __slots__ = (
-        *("_after", "_paged", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_shared", "own_scope"),
-        *("paged_pins", "prefix", "sealed_keys"),
+        *("_after", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_shared", "own_scope"),
+        *("paged_pins", "paged_slots", "prefix", "sealed_keys"),
     )
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
@@ -66,22 +66,18 @@ class BlockTable:
         self.num_fetched = 0  # blocks in those
         self.own_scope: bytes | None = None  # under which its blocks from number `num_shared` on get their keys; None: there are none
         self.num_shared = 0
-        self._paged: NDArray[np.int32] = np.empty(0, np.int32)
+        # Where in host memory its first blocks are, which it does not have on the device. Replaced as a whole, never changed.
+        self.paged_slots: NDArray[np.int32] = np.empty(0, np.int32)
         self._after: tuple[Fence, ...] = ()
 
     @property
     def num_paged(self) -> int:
         return self.hold.num_dropped
 
-    @property
-    def paged_slots(self) -> NDArray[np.int32]:
-        """Where in host memory its first blocks are, which it does not have on the device. What it has shown never changes."""
-        return self._paged
-
     def add_paged(self, pin: Pin) -> None:
         """The next of its first blocks are in host memory, under `pin`."""
         self.paged_pins.append(pin)
-        self._paged = np.concatenate((self._paged, pin.array))
+        self.paged_slots = np.concatenate((self.paged_slots, pin.array))
 
     @property
     def owner(self) -> str:
@@ -121,10 +117,6 @@ class BlockTable:
             last = block_key(last, tokens[block * self.block_tokens : (block + 1) * self.block_tokens], scope)
             keys.append(last)
         return keys
-
-    def advance(self, keys: Sequence[bytes]) -> None:
-        """`keys` are sealed."""
-        self.sealed_keys += keys
 
     def add_after(self, fences: tuple[Fence, ...]) -> None:
         """Slots were drawn that may not be written before `fences`."""

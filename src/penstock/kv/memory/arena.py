@@ -1,19 +1,34 @@
-"""The device memory that KV blocks live in. Owns the tensor; which slot is whose is the pool's business."""
+"""The memory that KV blocks live in, on the device and in the host. Owns the tensors and the pinning of host memory; which slot is whose is
+the pools' business."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import math
 import mmap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from penstock.config import GIB
 from penstock.errors import ConfigError
 from penstock.kv.memory.layout import BlockLayout
 
-_GIB = 1 << 30
+_LOG = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+# Pinning keeps every other thread from launching: 1 ms for 32 MiB whose memory is there, 170 ms for 256 MiB that is yet to be found (H200).
+_PIECE_BYTES = 32 << 20
+# Finding memory on first use costs a copy between five and thirty times its own time, and takes a core from compute meanwhile. So a
+# little is found in advance where nothing is pinned; all of it at once would take it from a laptop for good.
+_AHEAD_BYTES = 256 << 20
+_CLOSE_S = 60.0  # one piece is pinned in a fraction of a second
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; find memory and leave what is in it as it is
 
 
 class DeviceArena:
@@ -49,26 +64,35 @@ class DeviceArena:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    available = free_bytes(device)
-    if num_bytes > available:
-        raise _does_not_fit(name, device, num_bytes, available)
-    try:
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        # An anonymous mapping is page-aligned and zero without being touched: start-up does not pay for what is never used.
+    num_bytes, lower = math.prod(shape) * dtype.itemsize, "--device-kv-gib or --device-kv-blocks"
+    if device.type == "cpu":
+        return torch.frombuffer(_untouched(num_bytes, name, "on cpu", lower), dtype=dtype).view(shape)
+    with _must_fit(num_bytes, device, name, f"on {device}", lower):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _untouched(num_bytes: int, name: str, where: str, lower: str) -> mmap.mmap:
+    """Zeros that take no memory before they are used, on whole pages: start-up does not pay for what is never used."""
+    with _must_fit(num_bytes, _CPU, name, where, lower):
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        find_in_large_steps(memory)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
-    except (torch.OutOfMemoryError, MemoryError, OSError, OverflowError):
-        raise _does_not_fit(name, device, num_bytes, available) from None
-
-
-def find_in_large_steps(memory: mmap.mmap) -> None:
-    """Found in large steps where the system can: half the faults' time on first use, and fewer addresses to look up in every gather."""
+    # Found in large steps where the system can: half the faults' time on first use, and fewer addresses to look up in every gather.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without it: only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+@contextlib.contextmanager
+def _must_fit(num_bytes: int, device: torch.device, name: str, where: str, lower: str) -> Iterator[None]:
+    """Raises ConfigError where that much is not free, or cannot be had by what is done inside."""
+    available = free_bytes(device)
+    try:
+        if num_bytes > available:
+            raise MemoryError
+        yield
+    except (torch.OutOfMemoryError, MemoryError, OSError, OverflowError):
+        free = f"of which {available / GIB:.2f} GiB are free"
+        raise ConfigError(f"the {name} KV arena needs {num_bytes / GIB:.2f} GiB {where}, {free}; lower {lower}") from None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -79,8 +103,159 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _does_not_fit(name: str, device: torch.device, num_bytes: int, available: int) -> ConfigError:
-    free = f", of which {available / _GIB:.2f} GiB are free"
-    return ConfigError(
-        f"the {name} KV arena needs {num_bytes / _GIB:.2f} GiB on {device}{free}; lower --device-kv-gib or --device-kv-blocks"
-    )
+def piece_slots(layout: BlockLayout) -> int:
+    """How many slots are pinned together: whole slots on whole pages of memory. CUDA refuses a copy that lies across two registrations,
+    and a registration that shares a page with another."""
+    step = mmap.PAGESIZE // math.gcd(layout.block_bytes, mmap.PAGESIZE)
+    return step * max(1, _PIECE_BYTES // (step * layout.block_bytes))
+
+
+class HostArena:
+    """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first. It has no padding block: no step reads it.
+
+    Beside a GPU a slot may be used only when `prepare` has said so: copies from and to memory that is not pinned would block whoever
+    launches them. `device` is where the other end of the copies is.
+    """
+
+    def __init__(self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "host") -> None:
+        if num_slots < 1:
+            raise ConfigError(f"the {name} KV arena needs at least one block, got {num_slots}")
+        self.name = name
+        self.layout = layout
+        self.num_slots = num_slots
+        self._device = torch.device(device)
+        self._memory = _untouched(self.num_bytes, name, "of memory", "--kv-offload-host-gib")
+        self.tensor = torch.frombuffer(self._memory, dtype=getattr(torch, layout.dtype)).view(num_slots, *layout.shape)
+        self._lock = threading.Lock()  # a piece is pinned before `close`, or not at all
+        self._pinned: list[int] = []  # addresses of registered pieces
+        # One that is dropped without `close` takes its registrations along: the next one may be mapped to the same addresses.
+        weakref.finalize(self, _unregister_all, self._pinned, self._device).atexit = False
+        self._closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.layout.block_bytes
+
+    @property
+    def bytes(self) -> memoryview:
+        """All slots, one behind the other."""
+        return memoryview(self._memory)
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot."""
+        size = self.layout.block_bytes
+        return memoryview(self._memory)[slot * size : (slot + 1) * size]
+
+    def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+        """Make the memory usable, piece by piece and in order; `ready` gets each piece's slots, `progress` bytes done and in all.
+
+        Takes seconds, so its owner calls it once, on a thread of its own (a failed registration also leaves its error with the thread).
+        Memory that cannot be pinned ends it with a warning: the slots before are there, the others never become ready.
+        """
+        if self._device.type == "cpu":
+            ready(range(self.num_slots))  # it can be used all the same, only slower
+            self._find_ahead(stop)
+            return
+        step = piece_slots(self.layout)
+        for first in range(0, self.num_slots, step):
+            slots = range(first, min(first + step, self.num_slots))
+            if stop() or not self._pin(slots):
+                return
+            ready(slots)
+            progress(slots.stop * self.layout.block_bytes, self.num_bytes)
+
+    def _find_ahead(self, stop: Callable[[], bool]) -> None:
+        total = min(_AHEAD_BYTES, self.num_bytes)
+        for first in range(0, total, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, total - first)
+            if stop() or free_bytes(_CPU) < 4 * size or not _find(self.tensor.data_ptr() + first, size):
+                return  # each slot of the rest is found when it is first used
+
+    def close(self) -> None:
+        """Unpin; idempotent. No copy may be in flight. A `prepare` that still runs ends before its next piece."""
+        with self._lock:
+            self._closed = True
+            _unregister_all(self._pinned, self._device)
+
+    def _pin(self, slots: range) -> bool:
+        address = self.tensor.data_ptr() + slots.start * self.layout.block_bytes
+        num_bytes = len(slots) * self.layout.block_bytes
+        if free_bytes(_CPU) < num_bytes:
+            return self._give_up(slots, "no memory is left")
+        # Found before it is registered, outside the driver's lock. Nobody has the slots yet, so zeros stay zeros.
+        ctypes.memset(address, 0, num_bytes)
+        with self._lock:
+            if self._closed:
+                return False
+            failure = _register(address, num_bytes, self._device)
+            if failure is None:
+                self._pinned.append(address)
+        return failure is None or self._give_up(slots, failure)
+
+    def _give_up(self, slots: range, why: str) -> bool:
+        done, total = (count * self.layout.block_bytes / GIB for count in (slots.start, self.num_slots))
+        _LOG.warning("the %s KV arena is %.2f GiB instead of %.2f: the rest of it cannot be pinned (%s)", self.name, done, total, why)
+        return False
+
+
+class HostMemory:
+    """One arena being prepared."""
+
+    def __init__(self, arena: HostArena, ready: Callable[[range], None]) -> None:
+        self._arena = arena
+        self._ready = ready
+        self._stop = threading.Event()
+        self._told = 0  # tenths that have been logged
+        self._thread = threading.Thread(target=self._prepare, name="host-memory", daemon=True)
+        self._end = weakref.finalize(self, _end, self._stop, self._thread)  # at exit too: pinning is not to be stopped in the middle
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent. No copy may be in flight."""
+        self._end()
+        self._arena.close()
+
+    def _prepare(self) -> None:
+        try:
+            self._arena.prepare(self._ready, self._progress, self._stop.is_set)
+        except BaseException:  # of any kind: the tier goes on with what is ready
+            _LOG.exception("host memory could not be prepared further; the host tier uses what it has")
+
+    def _progress(self, done: int, total: int) -> None:
+        tenths = 10 * done // max(total, 1)
+        if tenths > self._told:
+            self._told = tenths
+            _LOG.info("host memory for KV: %.1f of %.1f GiB ready", done / 2**30, total / 2**30)
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():  # which may be the last that had a reference
+        thread.join(_CLOSE_S)
+
+
+def _find(address: int, num_bytes: int) -> bool:
+    """Memory for what is mapped there, now; what is in it stays. False: this system cannot. Not by `mmap.madvise`, which lets no other
+    thread run meanwhile."""
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) == 0)
+
+
+def _register(address: int, num_bytes: int, device: torch.device) -> str | None:
+    """Pin, for all GPUs. None: done; otherwise why not."""
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostRegister(address, num_bytes, 0)
+        return None if int(code) == 0 else str(cudart.cudaGetErrorString(code))
+
+
+def _unregister_all(addresses: list[int], device: torch.device) -> None:
+    while addresses:
+        _unregister(addresses.pop(), device)
+
+
+def _unregister(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostUnregister(address)
+        if int(code) != 0:
+            _LOG.warning("a piece of host memory could not be unpinned: %s", cudart.cudaGetErrorString(code))

@@ -2,6 +2,10 @@
 on which lane and in which order is the cold tier's business.
 
 Whatever a store raises ends here: blocks fail, the breaker hears of it, a counter tells. Only a defect of ours goes on, to the ticket.
+The breaker says whether a store is worth talking to:
+
+    CLOSED  -- it fails -->  OPEN  -- time to look -->  HALF_OPEN  -- it answers -->  CLOSED
+                              ^------------ it does not ----'
 """
 
 from __future__ import annotations
@@ -9,18 +13,118 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.contract import Fence
-from penstock.errors import DeadlineExceeded, InvariantBroken, StoreFailed
+from penstock.errors import DeadlineExceeded, IllegalTransition, InvariantBroken, StoreFailed
 from penstock.figures import Histogram, Traffic
-from penstock.kv.tiers.breaker import Breaker, BreakerState
 from penstock.kv.tiers.policy import LinkRate
 from penstock.kv.tiers.store import BlockStore, Outcome
 from penstock.lanes.lane import Ticket
+
+log = logging.getLogger(__name__)
+
+MAX_PROBE_S = 30.0
+MAX_FAILED = 8  # blocks in a row that fail singly; more are no accident
+
+
+class BreakerState(enum.Enum):
+    CLOSED = "closed"  # in use
+    OPEN = "open"  # left alone
+    HALF_OPEN = "half-open"  # being probed, and left alone otherwise
+
+
+class Event(enum.Enum):
+    FAIL = "a failure"
+    PROBE = "a probe"
+    RECOVER = "an answer to a probe"
+
+
+_MOVES = {
+    (BreakerState.CLOSED, Event.FAIL): BreakerState.OPEN,
+    (BreakerState.OPEN, Event.PROBE): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, Event.FAIL): BreakerState.OPEN,
+    (BreakerState.HALF_OPEN, Event.RECOVER): BreakerState.CLOSED,
+}
+
+
+class Breaker:
+    """For any thread. What was begun before it opened has nothing to say about the store as it is after that, so that whoever reports
+    shows what `enter` gave it."""
+
+    def __init__(self, probe_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_openings = 0
+        self._probe_s = probe_s
+        self.clock = clock
+        self._lock = threading.Lock()
+        self.state = BreakerState.CLOSED
+        self._num_failed = 0  # single blocks, in a row
+        self._wait_s = probe_s  # before the next probe
+        self._due_s = 0.0
+
+    def enter(self) -> int | None:
+        """Leave to talk to the store, to be shown when that is over; None: leave it alone."""
+        with self._lock:
+            return self.num_openings if self.state is BreakerState.CLOSED else None
+
+    def fail(self, entered: int) -> bool:
+        """The place as a whole did not answer. Says whether that opened it."""
+        with self._lock:
+            return self._open_if_current(entered)
+
+    def note(self, entered: int, outcomes: Iterable[Outcome]) -> bool:
+        """It answered, block by block. Says whether that opened it."""
+        with self._lock:
+            if not self._is_current(entered):
+                return False
+            for outcome in outcomes:
+                self._num_failed = self._num_failed + 1 if outcome is Outcome.FAILED else 0
+                if self._num_failed >= MAX_FAILED:
+                    return self._open_if_current(entered)
+            return False
+
+    def try_probe(self) -> bool:
+        """Whether it is time to look. Then whoever asked does, and says `probed`."""
+        with self._lock:
+            if self.state is not BreakerState.OPEN or self.clock() < self._due_s:
+                return False
+            self._move(Event.PROBE)
+            return True
+
+    def probed(self, answers: bool) -> None:
+        with self._lock:
+            if answers:
+                self._move(Event.RECOVER)
+                self._wait_s = self._probe_s
+            else:
+                self._wait_s = min(2.0 * self._wait_s, max(MAX_PROBE_S, self._probe_s))
+                self._open()
+
+    def _is_current(self, entered: int) -> bool:
+        return self.state is BreakerState.CLOSED and entered == self.num_openings
+
+    def _open_if_current(self, entered: int) -> bool:
+        if not self._is_current(entered):
+            return False
+        self.num_openings += 1
+        self._open()
+        return True
+
+    def _open(self) -> None:
+        self._move(Event.FAIL)
+        self._num_failed = 0
+        self._due_s = self.clock() + self._wait_s
+
+    def _move(self, event: Event) -> None:
+        after = _MOVES.get((self.state, event))
+        if after is None:
+            raise IllegalTransition("the breaker of a store", self.state.value, event.value)
+        self.state = after
+
 
 SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # those of all transfers
 _SAMPLE_S = 0.5  # of reading without a pause is one measurement of the rate,
@@ -174,8 +278,6 @@ class Tally:
                 traffic.skipped[reason] = traffic.skipped.get(reason, 0) + num
             traffic.checksum_failures[name] = counts.num_corrupt
 
-
-log = logging.getLogger(__name__)
 
 MAX_KNOWN = 100_000  # keys; some 10 MB
 _GONE = (Outcome.MISSING, Outcome.CORRUPT)

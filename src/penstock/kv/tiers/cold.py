@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, takewhile
-from typing import NamedTuple
 
 from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
-from penstock.kv.tiers.breaker import Breaker
-from penstock.kv.tiers.calls import Span, StoreCalls, StoreGroup, Tally, Way
+from penstock.kv.tiers.calls import Breaker, Span, StoreCalls, StoreGroup, Tally, Way
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.lanes.lane import Lane, Ticket
+
+log = logging.getLogger(__name__)
 
 
 class StoreLanes:
@@ -117,57 +117,6 @@ class Finding:
                 self._ready = True
 
 
-class Questions:
-    """What a store was asked for, and has not answered yet as far as the engine thread has seen."""
-
-    def __init__(self, calls: StoreCalls, lane: Lane | None, defects: list[BaseException], wake: Callable[[], None]) -> None:
-        self._calls = calls
-        self._lane = lane
-        self._defects = defects
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._open: list[Finding] = []
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def ask(self, keys: Sequence[bytes], patience_s: float) -> Finding:
-        clock, lane = self._calls.breaker.clock, self._lane
-        finding = Finding(clock=clock)
-        if not keys or not self._calls.usable:
-            finding.answer(0)
-        elif self._calls.store.local or lane is None:
-            finding.answer(self._calls.find(keys))
-        else:
-            finding.deadline_s = clock() + patience_s
-            with self._lock:
-                self._open.append(finding)
-            try:
-                lane.submit(partial(self._answer, finding, keys), label=f"find in {self._calls.store.name}")
-            except BaseException as error:
-                finding.answer(0)  # nobody else will
-                if not isinstance(error, LaneClosed):
-                    raise
-        return finding
-
-    def settle(self) -> None:
-        with self._lock:
-            self._open = [finding for finding in self._open if not finding.ready]
-
-    def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
-        try:
-            if not finding.ready:  # else nobody waits for the answer any more
-                finding.answer(self._calls.find(keys))
-        except Exception as error:  # a store's own end in its calls: this is a defect
-            self._defects.append(error)
-        finally:
-            finding.answer(0)
-            self._wake()
-
-
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class ColdLanes:
     """Reads do not queue behind writes, nor questions behind either."""
@@ -191,14 +140,6 @@ _LIMITS = ColdLimits()
 # --------------------------------------------------------------------------------------------------------------- what is under way
 
 
-class ReadGroup(NamedTuple):
-    """Consecutive blocks of a reading that are over."""
-
-    places: slice  # of the keys that were asked for
-    outcomes: Sequence[Outcome]
-    fence: Fence  # behind the op that wrote their slots
-
-
 class Reading:
     """Blocks on their way from a store into host slots."""
 
@@ -206,7 +147,7 @@ class Reading:
         self._groups = groups
         self._num_taken = 0
 
-    def take_arrived(self) -> Iterator[ReadGroup]:
+    def take_arrived(self) -> Iterator[StoreGroup]:
         """Groups that are over and were not given out yet, in order: none before those ahead of it. A defect of ours is raised instead,
         once; after that its group counts as failed."""
         arrived = list(takewhile(StoreGroup.over, self._groups[self._num_taken :]))
@@ -215,8 +156,7 @@ class Reading:
                 raise defect
         for group in arrived:
             self._num_taken += 1
-            if group.fence is not None:
-                yield ReadGroup(slice(group.places[0], group.places[-1] + 1), group.outcomes, group.fence)
+            yield group
 
     @property
     def over(self) -> bool:
@@ -268,34 +208,52 @@ class Writing:
 # -------------------------------------------------------------------------------------------------------------------------- tier
 
 
-class ColdFigures:
-    """What a cold tier says of itself, to any thread."""
+class ColdTier:
+    """One store with its lanes. All calls but `find` and those for figures come from the engine thread."""
 
-    def __init__(self, calls: StoreCalls, lanes: ColdLanes) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        lanes: ColdLanes,
+        view: Callable[[int], memoryview],  # a host slot's bytes
+        arena: tuple[str, int],  # the host arena's name, and the number of layers: what accesses are declared with
+        limits: ColdLimits = _LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        tally = Tally(view(0).nbytes, clock)
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
-        self.name = calls.store.name
-        self.local = calls.store.local  # it answers from memory
-        self.counts = calls.tally.counts
-        self.rate = calls.tally.rate  # of reads
-        self._calls = calls
+        self.name = store.name
+        self.local = store.local  # it answers from memory
+        self.counts = tally.counts
+        self.rate = tally.rate  # of reads
+        # What is said to its store. Before the first of them a store that fails on purpose can be put in its place.
+        self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
+        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are read together
+        self._write_blocks = max(1, limits.write_bytes // tally.block_bytes)
+        self._lanes = lanes
+        self._limits = limits
+        self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
+        self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
+        self._asking = threading.Lock()
+        self._open: list[Finding] = []  # not seen to be ready
         self._readings: deque[Reading] = deque()  # not seen to be over
-        self._writings: deque[Writing] = deque()
+        self._writings: deque[Writing] = deque()  # not given out
+        self._settled: list[Writing] = []  # to be given out
+        self._resets: list[Writing] = []  # not settled
         self._defects: list[BaseException] = []  # of ours, found on lanes
-        self._questions = Questions(calls, lanes.asker, self._defects, lambda: self.wake())
+        self._was_stuck = False
+        self._closing: Ticket | None = None
 
-    @property
-    def calls(self) -> StoreCalls:
-        """What is said to its store. Before the first of them a store that fails on purpose can be put in its place."""
-        return self._calls
+    # ------------------------------------------------------------------------------------------------- figures, for any thread
 
     @property
     def usable(self) -> bool:
         """Whether it pays to ask: the breaker is closed and nothing is stuck."""
-        return self._calls.usable
+        return self.calls.usable
 
     @property
     def queued_read_bytes(self) -> int:
-        return self._calls.tally.queued_bytes[Way.READ]
+        return self.calls.tally.queued_bytes[Way.READ]
 
     @property
     def num_reading(self) -> int:
@@ -310,52 +268,54 @@ class ColdFigures:
     @property
     def num_asking(self) -> int:
         """Findings that `settle` has not seen to be ready."""
-        return len(self._questions)
+        return len(self._open)
 
     def usage(self) -> StoreUsage:
-        return self._calls.store.usage()
+        return self.calls.store.usage()
 
     def report(self, traffic: Traffic) -> None:
         """Add what is known of this tier to `traffic`."""
-        self._calls.tally.report(self.name, traffic)
+        self.calls.tally.report(self.name, traffic)
         traffic.in_flight[self.name, "host"] = self.num_reading
         traffic.in_flight["host", self.name] = self.num_writing
         traffic.usable[self.name] = self.usable
 
-
-class ColdTier(ColdFigures):
-    """One store with its lanes. All calls but `find` and those for figures come from the engine thread."""
-
-    def __init__(
-        self,
-        store: BlockStore,
-        lanes: ColdLanes,
-        view: Callable[[int], memoryview],  # a host slot's bytes
-        arena: tuple[str, int],  # the host arena's name, and the number of layers: what accesses are declared with
-        limits: ColdLimits = _LIMITS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        tally = Tally(view(0).nbytes, clock)
-        super().__init__(StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s), lanes)
-        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are read together
-        self._write_blocks = max(1, limits.write_bytes // tally.block_bytes)
-        self._lanes = lanes
-        self._limits = limits
-        self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
-        self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
-        self._settled: list[Writing] = []  # to be given out
-        self._resets: list[Writing] = []  # not settled
-        self._was_stuck = False
-        self._closing: Ticket | None = None
+    # ---------------------------------------------------------------------------------------------------------------- blocks
 
     def find(self, keys: Sequence[bytes], patience_s: float) -> Finding:
         """For any thread. Ready at once where the store answers from memory, or is not usable."""
-        return self._questions.ask(keys, patience_s)
+        clock, lane = self.calls.breaker.clock, self._lanes.asker
+        finding = Finding(clock=clock)
+        if not keys or not self.usable:
+            finding.answer(0)
+        elif self.local or lane is None:
+            finding.answer(self.calls.find(keys))
+        else:
+            finding.deadline_s = clock() + patience_s
+            with self._asking:
+                self._open.append(finding)
+            try:
+                lane.submit(partial(self._answer, finding, keys), label=f"find in {self.name}")
+            except BaseException as error:
+                finding.answer(0)  # nobody else will
+                if not isinstance(error, LaneClosed):
+                    raise
+        return finding
+
+    def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
+        try:
+            if not finding.ready:  # else nobody waits for the answer any more
+                finding.answer(self.calls.find(keys))
+        except Exception as error:  # a store's own end in its calls: this is a defect
+            self._defects.append(error)
+        finally:
+            finding.answer(0)
+            self.wake()
 
     def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> Reading:
         """In groups of `group_blocks`, dealt out to the readers in order; slots are written after `after`. Never raises."""
         groups = self._groups(self.group_blocks, range(len(keys)), keys, slots)
-        self._readers.deal(groups, after, self._calls.read, f"read of {owner}")
+        self._readers.deal(groups, after, self.calls.read, f"read of {owner}")
         reading = Reading(groups)
         self._readings.append(reading)
         return reading
@@ -369,10 +329,10 @@ class ColdTier(ColdFigures):
         None: the store is not usable, or there is room for none; counted, and nothing is kept. Otherwise `settle` gives the writing out,
         exactly once, and until then `handle` protects the slots; also where nothing was left to write."""
         if not self.usable:
-            self._calls.tally.skip("broken", len(keys))
+            self.calls.tally.skip("broken", len(keys))
             return None
-        tally = self._calls.tally
-        stored = [False] * len(keys) if self.is_resetting else self._calls.stored(keys)  # what it has now goes before this is written
+        tally = self.calls.tally
+        stored = [False] * len(keys) if self.is_resetting else self.calls.stored(keys)  # what it has now goes before this is written
         new = [place for place, there in enumerate(stored) if not there]
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
         room = (limit - tally.queued_bytes[Way.WRITE]) // tally.block_bytes
@@ -382,7 +342,7 @@ class ColdTier(ColdFigures):
             return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
         writing = Writing(handle, keys, outcomes, self._groups(self._write_blocks, places, keys, slots, depths))
-        self._writers.deal(writing.groups, after, self._calls.write, f"write to {self.name}")
+        self._writers.deal(writing.groups, after, self.calls.write, f"write to {self.name}")
         self._writings.append(writing)
         return writing
 
@@ -390,7 +350,8 @@ class ColdTier(ColdFigures):
         """Writes that are over since the last call. Also probes a broken store, on a lane, when it is time. Raises a defect of ours, once;
         the next call gives out what this one did not."""
         self._watch()
-        self._questions.settle()
+        with self._asking:
+            self._open = [finding for finding in self._open if not finding.ready]
         while self._readings and self._readings[0].over:  # in order, as they roughly end: the others are not looked at each time
             self._readings.popleft()
         while self._writings and self._writings[0].over():
@@ -410,7 +371,7 @@ class ColdTier(ColdFigures):
         groups: list[StoreGroup] = []
         for one in self._writings:  # what a reset takes away is nobody's loss
             groups = [] if one in self._resets else [*groups, *one.groups]
-        self._writers.after_all(group, partial(self._calls.persist, group, groups), f"persist {self.name}")
+        self._writers.after_all(group, partial(self.calls.persist, group, groups), f"persist {self.name}")
         self._writings.append(writing)
         return writing
 
@@ -419,7 +380,7 @@ class ColdTier(ColdFigures):
         is over; its `error` says why it was not done. Reads are not ordered with it: what they find may be gone when they are over."""
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
-        self._writers.between(group, partial(self._calls.reset, group), f"reset {self.name}")
+        self._writers.between(group, partial(self.calls.reset, group), f"reset {self.name}")
         self._writings.append(writing)
         self._resets.append(writing)
         return writing
@@ -448,7 +409,7 @@ class ColdTier(ColdFigures):
             if self._closing is None:
                 self._closing = first.submit(self._close_store, label=f"close {self.name}")
             late = close_lane(first, deadline_s)
-        self._calls.stopped = True
+        self.calls.stopped = True
         if late is not None:
             raise late
         if self._closing is not None:
@@ -465,7 +426,7 @@ class ColdTier(ColdFigures):
         self, size: int, places: Sequence[int], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()
     ) -> list[StoreGroup]:
         runs = [places[start : start + size] for start in range(0, len(places), size)]
-        span = Span(self._calls.breaker.clock(), len(runs))
+        span = Span(self.calls.breaker.clock(), len(runs))
         return [
             StoreGroup(
                 run, [keys[place] for place in run], [slots[place] for place in run], span, [depths[place] for place in run if depths]
@@ -474,30 +435,30 @@ class ColdTier(ColdFigures):
         ]
 
     def _watch(self) -> None:
-        stuck = self._calls.stuck
+        stuck = self.calls.stuck
         if stuck and not self._was_stuck:
-            self._calls.tally.fail("stuck")
+            self.calls.tally.fail("stuck")
             log.warning("the %s tier has been at one thing for %g s; it is left alone until that is over", self.name, self._limits.stuck_s)
         self._was_stuck = stuck
-        if self._calls.breaker.try_probe():
+        if self.calls.breaker.try_probe():
             try:
                 (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
             except BaseException as error:
-                self._calls.breaker.probed(False)  # nobody else will
+                self.calls.breaker.probed(False)  # nobody else will
                 if not isinstance(error, LaneClosed):
                     raise
 
     def _probe(self) -> None:
         try:
-            self._calls.probe()
+            self.calls.probe()
         except BaseException as error:  # a store's own end in its calls: this is a defect, and nobody looks at the ticket of a probe
             self._defects.append(error)
         finally:
             self.wake()
 
     def _close_store(self) -> None:
-        self._calls.stopped = True
+        self.calls.stopped = True
         try:
-            self._calls.store.close()
+            self.calls.store.close()
         except StoreFailed as error:  # nobody needs it any more
             log.warning("the %s tier was closed without an answer: %s", self.name, error)

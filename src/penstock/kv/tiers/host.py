@@ -22,10 +22,9 @@ from penstock.contract import Fence
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
-from penstock.kv.blocks.pinned import PinnedKeys
-from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.pool import BlockPool, PinnedKeys
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
-from penstock.kv.memory.host import HostMemory
+from penstock.kv.memory.arena import HostMemory
 from penstock.kv.tiers.cold import Finding
 from penstock.observe import EngineObserver
 
@@ -55,6 +54,18 @@ class Part(NamedTuple):
     finding: Finding  # how many of the first it has
 
 
+def whose(slots: Sequence[int], parts: Sequence[Part], first: int) -> list[str]:
+    """The tier that has each block from number `first` on, up to the first that none has; `slots` are those in host memory."""
+    found = {number: part.tier for part in parts if part.finding.ready for number in part.blocks[: part.finding.num]}
+    places = (HOST if slot != ABSENT else found.get(number) for number, slot in enumerate(slots, first))
+    return [place for place in itertools.takewhile(lambda place: place is not None, places) if place is not None]
+
+
+def runs_of(tiers: Sequence[str]) -> list[tuple[str, int]]:
+    """Neighbours that one tier has, counted."""
+    return [(tier, len(list(same))) for tier, same in itertools.groupby(tiers)]
+
+
 Slots = NDArray[np.int64]
 _Runs = tuple[Slots | None, tuple[int, ...], int, list[tuple[str, int]]]
 
@@ -78,7 +89,6 @@ class HostLease:
         self.deadline_s = float("inf")
         self.parts: Sequence[Part] = ()
         self._tier = tier
-        self._run: tuple[Slots, int, int] = self.slots, len(slots), 0  # of these slots from that block on, how many are here
         self._runs: _Runs = None, (), 0, []  # of these slots, with so much in each part, from that block on: the runs
 
     @property
@@ -86,40 +96,26 @@ class HostLease:
         return not self.saving and all(part.finding.ready for part in self.parts)
 
     def num_from(self, block: int) -> int:
-        if self.parts:
-            return sum(num for _, num in self.runs_from(block))
-        slots, first, num_blocks = self._run
-        if slots is not self.slots or first != block:  # the same is asked several times on a request's way
-            absent = np.flatnonzero(self.slots[block:] == ABSENT)
-            num_blocks = int(absent[0]) if absent.size else max(0, len(self.slots) - block)
-            self.note_run(block, num_blocks)
-        return num_blocks
+        return sum(num for _, num in self.runs_from(block))
 
     def note_run(self, block: int, num_blocks: int) -> None:
-        """`num_from(block)` is that."""
-        self._run = self.slots, block, num_blocks
+        """Host memory has so many from `block` on; no other tier was asked."""
+        self._runs = self.slots, (), block, [(HOST, num_blocks)] if num_blocks else []
 
     def runs_from(self, block: int) -> list[tuple[str, int]]:
-        if not self.parts:
-            num_blocks = self.num_from(block)
-            return [(HOST, num_blocks)] if num_blocks else []
         asked = self.slots, tuple(part.finding.num if part.finding.ready else 0 for part in self.parts), block
-        if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:
-            self._runs = *asked, self._count_runs(*asked)
+        if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:  # the same is asked several times on a request's way
+            if self.parts:
+                self._runs = *asked, runs_of(whose(self.slots[block:].tolist(), self.parts, block))
+            else:
+                absent = np.flatnonzero(self.slots[block:] == ABSENT)
+                self.note_run(block, int(absent[0]) if absent.size else max(0, len(self.slots) - block))
         return list(self._runs[3])
 
     def set_rank(self, rank: float) -> None:
         """How late its request runs, for whoever has to choose between wanted blocks."""
         if self.want is not None:
             self.want.rank = rank
-
-    def _count_runs(self, slots: Slots, num_found: tuple[int, ...], block: int) -> list[tuple[str, int]]:
-        places: list[str | None] = [None if slot == ABSENT else HOST for slot in slots.tolist()]
-        for part, num in zip(self.parts, num_found, strict=True):
-            for number in part.blocks[:num]:
-                places[number] = part.tier
-        run = itertools.takewhile(lambda place: place is not None, places[block:])
-        return [(place, len(list(same))) for place, same in itertools.groupby(run) if place is not None]
 
     def end(self) -> None:
         self._tier.end_lease(self)
@@ -330,16 +326,10 @@ class HostTier:
                 self._pin(lease, 0, len(lease.slots))
             return self._leases.pop(lease, None)
 
-    def end_handles(self, handles: Sequence[Handle]) -> None:
-        """The transfer that they protected is over."""
+    def end_handles(self, handles: Sequence[Handle | None], fence: Fence | None = None) -> None:
+        """The transfer that they protected is over, or `fence` covers whoever still reads."""
         with self._lock:
-            self._end_handles(handles)
-
-    def unpin(self, pins: Sequence[Pin], fence: Fence | None) -> None:
-        """`fence` covers whoever still reads what they protected."""
-        with self._lock:
-            for pin in pins:
-                pin.end(fence)
+            self._end_handles(handles, fence)
 
     def expire(self) -> None:
         """End the leases that nobody came for. What a transfer reads has left the lease, so nothing in use is given back."""
@@ -355,12 +345,10 @@ class HostTier:
                 self.counts.leases_expired += 1
 
     @staticmethod
-    def _end_handles(handles: Sequence[Handle]) -> None:
+    def _end_handles(handles: Sequence[Handle | None], fence: Fence | None = None) -> None:
         for handle in handles:
-            if isinstance(handle, Reservation):
-                handle.rollback()
-            elif isinstance(handle, Pin):
-                handle.end()
+            if handle is not None:
+                handle.end(fence)
 
     # ------------------------------------------------------------------------------------------------------- writing blocks
 
@@ -419,19 +407,6 @@ class HostTier:
             slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
             return self._pool.forget_idle(slots, most)
 
-    def land(self, taken: Taken) -> None:
-        """The bytes are there: they can be found under their keys from now on."""
-        with self._lock:
-            self._arriving.difference_update(taken.keys)
-            if taken.reservation is None:
-                return
-            slots = taken.reservation.slots
-            hold = self._pool.hold(taken.reservation.owner)
-            taken.reservation.commit(hold)
-            self.counts.landed += self._pool.seal(slots, taken.keys, taken.depths)
-            self._pinned.landed(taken.keys)
-            hold.end()
-
     def split(self, taken: Taken, num: int) -> Taken:
         """The first `num` blocks of `taken` as one of their own; `taken` has the others from now on."""
         with self._lock:
@@ -443,19 +418,22 @@ class HostTier:
                 first.reservation = taken.reservation.split(num)
             return first
 
-    def land_some(self, taken: Taken, places: Sequence[int], owner: str) -> Pin | None:
-        """As `land`, for those at `places` of its keys alone: the others did not arrive. They stay protected by the pin."""
+    def land(self, taken: Taken, places: Sequence[int] | None = None, pinned_by: str = "") -> Pin | None:
+        """The bytes are there, of those at `places` of its keys (None: of all): they can be found under their keys from now on. With
+        `pinned_by` they stay protected by the pin."""
         with self._lock:
             self._arriving.difference_update(taken.keys)
             if taken.reservation is None:
                 return None
-            slots = [taken.reservation.slots[place] for place in places]
+            slots, keys, depths = taken.reservation.slots, taken.keys, taken.depths
+            if places is not None:
+                slots = [slots[place] for place in places]
+                keys, depths = [keys[place] for place in places], [depths[place] for place in places]
             hold = self._pool.hold(taken.reservation.owner)
             taken.reservation.commit(hold)
-            keys, depths = [taken.keys[place] for place in places], [taken.depths[place] for place in places]
             self.counts.landed += self._pool.seal(slots, keys, depths)
             self._pinned.landed(keys)
-            pin = self._pool.pin(slots, owner) if slots else None
+            pin = self._pool.pin(slots, pinned_by) if pinned_by and slots else None
             hold.end()
             return pin
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.tiers.cold import ColdTier, Finding, Reading
-from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, Taken
+from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, Taken, runs_of, whose
 from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierLimits, TierRun, choose
 from penstock.kv.tiers.saves import SavedLease, Saves
 from penstock.kv.tiers.store import Outcome
@@ -273,18 +273,6 @@ class BlockLoad(Reads):
             self.table.add_after(self.after)
 
 
-def whose(slots: Sequence[int], parts: Sequence[Part], first: int) -> list[str]:
-    """The tier that has each block from number `first` on, up to the first that none has; `slots` are those in host memory."""
-    found = {number: part.tier for part in parts if part.finding.ready for number in part.blocks[: part.finding.num]}
-    places = (HOST if slot != ABSENT else found.get(number) for number, slot in enumerate(slots, first))
-    return [place for place in takewhile(lambda place: place is not None, places) if place is not None]
-
-
-def runs_of(tiers: Sequence[str]) -> list[tuple[str, int]]:
-    """Neighbours that one tier has, counted."""
-    return [(tier, len(list(same))) for tier, same in groupby(tiers)]
-
-
 def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
     """What `tier` has said about all blocks `missing`; None where it was not asked for each of them, or has not answered."""
     for part in answered:
@@ -484,7 +472,7 @@ class Loads:
         try:
             self._submit(self._copy(load, load.num_blocks, self._whole))
         except BaseException:
-            self.host.unpin([kept], None)
+            self.host.end_handles([kept])
             raise
         return load
 
@@ -635,7 +623,7 @@ class Loads:
             outcomes = [Outcome.MISSING] * len(outcomes)
         done = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
         slots = () if staged.taken.reservation is None else staged.taken.reservation.slots
-        pin = self.host.land_some(staged.taken, done, reads.label)
+        pin = self.host.land(staged.taken, done, reads.label)
         for place in done:
             reads.came(staged.blocks[place], slots[place])
         lost = [block for block, outcome in zip(staged.blocks, outcomes, strict=True) if outcome is not Outcome.DONE]
@@ -648,7 +636,7 @@ class Loads:
             reads.kept += [] if pin is None else [pin]
         else:
             self._share(staged.taken.keys)
-            self.host.end_handles([] if pin is None else [pin])  # not before: others could take the slots of what was just shared
+            self.host.end_handles([pin])  # not before: others could take the slots of what was just shared
 
     def _share(self, keys: Sequence[bytes]) -> None:
         """A fetch has read these, or could not: loads that wait for some of them go on, or end there."""
@@ -712,7 +700,7 @@ class Loads:
             keys, depths = [fetch.keys[block] for block, _ in wanted], [fetch.first + block for block, _ in wanted]
             fetch.room = self.host.take(keys, depths, fetch.label, most=max(0, self._num_fetchable))
         finally:
-            self.host.end_handles([] if pin is None else [pin])
+            self.host.end_handles([pin])
         fetch.num_blocks = len(fetch.room.keys)
         self._queue(fetch, [wanted[place] for place in fetch.room.places])
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.errors import SnapshotRefused
 from penstock.kv.blocks.key import KEY_BYTES, SCOPE_BYTES, Scope, Tokens, prefix_keys
-from penstock.kv.tiers.envelope import checksum
+from penstock.kv.tiers.store import checksum
 
 FORMAT = 1
 TENANT_BYTES = 16

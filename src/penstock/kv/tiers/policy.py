@@ -8,6 +8,7 @@ is made where another tier begins, and nowhere else.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,18 +77,21 @@ class PrefillRate:
 class LinkRate:
     """Bytes per second of a tier, as its transfers had it.
 
-    With a clock it knows how old that is. A tier that was slow once is not asked, hence not measured: without a second try it would be
+    It knows how old that is. A tier that was slow once is not asked, hence not measured: without a second try it would be
     slow for ever. So a stale rate counts as `HOPE` times faster, for the first who comes; and what he meets replaces it.
     """
 
     bytes_per_s: float | None = None
-    clock: Callable[[], float] | None = None  # None: it never gets stale
-    _measured_s: float = -math.inf
+    clock: Callable[[], float] = time.monotonic
+    _measured_s: float = field(init=False)
     _tried: bool = False  # somebody is finding out
+
+    def __post_init__(self) -> None:
+        self._measured_s = self.clock()
 
     @property
     def stale(self) -> bool:
-        return self.bytes_per_s is not None and self.clock is not None and self.clock() - self._measured_s > STALE_S
+        return self.bytes_per_s is not None and self.clock() - self._measured_s > STALE_S
 
     def add(self, num_bytes: int, seconds: float, unsure_s: float = 0.0) -> None:
         """`unsure_s`: how long nobody looked before it was seen to be over. An engine with long steps looks rarely, and what that says
@@ -97,7 +101,7 @@ class LinkRate:
         rate = num_bytes / max(seconds, _MIN_S)
         known = None if self.stale or self._tried else self.bytes_per_s
         self.bytes_per_s = rate if known is None else _FORGET * known + (1.0 - _FORGET) * rate
-        self._note_time()
+        self._measured_s = self.clock()
         self._tried = False
 
     def seconds(self, num_bytes: int) -> float | None:
@@ -110,10 +114,6 @@ class LinkRate:
         """Something is being loaded at this rate: nobody else need find out."""
         if self.stale:
             self._tried = True
-            self._note_time()
-
-    def _note_time(self) -> None:
-        if self.clock is not None:
             self._measured_s = self.clock()
 
 

@@ -28,6 +28,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.tiers.calls import SECONDS_BOUNDS
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
 from penstock.kv.tiers.policy import TierLimits
@@ -35,7 +36,6 @@ from penstock.kv.transfer.mover import Group, Mover, Settling, Slots, Transfer
 
 log = logging.getLogger(__name__)
 
-TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _PART_BLOCKS = 64  # that a save lands with in one turn
 _PATIENCE_S = 5.0  # at most: in as long a prefill could fill most of a device with blocks that wait to be saved
 _MOVE_BLOCKS = 512  # that leave the device together: the first are free for others while later ones are copied
@@ -212,7 +212,7 @@ class TrafficCounts:
             return
         self.bytes[source, dest] += transfer.num_blocks * block_bytes
         if transfer.num_blocks:
-            histogram = self.seconds.setdefault((source, dest), Histogram(TRANSFER_BOUNDS_S))
+            histogram = self.seconds.setdefault((source, dest), Histogram(SECONDS_BOUNDS))
             histogram.add(transfer.settled_s - transfer.submitted_s)
 
 
@@ -334,11 +334,15 @@ class Saves:
         placed = zip(self.pool.find_each(keys), self.host.absent(keys), strict=True)
         alone = [slot for slot, is_absent in placed if slot != ABSENT and is_absent]
         for first in range(0, len(alone), _MOVE_BLOCKS):
-            run = as_run(sorted(alone[first : first + _MOVE_BLOCKS]))
-            fences = (*self.pool.last_use(run), *(() if fence is None else (fence,)))
-            pin = self.pool.pin(run, "snapshot")
-            offer = Offer(pin, self.pool.keys_of(pin.slots), self.pool.depths_of(pin.slots), fences)
-            self._send(Save(self.host, [offer], self.layout.num_layers))
+            self._save_slots(alone[first : first + _MOVE_BLOCKS], "snapshot", () if fence is None else (fence,))
+
+    def _save_slots(self, slots: Sequence[int], owner: str, after: Sequence[Fence] = (), moves: bool = False) -> None:
+        """Of the device, sealed, whoever holds them."""
+        run = as_run(sorted(slots))
+        fences = (*self.pool.last_use(run), *after)
+        pin = self.pool.pin(run, owner)
+        offer = Offer(pin, self.pool.keys_of(pin.slots), self.pool.depths_of(pin.slots), fences)
+        self._send(Save(self.host, [offer], self.layout.num_layers, moves=moves))
 
     # ---------------------------------------------------------------------------------------------------- room on the device
 
@@ -391,11 +395,7 @@ class Saves:
                 table.num_alone = table.num_keyed
 
     def _move(self, slots: Sequence[int]) -> None:
-        run = as_run(sorted(slots))
-        fences = self.pool.last_use(run)
-        pin = self.pool.pin(run, "room on the device")
-        offer = Offer(pin, self.pool.keys_of(pin.slots), self.pool.depths_of(pin.slots), fences)
-        self._send(Save(self.host, [offer], self.layout.num_layers, moves=True))
+        self._save_slots(slots, "room on the device", moves=True)
         self._num_moving += len(slots)
 
     # --------------------------------------------------------------------------------------------------------------- settle
@@ -435,7 +435,7 @@ class Saves:
         self.host.keep(lease, *(() if private is None else (private,)))
         lease.slots = np.array([*slots, *(private.slots if private is not None and landed else ())], np.int64)
         self.host.want_saved(lease, len(slots))
-        self.host.end_handles([handle for handle in (save.kept, pin) if handle is not None])
+        self.host.end_handles([save.kept, pin])
         lease.saving = False
         if lease.given_up:
             self.host.end_lease(lease)
@@ -449,7 +449,7 @@ class Saves:
             self._begin_anew()
         for tier in self.cold.values():
             for writing in tier.settle():
-                self.host.end_handles([writing.handle] if writing.handle is not None else [])
+                self.host.end_handles([writing.handle])
                 if tier is self.first:
                     self._end_write(writing)
         self._forget_gone()

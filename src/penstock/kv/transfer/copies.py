@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.memory.host import piece_slots
+from penstock.kv.memory.arena import piece_slots
 from penstock.kv.memory.layout import BlockLayout
 from penstock.kv.transfer.mover import Copier, Layers, Slots
 

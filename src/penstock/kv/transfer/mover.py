@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from penstock.contract import Access, Arrival, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
 from penstock.kv.blocks.handles import Pin
-from penstock.lanes.lane import Lane, Ticket
-from penstock.lanes.polling import POLL_MOST_S, look_again_s
+from penstock.lanes.lane import POLL_MOST_S, Lane, Ticket, look_again_s
 
 Slots = NDArray[np.int64]
 Layers = tuple[int, int]
@@ -70,8 +69,8 @@ class Transfer:
         self.seen_s = 0.0  # when it was last seen not to be over
         self.settled_s = 0.0
         self.deadline_s = float("inf")
-        self._ticket: Ticket | None = None  # of the launch
-        self._copies: list[Ticket] = []  # by group
+        self.ticket: Ticket | None = None  # of the launch, set by the mover
+        self.copied: list[Ticket] = []  # by group, set by the mover
         self._num_taken = 0  # groups given out by `take_arrived`
         self._end: Fence | None = None  # behind everything that was put on the lane
         self._launched = False
@@ -98,20 +97,14 @@ class Transfer:
         arrivals = self.arrivals or ()
         while self._num_taken < len(arrivals) and arrivals[self._num_taken].fence.passed():
             self._num_taken += 1
-            yield self._copies[self._num_taken - 1].error()
+            yield self.copied[self._num_taken - 1].error()
 
     def error(self) -> BaseException | None:
         if self._error is None:
-            self._error = next((error for ticket in self._copies if (error := ticket.error()) is not None), None)
+            self._error = next((error for ticket in self.copied if (error := ticket.error()) is not None), None)
         return self._error
 
     # ------------------------------------------------------------------------------------------------------- for the mover
-
-    def submitted(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def enqueued(self, copy: Ticket) -> None:
-        self._copies.append(copy)
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -123,16 +116,16 @@ class Transfer:
 
     def over(self) -> bool:
         """Raises where its launch ended and left nothing to wait for."""
-        if not self._launched and self._ticket is not None and self._ticket.done():
+        if not self._launched and self.ticket is not None and self.ticket.done():
             self._require_launched()
         return self._launched and (self._end is None or self._end.passed())
 
     def wait_over(self, deadline_s: float) -> None:
         """Block until it is launched, then until it is over. Raises DeadlineExceeded, or what `over` raises; never gives up quietly."""
-        if self._ticket is None:
+        if self.ticket is None:
             raise InvariantBroken(f"{self.label!r} was never submitted")
         try:
-            self._ticket.wait_done(max(0.0, deadline_s - time.monotonic()))
+            self.ticket.wait_done(max(0.0, deadline_s - time.monotonic()))
         except DeadlineExceeded:
             raise
         except BaseException as error:  # of the launch: what it had enqueued, if anything, is behind `_end`
@@ -144,7 +137,7 @@ class Transfer:
     def _require_launched(self) -> None:
         """Its launch is over. One that could not even say what lies on the lane is no failed copy: nobody knows when its slots are free."""
         if not self._launched:
-            cause = None if self._ticket is None else self._ticket.error()
+            cause = None if self.ticket is None else self.ticket.error()
             raise InvariantBroken(f"the launch of {self.label!r} failed, and nobody knows when it ends: {cause!r}") from cause
 
 
@@ -185,7 +178,7 @@ class Mover:
     def submit(self, transfer: Transfer) -> None:
         """Hand it over; returns at once. If this raises, nothing of it will ever run."""
         transfer.submitted_s = time.monotonic()
-        transfer.submitted(self._launcher.submit(lambda: self._launch(transfer), label=f"launch {transfer.label}"))
+        transfer.ticket = self._launcher.submit(lambda: self._launch(transfer), label=f"launch {transfer.label}")
         self._flying.append(transfer)
 
     def settle(self) -> list[Transfer]:
@@ -258,7 +251,7 @@ class Mover:
             layers, blocks = group
             accesses = (Access(self._source, source[blocks], layers, Mode.READ), Access(self._dest, dest[blocks], layers, Mode.WRITE))
             last = self.lane.submit(self._copy(transfer, group), accesses, label=transfer.label, after=last)
-            transfer.enqueued(last)
+            transfer.copied.append(last)
             if self.checks is not None and group is transfer.groups[-1]:  # before the last arrival: who waits for that finds all of it over
                 self.checks.after(transfer, self.lane, self._dest)
             arrivals.append(Arrival(layers, self.lane.record()))

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from penstock.config import EvictionName
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES
-from penstock.kv.tiers.ssd.disk import DiskIo
-from penstock.kv.tiers.ssd.format import segment_bytes, slot_bytes
+from penstock.kv.tiers.ssd.disk import DiskIo, segment_bytes, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome, Space
 

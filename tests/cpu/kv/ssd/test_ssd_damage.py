@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, bytes_of, key_of, open_at, read, segment_paths, those_in, write
-from penstock.kv.tiers.envelope import Envelope
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, slot_bytes
+from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.store import Envelope, Outcome
 
 DONE = Outcome.DONE
 NUM_BLOCKS = 40

@@ -19,11 +19,10 @@ import pytest
 
 from cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, WrongBytes, payload_of, read_checked, write_some
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, Crashed, CrashingDisk, QuickDisk, abandon, max_bytes_for, open_at
-from penstock.kv.tiers.envelope import Envelope
-from penstock.kv.tiers.ssd.format import slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.disk import slot_bytes, unpack_slot
 from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.ssd.store import SlotIo, SsdStore, open_ssd
-from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.store import Envelope, Outcome
 
 NUM_KILLS = int(os.environ.get("PENSTOCK_KILLS", "25"))  # of the process
 NUM_CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "200"))  # of the machine, over all seeds

@@ -6,9 +6,9 @@ import pytest
 
 from cpu.kv.ssd.ssd_rig import key_of
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.envelope import Envelope
-from penstock.kv.tiers.ssd.format import SlotHead
+from penstock.kv.tiers.ssd.disk import SlotHead
 from penstock.kv.tiers.ssd.index import SlotIndex
+from penstock.kv.tiers.store import Envelope
 
 OLD, NEW = b"o" * 16, b"n" * 16
 KEYS = [key_of(1), key_of(2)]

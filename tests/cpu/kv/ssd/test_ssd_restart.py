@@ -26,12 +26,10 @@ from cpu.kv.ssd.ssd_rig import (
     write,
 )
 from penstock.config import EVICTIONS
-from penstock.kv.tiers.envelope import pack
-from penstock.kv.tiers.ssd import format as format_module
-from penstock.kv.tiers.ssd.disk import DiskIo
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, pack_slot, segment_bytes, slot_bytes, unpack_segment
+from penstock.kv.tiers.ssd import disk as format_module
+from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, DiskIo, pack_slot, segment_bytes, slot_bytes, unpack_segment
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
-from penstock.kv.tiers.store import Outcome, Space
+from penstock.kv.tiers.store import Outcome, Space, pack
 
 DONE = Outcome.DONE
 

@@ -6,10 +6,10 @@ import pytest
 
 from cpu.kv.ssd.ssd_rig import key_of
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.envelope import Envelope
 from penstock.kv.tiers.ssd import index as index_module
-from penstock.kv.tiers.ssd.format import SlotHead
+from penstock.kv.tiers.ssd.disk import SlotHead
 from penstock.kv.tiers.ssd.index import SlotIndex
+from penstock.kv.tiers.store import Envelope
 
 
 @pytest.mark.parametrize("step_ns", [0, 1, -1000])

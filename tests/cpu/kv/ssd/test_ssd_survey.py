@@ -11,10 +11,9 @@ import pytest
 
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 from penstock.errors import ConfigError
-from penstock.kv.tiers.envelope import Envelope, pack
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, pack_slot, slot_bytes, unpack_segment
+from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, SlotHead, pack_slot, slot_bytes, unpack_segment
 from penstock.kv.tiers.ssd.survey import SpaceSurvey, clear, inspect, verify
-from penstock.kv.tiers.store import Outcome, Space
+from penstock.kv.tiers.store import Envelope, Outcome, Space, pack
 
 WIDTH = slot_bytes(BLOCK_BYTES)
 

@@ -189,7 +189,7 @@ class WatchedCache(KvCache):
 
     def is_private(self, slot: int) -> bool:
         """Held by one table and without a key."""
-        return self.pool._book.holds[slot] == 1 and self.key_of(slot) is None
+        return self.pool._book.holds.at[slot] == 1 and self.key_of(slot) is None
 
     def key_of(self, slot: int) -> bytes | None:
         return self.pool._index.key_of[slot]

@@ -263,7 +263,7 @@ def publishes_before_the_bytes_have_landed(patch: Patch) -> None:
 
     _around(patch, HostTier, "take", make)
     for later in ("land", "drop"):
-        patch.setattr(HostTier, later, lambda self, taken: None)
+        patch.setattr(HostTier, later, lambda self, taken, *rest: None)
 
 
 def publishes_a_demotion_that_failed(patch: Patch) -> None:
@@ -320,7 +320,7 @@ def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
 
 def keeps_what_was_saved_for_one_request(patch: Patch) -> None:
     def make(end_handles: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda handles: end_handles([handle for handle in handles if not isinstance(handle, Reservation)])
+        return lambda handles, fence=None: end_handles([handle for handle in handles if not isinstance(handle, Reservation)], fence)
 
     patch.setattr(HostTier, "_end_handles", staticmethod(make(HostTier._end_handles)))
 

@@ -8,7 +8,6 @@ than half such slots is written anew, so that what is passed over is never more 
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvariantBroken
-from penstock.kv.blocks.slots import Run, as_list
+from penstock.kv.blocks.slots import PerSlot, Run, as_list
 
 
 @dataclass(slots=True)
@@ -32,8 +31,7 @@ class LruOrder:
     """Idle slots in the order in which they became idle; or queues of such, of which the head that ranks lowest goes first."""
 
     def __init__(self, num_slots: int, num_queues: int = 1) -> None:
-        self._lot_of = array("q", bytes(8 * num_slots))  # by slot: the number of the lot in which it became idle; 0: it is in use
-        self._lots_of = np.frombuffer(self._lot_of, np.int64)  # the same memory
+        self._lot_of = PerSlot("q", num_slots)  # the number of the lot in which it became idle; 0: it is in use
         self._queues: list[OrderedDict[int, _Lot]] = [OrderedDict() for _ in range(num_queues)]
         self._clock = 0  # slots that have become idle so far
         self._num = 0
@@ -45,7 +43,7 @@ class LruOrder:
         """In the order in which they would be popped now."""
         for number in heapq.merge(*self._queues, key=self._rank):
             lot = self._queue_of(number)[number]
-            yield from (slot for slot in reversed(as_list(lot.slots)) if self._lot_of[slot] == number)
+            yield from (slot for slot in reversed(as_list(lot.slots)) if self._lot_of.at[slot] == number)
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
         """What a block is plays no part."""
@@ -62,7 +60,7 @@ class LruOrder:
         found = self._num_by_lot(slots)
         if 0 in found:
             raise InvariantBroken(f"{found[0]} of {len(slots)} slots are to be used again, and are not idle")
-        self._set(slots, 0)
+        self._lot_of.set(slots, 0)
         self._num -= len(slots)
         for number, num in found.items():
             self._shorten(number, num)
@@ -78,9 +76,9 @@ class LruOrder:
             first = len(popped)
             while slots and len(popped) < num:
                 slot = slots.pop()
-                if self._lot_of[slot] == number:
+                if self._lot_of.at[slot] == number:
                     popped.append(slot)
-            self._set(popped[first:], 0)
+            self._lot_of.set(popped[first:], 0)
             self._num -= len(popped) - first
             self._shorten(number, len(popped) - first)
         return popped
@@ -93,34 +91,22 @@ class LruOrder:
         """A lot at the end of that queue. Its number says when it became idle, and in which queue it is."""
         if not len(slots):
             return
-        if self._any_idle(slots):
+        if self._lot_of.any(slots):
             raise InvariantBroken(f"of {len(slots)} slots that become idle, some are idle already")
         self._clock += len(slots)
         number = self._clock * len(self._queues) + queue
         self._queues[queue][number] = _Lot(slots[::-1], len(slots))
-        self._set(slots, number)
+        self._lot_of.set(slots, number)
         self._num += len(slots)
 
     def _queue_of(self, number: int) -> OrderedDict[int, _Lot]:
         return self._queues[number % len(self._queues)]
 
-    def _set(self, slots: Run, number: int) -> None:
-        if isinstance(slots, np.ndarray):
-            self._lots_of[slots] = number
-        else:
-            for slot in slots:
-                self._lot_of[slot] = number
-
-    def _any_idle(self, slots: Run) -> bool:
-        if isinstance(slots, np.ndarray):
-            return bool(self._lots_of[slots].any())
-        return any(map(self._lot_of.__getitem__, slots))
-
     def _num_by_lot(self, slots: Run) -> dict[int, int]:
         if not isinstance(slots, np.ndarray):
-            lots = list(map(self._lot_of.__getitem__, slots))
+            lots = list(map(self._lot_of.at.__getitem__, slots))
             return {number: lots.count(number) for number in set(lots)}
-        numbers = self._lots_of[slots]
+        numbers = self._lot_of.array[slots]
         if (numbers == numbers[0]).all():
             return {int(numbers[0]): len(slots)}
         found, nums = np.unique(numbers, return_counts=True)
@@ -138,7 +124,7 @@ class LruOrder:
 
     def _those_in(self, number: int, slots: Run) -> Run:
         if isinstance(slots, np.ndarray):
-            left: NDArray[np.intp] = slots[self._lots_of[slots] == number]
+            left: NDArray[np.intp] = slots[self._lot_of.array[slots] == number]
             return left
-        lot_of = self._lot_of
+        lot_of = self._lot_of.at
         return [slot for slot in slots if lot_of[slot] == number]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv.blocks.eviction.lru import LruOrder
-from penstock.kv.blocks.slots import Run, as_list
+from penstock.kv.blocks.slots import PerSlot, Run, as_list
 
 # Measured on all traces of docs/eviction.md: with 4 a scan pushes out more, with 16 a little less than with 8.
 PATIENCE = 8
@@ -59,24 +59,19 @@ class ReturningOrder(LruOrder):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots, num_queues=2)
-        self._has_returned = bytearray(num_slots)  # by slot
-        self._returned = np.frombuffer(self._has_returned, bool)  # the same memory
+        self._returned = PerSlot("B", num_slots)  # 1: it has come back
         self._seen = SeenKeys(num_slots)
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
         came = self._seen.add(keys)
         if isinstance(came, np.ndarray):
-            self._returned[np.asarray(slots, np.intp)] = came
+            self._returned.array[np.asarray(slots, np.intp)] = came
         else:
             for slot, before in zip(as_list(slots), came, strict=True):
-                self._has_returned[slot] = before
+                self._returned.at[slot] = before
 
     def hit(self, slots: Run) -> None:
-        if isinstance(slots, np.ndarray):
-            self._returned[slots] = True
-        else:
-            for slot in slots:
-                self._has_returned[slot] = True
+        self._returned.set(slots, 1)
 
     def add(self, slots: Run) -> None:
         num_fresh = self._num_fresh(slots)
@@ -89,11 +84,11 @@ class ReturningOrder(LruOrder):
     def _num_fresh(self, slots: Run) -> int:
         """Of a run, the deepest first, those before the first that has come back; none where they are the smaller part."""
         if isinstance(slots, np.ndarray):
-            returned = self._returned[slots]
+            returned = self._returned.array[slots]
             first = int(returned.argmax()) if len(slots) else 0
             first = first if returned[first : first + 1].any() else len(slots)
         else:
-            first = bytes(map(self._has_returned.__getitem__, slots)).find(True) % (len(slots) + 1)
+            first = bytes(map(self._returned.at.__getitem__, slots)).find(1) % (len(slots) + 1)
         return first if 2 * first >= len(slots) else 0
 
     def _rank(self, number: int) -> int:

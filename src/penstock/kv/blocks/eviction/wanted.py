@@ -6,7 +6,6 @@ others. Whoever has a want can see which of its blocks have gone.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv.blocks.eviction.order import EvictionOrder
-from penstock.kv.blocks.slots import Run, as_list, as_run
+from penstock.kv.blocks.slots import PerSlot, Run, as_run
 
 _NO_SLOTS = np.empty(0, np.intp)
 
@@ -22,22 +21,17 @@ _NO_SLOTS = np.empty(0, np.intp)
 class PoolWant:
     """Blocks that somebody will use. `rank`: among wants the one with the greatest is dropped first."""
 
-    __slots__ = ("_losses", "found", "rank", "slots")
+    __slots__ = ("found", "losses", "rank", "slots")
 
     def __init__(self, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
         self.rank = rank
         self.slots = slots
         self.found: Any = None  # the newest answer of the pool's index when it was made, most likely about these blocks
-        self._losses = losses  # of these slots, when it was made
+        self.losses = losses  # of these slots, when it was made
 
     @property
     def num_blocks(self) -> int:
         return len(self.slots)
-
-    def gone(self, losses: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of its slots have lost their block since; `losses` of all slots now."""
-        changed: NDArray[np.bool_] = losses[self.slots] != self._losses
-        return changed
 
 
 class WantedLast:
@@ -45,12 +39,9 @@ class WantedLast:
 
     def __init__(self, others: EvictionOrder, num_slots: int) -> None:
         self._others = others
-        self._num_wants = array("i", bytes(4 * num_slots))  # by slot
-        self._is_aside = bytearray(num_slots)  # by slot; 1: idle and wanted
-        self._num_losses = array("q", bytes(8 * num_slots))  # by slot: blocks that it has lost
-        self._wanting = np.frombuffer(self._num_wants, np.int32)  # the same memory, and so are these
-        self._aside = np.frombuffer(self._is_aside, bool)
-        self._losses = np.frombuffer(self._num_losses, np.int64)
+        self._num_wants = PerSlot("i", num_slots)
+        self._aside = PerSlot("B", num_slots)  # 1: idle and wanted
+        self._losses = PerSlot("q", num_slots)  # blocks that it has lost
         self._num_aside = 0
         self._wants: dict[PoolWant, None] = {}
         self.num_dropped = 0
@@ -61,7 +52,7 @@ class WantedLast:
     def __iter__(self) -> Iterator[int]:
         """Those that nobody wants first."""
         yield from self._others
-        yield from np.flatnonzero(self._aside).tolist()
+        yield from np.flatnonzero(self._aside.array).tolist()
 
     @property
     def num_unwanted(self) -> int:
@@ -77,15 +68,14 @@ class WantedLast:
     def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
         """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
         run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
-        want = PoolWant(run, rank, self._losses[run])
+        want = PoolWant(run, rank, self._losses.array[run])
         self._wants[want] = None
-        self._wanting[run] += 1
+        self._num_wants.array[run] += 1
         resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS
-        resting = resting[~self._aside[resting]]
+        resting = resting[self._aside.array[resting] == 0]
         if resting.size:
             self._others.remove(as_run(resting))
-            self._aside[resting] = True
-            self._num_aside += resting.size
+            self._set_aside(resting, True)
         return want
 
     def end(self, want: PoolWant) -> None:
@@ -93,12 +83,11 @@ class WantedLast:
         if want not in self._wants:
             return
         del self._wants[want]
-        run = want.slots[~want.gone(self._losses)]
-        self._wanting[run] -= 1
-        resting = run[(self._wanting[run] == 0) & self._aside[run]]
+        run = want.slots[~self.gone(want)]
+        self._num_wants.array[run] -= 1
+        resting = run[(self._num_wants.array[run] == 0) & (self._aside.array[run] != 0)]
         if resting.size:
-            self._aside[resting] = False
-            self._num_aside -= resting.size
+            self._set_aside(resting, False)
             self._others.add(as_run(resting[::-1]))  # the deepest goes first
 
     def __contains__(self, want: object) -> bool:
@@ -107,7 +96,8 @@ class WantedLast:
 
     def gone(self, want: PoolWant) -> NDArray[np.bool_]:
         """Which of its slots have lost their block since it was made."""
-        return want.gone(self._losses)
+        changed: NDArray[np.bool_] = self._losses.array[want.slots] != want.losses
+        return changed
 
     def expose(self, num: int) -> None:
         """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
@@ -131,7 +121,7 @@ class WantedLast:
         if not self._wants:
             self._others.add(slots)
             return
-        wanted, unwanted = self._parted(slots, self._num_wants, self._wanting)
+        wanted, unwanted = self._num_wants.parted(slots)
         self._set_aside(wanted, True)
         if len(unwanted):
             self._others.add(unwanted)
@@ -140,7 +130,7 @@ class WantedLast:
         if not self._num_aside:
             self._others.remove(slots)
             return
-        aside, others = self._parted(slots, self._is_aside, self._aside)
+        aside, others = self._aside.parted(slots)
         self._set_aside(aside, False)
         if len(others):
             self._others.remove(others)
@@ -154,19 +144,10 @@ class WantedLast:
     def lost(self, slots: Sequence[int]) -> None:
         """Their blocks have gone: nobody wants what comes into these slots next."""
         for slot in slots:
-            self._num_losses[slot] += 1
-            self._num_wants[slot] = 0
+            self._losses.at[slot] += 1
+            self._num_wants.at[slot] = 0
 
     def _set_aside(self, slots: Run, aside: bool) -> None:
         if len(slots):
-            self._aside[slots] = aside
+            self._aside.array[slots] = aside
             self._num_aside += len(slots) if aside else -len(slots)
-
-    @staticmethod
-    def _parted(slots: Run, marks: Sequence[int], marked: NDArray[Any]) -> tuple[Run, Run]:
-        """Those with a mark, and those without."""
-        if isinstance(slots, np.ndarray):
-            has = marked[slots] != 0
-            return slots[has], slots[~has]
-        those = as_list(slots)
-        return [slot for slot in those if marks[slot]], [slot for slot in those if not marks[slot]]

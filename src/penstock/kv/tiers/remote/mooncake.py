@@ -34,10 +34,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
-from penstock.kv.tiers.remote import copy_checked, mooncake_program
-from penstock.kv.tiers.remote.url import FLAG, need, parse_url
-from penstock.kv.tiers.store import BlockStore, Outcome, Space, StoreUsage
+from penstock.kv.tiers.remote import FLAG, copy_checked, mooncake_program, need, parse_url
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, pack
 
 log = logging.getLogger(__name__)
 

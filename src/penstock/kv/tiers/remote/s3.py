@@ -26,10 +26,8 @@ import obstore
 from obstore.store import S3Store
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
-from penstock.kv.tiers.remote import copy_checked
-from penstock.kv.tiers.remote.url import FLAG, StoreUrl, need, parse_url
-from penstock.kv.tiers.store import BlockStore, Outcome, Space, StoreUsage
+from penstock.kv.tiers.remote import FLAG, StoreUrl, copy_checked, need, parse_url
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, pack
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig

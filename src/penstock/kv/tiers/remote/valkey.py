@@ -27,10 +27,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
-from penstock.kv.tiers.envelope import FORMAT, HEADER_BYTES, pack
-from penstock.kv.tiers.remote import is_block
-from penstock.kv.tiers.remote.url import FLAG, Node, StoreUrl, need, parse_url
-from penstock.kv.tiers.store import BlockStore, Outcome, Space, StoreUsage
+from penstock.kv.tiers.remote import FLAG, Node, StoreUrl, is_block, need, parse_url
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, pack
 
 PASSWORD_VARIABLE = "PENSTOCK_REMOTE_PASSWORD"
 _FORM = (

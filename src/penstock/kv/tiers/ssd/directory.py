@@ -1,5 +1,5 @@
-"""The directory of an SSD tier: who may have written there, the lock that gives it to one process, and the names of its files.
-Owns the lock and the directory's descriptor, not what is in the files. Files with other names stay as they are.
+"""The directory of an SSD tier: who may have written there, the lock that gives it to one process, the names of its files, and the
+manifests of snapshots in it. Owns the lock and the directory's descriptor, not what segments hold. Files with other names stay as they are.
 
 KV is believed because nobody else could have put it there: checksums find accidents, not intent. So the directory and each file of ours
 must belong to this user and be writable by nobody else. All of it is looked up through one descriptor and checked on descriptors, so that
@@ -18,7 +18,8 @@ import shlex
 import stat
 from pathlib import Path
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.ssd.disk import FULL, DiskIo, read_all, write_all
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _SNAPSHOT = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.snapshot")
 _UNFINISHED = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.new")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_BYTES = 4096  # what the lock file may take, generously
+_MAX_MANIFEST_BYTES = 1 << 30  # more is no manifest
 
 
 class Directory:
@@ -46,7 +48,7 @@ class Directory:
 
     def segment_files(self) -> dict[int, Path]:
         """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain file of ours."""
-        return {number: self.path / name for number, name in _segment_names(self.path, self.fd).items()}
+        return {int(number): self.path / name for number, name in _names(self.path, self.fd, _SEGMENT).items()}
 
     def snapshot_path(self, id: str) -> Path:
         """Of a manifest; its name within `fd` is the last part."""
@@ -192,10 +194,6 @@ def _names(path: Path, fd: int, pattern: re.Pattern[str]) -> dict[str, str]:
     return found
 
 
-def _segment_names(path: Path, fd: int) -> dict[int, str]:
-    return {int(number): name for number, name in _names(path, fd, _SEGMENT).items()}
-
-
 def _open(path: Path, must_be_ours: bool) -> Directory:
     with contextlib.ExitStack() as undo:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -258,3 +256,85 @@ def _lock(path: Path, fd: int, lock_fd: int) -> None:
     with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, b"penstock %d\n" % os.getpid(), 0)
+
+
+# ------------------------------------------------------------------------------------------------------------------ manifests
+
+
+class ManifestFiles:
+    """Manifests of snapshots, a file each: written beside its name, synced, renamed, and the directory synced, so that a crash leaves all
+    of it or nothing. All raise StoreFailed where the directory or a file cannot be used."""
+
+    def __init__(self, io: DiskIo, directory: Directory) -> None:
+        self._io = io
+        self._directory = directory
+
+    def tidy(self) -> None:
+        """What was begun and not ended by an earlier process goes."""
+        try:
+            for path in self._directory.unfinished_files():
+                self._io.unlink(path, self._directory.fd)
+        except (OSError, ConfigError) as error:
+            raise self._failure("removed", error) from error
+
+    def ids(self) -> list[str]:
+        try:
+            return list(self._directory.snapshot_files())
+        except (OSError, ConfigError) as error:
+            raise self._failure("listed", error) from error
+
+    def read(self, id: str) -> bytes | None:
+        path = self._directory.snapshot_path(id)
+        try:
+            fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW, self._directory.fd)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._failure("read", error) from error
+        try:
+            found = self._io.stat(fd)
+            check_file(path, found)
+            data = bytearray(min(found.st_size, _MAX_MANIFEST_BYTES))
+            return bytes(data[: read_all(self._io, fd, [memoryview(data)], 0)])
+        except (OSError, ConfigError) as error:
+            raise self._failure("read", error) from error
+        finally:
+            self._io.close(fd)
+
+    def write(self, id: str, data: bytes) -> bool:
+        """False: the disk is full."""
+        path = self._directory.snapshot_path(id)
+        aside = path.with_suffix(".new")
+        try:
+            self._write_whole(aside, data)
+            self._io.rename(aside, path, self._directory.fd)
+            self._io.fsync(self._directory.fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._io.unlink(aside, self._directory.fd)
+            if error.errno in FULL:
+                return False
+            raise self._failure("written", error) from error
+        return True
+
+    def _write_whole(self, path: Path, data: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError):  # of a process that was killed here
+            self._io.unlink(path, self._directory.fd)
+        fd = self._io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._directory.fd)
+        try:
+            write_all(self._io, fd, [memoryview(data)], 0)
+            self._io.fsync(fd)
+        finally:
+            self._io.close(fd)
+
+    def remove(self, id: str) -> None:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._io.unlink(self._directory.snapshot_path(id), self._directory.fd)
+                self._io.fsync(self._directory.fd)
+        except OSError as error:
+            raise self._failure("removed", error) from error
+
+    def _failure(self, done: str, error: OSError | ConfigError) -> StoreFailed:
+        what = error.strerror if isinstance(error, OSError) else error
+        return StoreFailed(f"a snapshot in {self._directory.path} cannot be {done}: {what}")

@@ -18,10 +18,8 @@ from functools import partial
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
-from penstock.kv.blocks.pinned import PinnedKeys
-from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, DiskIo, Scratch, read_all
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SlotHead, slot_bytes, unpack_slot
+from penstock.kv.blocks.pool import BlockPool, PinnedKeys
+from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, SECTOR_BYTES, DiskIo, Scratch, SlotHead, read_all, slot_bytes, unpack_slot
 from penstock.kv.tiers.ssd.segments import WithheldSlots
 from penstock.kv.tiers.store import Outcome
 

@@ -23,21 +23,24 @@ from penstock.config import GIB
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.blocks.handles import Reservation
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES, Directory, check_file
-from penstock.kv.tiers.ssd.disk import DiskIo, Scratch, read_all, write_all
-from penstock.kv.tiers.ssd.format import (
+from penstock.kv.tiers.ssd.disk import (
+    FULL,
     SECTOR_BYTES,
+    DiskIo,
+    Scratch,
     SegmentHead,
     new_generation,
     pack_segment,
+    read_all,
     segment_bytes,
     slot_bytes,
     unpack_segment,
+    write_all,
 )
 from penstock.kv.tiers.store import Space
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _FEWEST_FILES = 8  # that a small tier is divided into
 _MOST_FILES = 256  # that a large one may have, each with a descriptor
 _FEWEST_GROUPS = 8  # of a segment: where the disk has no room for all of it, the first groups can be used

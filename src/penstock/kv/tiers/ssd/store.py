@@ -20,15 +20,23 @@ from penstock.config import EvictionName
 from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.envelope import pack
 from penstock.kv.tiers.manifest import unpack as unpack_manifest
-from penstock.kv.tiers.ssd.directory import Directory, make_directory, remake_directory
-from penstock.kv.tiers.ssd.disk import DiskIo, is_aligned, read_all, write_all
-from penstock.kv.tiers.ssd.format import SECTOR_BYTES, SegmentHead, pack_slot, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.directory import Directory, ManifestFiles, make_directory, remake_directory
+from penstock.kv.tiers.ssd.disk import (
+    FULL,
+    SECTOR_BYTES,
+    DiskIo,
+    SegmentHead,
+    is_aligned,
+    pack_slot,
+    read_all,
+    slot_bytes,
+    unpack_slot,
+    write_all,
+)
 from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
-from penstock.kv.tiers.ssd.manifests import ManifestFiles
-from penstock.kv.tiers.ssd.segments import FULL, Segment, SegmentFiles, Segments, WithheldSlots
-from penstock.kv.tiers.store import Outcome, Space, StoreUsage
+from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, Segments, WithheldSlots
+from penstock.kv.tiers.store import Outcome, Space, StoreUsage, pack
 
 log = logging.getLogger(__name__)
 
