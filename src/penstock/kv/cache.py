@@ -618,16 +618,12 @@ class KvCache:
             by_s = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
             self.loads.end_fetches()
             self.drain(by_s - time.monotonic())
-            self._close_tiers(max(_GRACE_S, by_s - time.monotonic()))
+            closers = self.saves.mover.close, self.loads.mover.close, *(tier.close for tier in self.cold_tiers.values())
+            for close in closers:  # those that come later have what is left
+                close(max(_GRACE_S, by_s - time.monotonic()))
+            self._host.close()
         self._closed = True
         self._pool.close()
-
-    def _close_tiers(self, timeout_s: float) -> None:
-        self.saves.mover.close(timeout_s)
-        self.loads.mover.close(timeout_s)
-        for tier in self.cold_tiers.values():
-            tier.close(timeout_s)
-        self._host.close()
 
     def _own(self, table: Table) -> BlockTable:
         if isinstance(table, BlockTable):

@@ -8,6 +8,7 @@ import pytest
 from stacked_rig import Stacked
 from storage_rig import KEYS, Rig
 
+from penstock.kv import cache as cache_module
 from penstock.kv.memory.arena import HostMemory
 
 
@@ -22,6 +23,26 @@ def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left
     rig.cache.close(0.0)
     assert {lane.name for lane in rig.lanes} - set(given) == {"compute"}
     assert all(timeout_s is None or timeout_s > 0.1 for timeout_s in given.values()), given
+
+
+def test_all_tiers_together_have_the_time_that_closing_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, now, given = Stacked("ssd", "remote"), [0.0], list[float]()
+    monkeypatch.setattr(cache_module.time, "monotonic", lambda: now[0])
+
+    def close(timeout_s: float) -> None:
+        given.append(timeout_s)
+        now[0] += 4.0
+
+    parts = (rig.cache.saves.mover, rig.cache.loads.mover, *rig.cache.cold_tiers.values())
+    closed = [part.close for part in parts]
+    monkeypatch.setattr(rig.cache, "drain", lambda timeout_s: None)
+    for part in parts:
+        monkeypatch.setattr(part, "close", close)
+    rig.cache.close(10.0)
+    assert given == [10.0, 6.0, 2.0, 1.0], "and a moment where nothing is left"
+    monkeypatch.undo()
+    for ends in closed:
+        ends(1.0)
 
 
 class Memory:
