@@ -35,7 +35,6 @@ from penstock.commands.arguments import (
     without_secrets,
 )
 from penstock.commands.bench_arguments import add_bench
-from penstock.commands.logs import LogSettings
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ReasoningParser, ServerConfig, ToolCallParser
 from penstock.errors import ConfigError, PenstockError, UserError
 
@@ -172,7 +171,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
     args.model = args.served_model or args.model
     config = config_of(args)
-    from penstock.commands.serve import serve
+    from penstock.commands.serve import LogSettings, serve
 
     return serve(config, server, LogSettings(args.log_level, args.log_format))
 
@@ -198,7 +197,7 @@ def _add_generate(commands: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     config, sampling = config_with_one_lora(args), sampling_of(args)
-    from penstock.commands.generate import Task, generate
+    from penstock.commands.chat import Task, generate
 
     return generate(config, Task(args.prompt, sampling, args.max_tokens is None, args.raw, args.json))
 

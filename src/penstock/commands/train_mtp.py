@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from penstock.commands.answer import running_engine
 from penstock.commands.progress import ProgressBar
-from penstock.commands.session import running_engine
 from penstock.commands.train_prompts import about_text, is_held_out, questions, shared_prefix
 from penstock.config import Config
 from penstock.contract import FinishReason, SamplingParams, TokenEvent

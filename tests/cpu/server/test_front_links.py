@@ -555,7 +555,7 @@ def test_a_child_of_another_version_says_so_and_ends() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         fd = theirs.fileno()
-        command = [sys.executable, "-m", "penstock.commands.serve_child", "front", str(os.getpid()), str(fd)]
+        command = [sys.executable, "-m", "penstock.commands.serve", "front", str(os.getpid()), str(fd)]
         source = os.path.dirname(os.path.dirname(remote.__file__))
         environment = {**os.environ, "PYTHONPATH": os.path.dirname(source)}
         with subprocess.Popen(command, pass_fds=[fd], env=environment) as child:
