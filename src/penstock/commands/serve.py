@@ -78,7 +78,7 @@ def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     from penstock.engine.build import check_ahead, device_for
     from penstock.engine.loop import EngineLoop
     from penstock.server.boundary import Starting
-    from penstock.server.engine_process import EngineProcess
+    from penstock.server.links import EngineProcess
 
     parent.send(Starting(device_for(setup.config).type))
     check_ahead(setup.config)
@@ -180,7 +180,7 @@ def run_child(argv: Sequence[str]) -> int:
         if kind == "engine" and isinstance(setup, boundary.EngineSetup):
             return run_engine(setup, parent)
         if kind == "front" and isinstance(setup, boundary.FrontSetup):
-            from penstock.server.front import run_front
+            from penstock.server.run import run_front
 
             run_front(setup, parent, socket(fileno=sockets[1]), socket(fileno=sockets[2]), sockets[3])
             return 0

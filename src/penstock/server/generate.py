@@ -25,7 +25,6 @@ from penstock.server.faults import fault_of
 from penstock.server.replies import ChatReply, CompletionReply, Heading, Reply, heading, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
-from penstock.server.snapshots import prompts_after
 from penstock.server.stream import Generations, while_connected
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
 from penstock.server.tools import AnswerFormat, format_of, reasons, showing
@@ -188,7 +187,7 @@ class Generate:
     def _submit(self, posted: Posted, reading: Generations, exchange: Exchange, before: SnapshotContent | None) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine, body = self._service.engine, posted.body
-        make = self._kind.prompts if before is None else partial(prompts_after, before)
+        make = self._kind.prompts if before is None else partial(text.prompts_after, before)
         with text.within_context():
             prompts = make(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []

@@ -14,9 +14,20 @@ from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event
-from penstock.server.structured import JsonSchema, ResponseFormat
 from penstock.server.text import ChoiceDelta
-from penstock.server.tools import MOST_TOOLS, AnswerFormat, CalledFunction, CallId, Function, Tool, ToolCall, ToolChoice, chosen
+from penstock.server.tools import (
+    MOST_TOOLS,
+    AnswerFormat,
+    CalledFunction,
+    CallId,
+    Function,
+    JsonSchema,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec

@@ -25,8 +25,7 @@ from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Ove
 from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
 from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
-from penstock.server.client import AdapterNames, EngineClient, Fronts, SnapshotStore
-from penstock.server.request_figures import RequestFigures
+from penstock.server.client import AdapterNames, EngineClient, Fronts, RequestFigures, SnapshotStore
 from penstock.server.seats import SeatBook
 
 logger = logging.getLogger("penstock.server")

@@ -11,9 +11,21 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event, obfuscated
-from penstock.server.structured import JsonSchema, ResponseFormat, Schema
 from penstock.server.text import ChoiceDelta
-from penstock.server.tools import MOST_TOOLS, AnswerFormat, CalledFunction, CallId, Function, FunctionName, Tool, ToolCall, chosen
+from penstock.server.tools import (
+    MOST_TOOLS,
+    AnswerFormat,
+    CalledFunction,
+    CallId,
+    Function,
+    FunctionName,
+    JsonSchema,
+    ResponseFormat,
+    Schema,
+    Tool,
+    ToolCall,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec

@@ -12,8 +12,20 @@ from starlette.datastructures import QueryParams
 from penstock.config import MAX_SPANS, ResidencyName
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
-from penstock.server.structured import Asked, ResponseFormat, Schema, StructuredOutputs, Text, Words, asked_of
-from penstock.server.tools import ToolCall, ToolChoice, ToolRequest, Tools, asking
+from penstock.server.tools import (
+    Asked,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    Text,
+    ToolCall,
+    ToolChoice,
+    ToolRequest,
+    Tools,
+    Words,
+    asked_of,
+    asking,
+)
 
 MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions

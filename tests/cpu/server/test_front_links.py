@@ -48,9 +48,9 @@ from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tok
 from penstock.server import boundary, remote
 from penstock.server import links as links_module
 from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
+from penstock.server.client import RequestFigures
 from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.remote import RemoteEngine, greeted
-from penstock.server.request_figures import RequestFigures
 from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
 from penstock.testing.tiny_models import TINY_LLAMA
