@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -101,12 +102,10 @@ def _add_serve(commands: Any) -> None:
         metavar="URL",
         help="send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)",
     )
-    group.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model (unset: the name of its file)"
-    )
-    group.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="scripts of this web origin may call; * for any; repeatable"
-    )
+    names = "what clients call the model (unset: the name of its file)"
+    group.add_argument("--served-model-name", dest="served_names", nargs="+", default=[], metavar="NAME", help=names)
+    origins = "scripts of this web origin may call; * for any; repeatable"
+    group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origins)
     group.add_argument("--lora-dir", metavar="DIR", help="clients may load adapters from inside DIR (unset: they may load none)")
     number(group, "--max-body-bytes", "larger requests are refused", defaults.max_body_bytes)
     number(group, "--max-concurrent", "generations at once; more are answered 429", defaults.max_concurrent)
@@ -150,23 +149,10 @@ def _serve(args: argparse.Namespace) -> int:
     api_key = os.environ.get("PENSTOCK_API_KEY") if args.api_key is None else args.api_key
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
-    limits = (args.max_body_bytes, args.max_concurrent, args.shutdown_s, args.read_timeout_s, args.write_timeout_s)
-    more = {"tool_call_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser, "api_processes": args.api_processes}
     if args.otlp_endpoint is not None and not _has_opentelemetry():
         raise ConfigError("--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install 'penstock[otel]'")
-    names, origins = tuple(args.served_model_name), tuple(args.cors_origin)
-    server = ServerConfig(
-        args.host,
-        args.port,
-        api_key,
-        *limits,
-        args.allow_special_tokens_in_text,
-        names,
-        origins,
-        args.public_metrics,
-        args.otlp_endpoint,
-        **more,
-    )
+    args.api_key, args.served_names, args.cors_origins = api_key, tuple(args.served_names), tuple(args.cors_origins)
+    server = ServerConfig(**{field.name: getattr(args, field.name) for field in fields(ServerConfig)})
     if None not in (args.served_model, args.model):
         raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
     args.model = args.served_model or args.model
