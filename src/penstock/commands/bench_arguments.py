@@ -28,9 +28,8 @@ from penstock.config import EVICTIONS, Config, KvConfig, ModelSource, OffloadCon
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.bench.agents_users import Asking
     from penstock.bench.run import Bench
-    from penstock.bench.trace_files import RecordedConversation
+    from penstock.bench.trace_files import Asking, RecordedConversation
 
 _URL_VOCAB = 32000  # ids that most models have
 _SCAN_BLOCKS = 128  # 65,536 tokens
@@ -172,7 +171,7 @@ def _agents(args: argparse.Namespace) -> int:
 
 
 def _asking(args: argparse.Namespace) -> Asking:
-    from penstock.bench.agents_users import Asking
+    from penstock.bench.trace_files import Asking
 
     given = {field.name: getattr(args, field.name) for field in fields(Asking) if field.name != "trace"}
     return Asking(args.trace.name, **given)
