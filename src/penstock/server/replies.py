@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -48,18 +48,14 @@ class Heading:
 
     id: str
     model: str
-    created: int
     with_usage: bool  # the client asked for usage in the stream, so every other chunk says null
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def of(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def chunk(self, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
         return self.of(kind, choices, usage=usage) if self.with_usage else self.of(kind, choices)
-
-
-def heading(prefix: str, request_id: str, model: str, with_usage: bool) -> Heading:
-    return Heading(f"{prefix}{request_id}", model, int(time.time()), with_usage)
 
 
 class ChunkedReply:

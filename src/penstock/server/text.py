@@ -75,9 +75,13 @@ def within_context() -> Iterator[None]:
 
 def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
     """One for each item."""
-    prompts = [_prompt(tokenizer, item, bool(body.echo), rules) for item in _items(body)]
-    scored = body.echo and body.logprobs is not None
-    return [prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) for prompt in prompts] if scored else prompts
+    prompts = []
+    for item in _items(body):
+        ids = encode_prompt(tokenizer, item, rules)
+        prompt = Prompt(ids, item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else "")
+        scored = body.echo and body.logprobs is not None
+        prompts.append(prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) if scored else prompt)
+    return prompts
 
 
 def _items(body: CompletionBody) -> Sequence[Any]:
@@ -128,13 +132,6 @@ def encode_given(tokenizer: TextCodec, body: PrefetchBody, rules: Rules) -> list
         if body.messages is not None:
             return encode_chat(tokenizer, body.messages, rules)
         return list(encode_prompt(tokenizer, body.prompt or "", rules))
-
-
-def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules: Rules) -> Prompt:
-    ids = encode_prompt(tokenizer, given, rules)
-    if isinstance(given, str):
-        return Prompt(ids, given)
-    return Prompt(ids, tokenizer.decode(given, skip_special=False) if echo else "")
 
 
 def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:
