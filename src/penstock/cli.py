@@ -97,11 +97,8 @@ def _add_serve(commands: Any) -> None:
     number(group, "--port", "port to listen on; 0 picks a free one", defaults.port)
     group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
     group.add_argument("--public-metrics", action="store_true", help="with a key: /metrics is answered without it")
-    group.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)",
-    )
+    text = "send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)"
+    group.add_argument("--otlp-endpoint", metavar="URL", help=text)
     names = "what clients call the model (unset: the name of its file)"
     group.add_argument("--served-model-name", dest="served_names", nargs="+", default=[], metavar="NAME", help=names)
     origins = "scripts of this web origin may call; * for any; repeatable"
@@ -112,34 +109,16 @@ def _add_serve(commands: Any) -> None:
     number(group, "--shutdown-s", "seconds that running requests get at the end", defaults.shutdown_s, float)
     number(group, "--read-timeout-s", "seconds for a request's header, and again for its body", defaults.read_timeout_s, float)
     number(group, "--write-timeout-s", "seconds in which a client has to take some of its reply", defaults.write_timeout_s, float)
-    group.add_argument(
-        "--allow-special-tokens-in-text", action="store_true", help="text of chat messages may spell special tokens, and open turns by that"
-    )
-    group.add_argument(
-        "--tool-call-parser",
-        choices=get_args(ToolCallParser),
-        default="auto",
-        metavar="NAME",
-        help="format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as its chat template says",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        choices=get_args(ReasoningParser),
-        default="auto",
-        metavar="NAME",
-        help="think: text in <think> is reasoning_content; none: it is content; auto: think where the chat template has it",
-    )
-    group.add_argument(
-        "--generation-config",
-        choices=("auto", "none"),
-        default="auto",
-        help="auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says",
-    )
-    number(
-        group,
-        "--api-processes",
-        "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)",
-    )
+    text = "text of chat messages may spell special tokens, and open turns by that"
+    group.add_argument("--allow-special-tokens-in-text", action="store_true", help=text)
+    text = "format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as its chat template says"
+    group.add_argument("--tool-call-parser", choices=get_args(ToolCallParser), default="auto", metavar="NAME", help=text)
+    text = "think: text in <think> is reasoning_content; none: it is content; auto: think where the chat template has it"
+    group.add_argument("--reasoning-parser", choices=get_args(ReasoningParser), default="auto", metavar="NAME", help=text)
+    text = "auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says"
+    group.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=text)
+    text = "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)"
+    number(group, "--api-processes", text)
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="how lines on stderr look")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
@@ -241,9 +220,8 @@ def _add_train_mtp(commands: Any) -> None:
     number(group, "--batch-tokens", "of one training step", 16384, positive)
     number(group, "--learning-rate", "at its highest", 1e-3, float)
     number(group, "--text-len", "tokens of one text at most", 512, positive)
-    group.add_argument(
-        "--work", metavar="DIR", help="keep text and training state there, and go on from them (unset: in --out until the end)"
-    )
+    text = "keep text and training state there, and go on from them (unset: in --out until the end)"
+    group.add_argument("--work", metavar="DIR", help=text)
     parser.set_defaults(run=_train_mtp)
 
 
