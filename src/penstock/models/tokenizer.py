@@ -167,11 +167,7 @@ class TextCodec(Protocol):
         """Spellings of special tokens become them. More than `most` tokens are refused, where possible before they are made."""
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
     ) -> list[int]:
         """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those that messages spell. `tools`
         are for templates that take them."""
@@ -224,11 +220,7 @@ class Tokenizer:
             raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
     ) -> list[int]:
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
@@ -429,11 +421,7 @@ class ByteTokenizer:
         return list(data)
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
     ) -> list[int]:
         return self.encode(self.chat_template.render(messages, True, tools=tools), add_special=False, most=most)
 

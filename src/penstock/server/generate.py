@@ -53,13 +53,7 @@ class RouteKind:
 COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl-")
 CHAT = RouteKind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl-")
 MESSAGES = RouteKind(
-    messages.MessagesBody,
-    text.chat_prompts,
-    messages.MessagesReply,
-    "msg_",
-    messages.as_chat,
-    messages.NAMES,
-    messages.QUERIES,
+    messages.MessagesBody, text.chat_prompts, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES
 )
 RESPONSES = RouteKind(responses.ResponsesBody, text.chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
 

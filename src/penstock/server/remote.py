@@ -142,13 +142,7 @@ class RemoteEngine:
     # ----------------------------------------------------------------------------------------------------------- requests
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        listener: Listener,
-        *,
-        request_id: str | None = None,
-        **options: Any,
+        self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *, request_id: str | None = None, **options: Any
     ) -> str:
         """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
         self._check_alive()

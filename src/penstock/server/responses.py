@@ -47,12 +47,7 @@ NEUTRAL: dict[str, schema.Neutral] = {
 }
 NO_EFFECT = ("metadata", "safety_identifier", "user")
 # What a field of the chat is called here.
-NAMES = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
+NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
 

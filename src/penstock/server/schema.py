@@ -84,17 +84,7 @@ NEUTRAL: dict[str, Neutral] = {
 }
 NO_EFFECT = ("user", "safety_identifier", "metadata")  # labels for whoever reads the client's traffic: any value is taken
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
