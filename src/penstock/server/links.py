@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -46,12 +47,6 @@ WATCH_S = 0.25  # how often a loop that has failed is looked for
 COMPILE_MARGIN_S = 0.5  # sooner than the front gives up, which cannot know whose fault it is
 
 
-class _Compiling(NamedTuple):
-    late_s: float
-    call: int
-    future: Future[Any]
-
-
 class FrontLink:
     """One front process."""
 
@@ -68,7 +63,6 @@ class FrontLink:
         self._queue: SimpleQueue[list[tuple[int, TokenEvent]] | bytes | None] = SimpleQueue()
         self._num_queued = self._num_sent = 0  # events; each counted by one thread
         self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
-        self._compiling: list[_Compiling] = []
         self._is_cut = False
         self._num_beats = 0  # that it was told of
         self._heard_at: int | None = None  # their number when it last said something; None while that is dealt with, and before
@@ -217,45 +211,34 @@ class FrontLink:
             self.tell(tokens_of([(message.number, refusal)]))
 
     def _call(self, call: boundary.Call) -> None:
-        """Never blocks: what the engine answers with a future is begun here, all else is done on a thread of its own."""
+        """Never blocks: what the engine answers with a future is begun here, and what takes long waits on a thread of its own."""
         arguments = boundary.arguments_of(call)
         try:
             match call.name:
                 case "GrammarCompiler.begin":
                     future: Future[Any] = self._engine.grammars.begin(*arguments)
-                    pending = _Compiling(time.monotonic() + COMPILE_S - COMPILE_MARGIN_S, call.number, future)
-                    self._compiling.append(pending)
-                    future.add_done_callback(functools.partial(self._compiled, pending))
+                    work = functools.partial(self._keep_compiled, call.number, future)
+                    if future.done():
+                        self._answer(call.number, work)
+                        return
                 case "EngineClient.prefetch":
                     prompt, session, salt, adapter = arguments
                     tokens: Any = None if prompt is None else np.frombuffer(prompt, np.uint32)
                     begun = self._engine.prefetch(tokens, session=session, cache_salt=salt, adapter=adapter)
                     begun.add_done_callback(lambda done: self._answer(call.number, done.result))
+                    return
                 case _:
                     work = functools.partial(self._links.do, call.name, arguments, self)
-                    answer = functools.partial(self._answer, call.number, work)
-                    threading.Thread(target=answer, name=f"front-call-{self.index}", daemon=True).start()
+            threading.Thread(target=self._answer, args=(call.number, work), name=f"front-call-{self.index}", daemon=True).start()
         except Exception as error:
             self.tell(boundary.Returned(call.number, fault=_fault(error)))
 
-    def _compiled(self, pending: _Compiling, future: Future[Any]) -> None:
+    def _keep_compiled(self, call: int, future: Future[Any]) -> None:
         """It is kept until its front has submitted what it is for."""
         try:
-            self._compiling.remove(pending)
-        except ValueError:
-            return  # it was late
-
-        def keep() -> None:
-            self._kept[pending.call] = future.result()
-
-        self._answer(pending.call, keep)
-
-    def refuse_late(self) -> None:
-        now = time.monotonic()
-        for pending in [one for one in list(self._compiling) if one.late_s < now]:
-            with contextlib.suppress(ValueError):
-                self._compiling.remove(pending)
-                self.tell(boundary.Returned(pending.call, fault=_fault(self._engine.grammars.late(pending.future))))
+            self._kept[call] = future.result(COMPILE_S - COMPILE_MARGIN_S)
+        except FutureTimeout:
+            raise self._engine.grammars.late(future) from None
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         try:
@@ -355,7 +338,6 @@ class FrontLinks:
             age_s = self._loop.beat_age_s()
             for link in self._links:
                 link.beat(age_s)
-                link.refuse_late()
 
     # ------------------------------------------------------------------------------------------------- what links have heard
 
